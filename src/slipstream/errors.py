@@ -1,0 +1,25 @@
+"""The errors a user can meet: each is a sentence that says what is wrong, where, and what to do."""
+
+
+class SlipstreamError(Exception):
+    """Something the user can mend; caught once, at the edge (cli, serve)."""
+
+
+class CheckpointError(SlipstreamError):
+    """A checkpoint, draft or tokenizer file cannot be read as what it claims to be."""
+
+
+class DraftMismatchError(CheckpointError):
+    """A draft cannot belong to this target."""
+
+
+class ConfigError(SlipstreamError):
+    """A setting is impossible, alone or together with another."""
+
+
+class RequestError(SlipstreamError):
+    """A request asks for something the engine cannot do."""
+
+
+class KernelError(SlipstreamError):
+    """A kernel path was asked for that this machine cannot run."""
