@@ -1,0 +1,119 @@
+"""The operations a backend offers, and the plain values they take: the contract between models and kernels.
+
+Shape letters: T query tokens of a pass, R requests, P pages of a request, S slots of a cache, D width, H query
+heads, G key/value heads, d head width, N outputs of a layer, V vocabulary, L rows of logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KvLayer:
+    """One layer's keys and values, by slot; slot = page * page_size + offset (offsets are 64-bit throughout)."""
+
+    keys_SGd: Tensor
+    values_SGd: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Which keys each query token of a pass may see; the same for every layer.
+
+    A token's key has an index in its request's sequence of keys (`kv_index_T`), which the page table turns into a
+    slot. A token sees the key `b` places before its own if `b > 63` or bit `b` of its `ancestors_T` is set: all ones
+    is causal, and a draft tree clears the bits of nodes that are not ancestors. So prefill, decoding, chains and
+    trees of up to 64 nodes are one rule.
+
+    Args:
+        query_starts_R1: int32 [R + 1], where each request's query tokens start.
+        kv_lens_R: int32 [R], keys a request has once this pass has written its own.
+        page_table_RP: int32 [R, P], page numbers; entries past the last used one are never read.
+    """
+
+    query_starts_R1: Tensor
+    kv_lens_R: Tensor
+    page_table_RP: Tensor
+    kv_index_T: Tensor
+    ancestors_T: Tensor
+    page_size: int
+
+
+class Layer(Protocol):
+    """A decoder block as the kernels see it."""
+
+    def __call__(self, hidden_TD: Tensor, ctx: Any) -> Tensor:
+        """Apply the block. `ctx` is the models' ForwardContext, which lies a package higher and is passed through."""
+        ...
+
+
+class Ops(Protocol):
+    """One backend. Every method is specified by the reference (`slipstream.kernels.reference`)."""
+
+    name: str
+
+    @property
+    def promise(self) -> str:
+        """Say in one line what this backend guarantees about bits: do they depend on rows, batch or pages?"""
+        ...
+
+    @property
+    def row_invariant(self) -> bool:
+        """Tell whether a row's bits are the same whatever other rows, requests and page size share the pass."""
+        ...
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """Multiply by a dense weight stored [out, in]."""
+        ...
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Scale each row to unit root mean square, then by `weight_D`."""
+        ...
+
+    def silu_mul(self, gate_up_TN: Tensor) -> Tensor:
+        """Return silu(first half) * second half of each row."""
+        ...
+
+    def rotate(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
+        """Apply rotary embedding (half-split form) to the first 2r of each head's d values."""
+        ...
+
+    def write_kv(self, layer: KvLayer, keys_TGd: Tensor, values_TGd: Tensor, slots_T: Tensor) -> None:
+        """Write keys and values into their slots, in place."""
+        ...
+
+    def move_kv(self, layer: KvLayer, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Copy slots to slots, in place, as if all reads came before all writes."""
+        ...
+
+    def attention(
+        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Attend over the pages; a window of w sees only the w last keys, its own included."""
+        ...
+
+    def run_layers(
+        self, layers: Sequence[Layer], hidden_TD: Tensor, ctx: Any, captured_layers: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Apply blocks in order; also return the hidden states seen after k blocks, for each k captured."""
+        ...
+
+    def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
+        """Return the token of each row: argmax(logits / T + gumbel(seed, position)), at T = 0 argmax(logits)."""
+        ...
+
+    def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: "RowSampling") -> Tensor:
+        """Return logits / T + gumbel(seed, position, token id); at T = 0 the logits themselves."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Temperature, seed and absolute position of each row of logits."""
+
+    temperature_L: Tensor
+    seed_L: Tensor
+    position_L: Tensor

@@ -1,0 +1,42 @@
+"""Paged attention over a tree of query tokens, one request at a time."""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.ops import AttentionBatch, KvLayer
+
+
+def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+    """Attend over the pages of each request; see `AttentionBatch` for what a token may see."""
+    out_THd = torch.empty_like(q_THd)
+    starts = batch.query_starts_R1.tolist()
+    kv_lens = batch.kv_lens_R.tolist()
+    for row, kv_len in enumerate(kv_lens):
+        tokens = slice(starts[row], starts[row + 1])
+        if tokens.start == tokens.stop:
+            continue
+        slots_K = _slots(batch, row, kv_len)
+        visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, window)
+        out_THd[tokens] = torch.nn.functional.scaled_dot_product_attention(
+            q_THd[tokens].transpose(0, 1).unsqueeze(0),
+            layer.keys_SGd[slots_K].transpose(0, 1).unsqueeze(0),
+            layer.values_SGd[slots_K].transpose(0, 1).unsqueeze(0),
+            attn_mask=visible_QK,
+            scale=scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+    return out_THd
+
+
+def _slots(batch: AttentionBatch, row: int, kv_len: int) -> Tensor:
+    num_pages = -(-kv_len // batch.page_size)
+    pages_P = batch.page_table_RP[row, :num_pages].long()
+    offsets_O = torch.arange(batch.page_size, device=pages_P.device)
+    return (pages_P[:, None] * batch.page_size + offsets_O).reshape(-1)[:kv_len]
+
+
+def _visible(kv_index_Q: Tensor, ancestors_Q: Tensor, kv_len: int, window: int | None) -> Tensor:
+    distance_QK = kv_index_Q[:, None] - torch.arange(kv_len, device=kv_index_Q.device)
+    bit_QK = (ancestors_Q[:, None] >> distance_QK.clamp(0, 63)) & 1
+    visible_QK = (distance_QK >= 0) & ((distance_QK > 63) | (bit_QK == 1))
+    return visible_QK if window is None else visible_QK & (distance_QK < window)

@@ -1,0 +1,109 @@
+"""The reference backend: torch's own operations behind the kernels' contract."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
+from slipstream.kernels.reference.attention import attention
+from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel
+
+
+class ReferenceOps:
+    """Plain torch; differentiable where training needs it (linear, norm, silu_mul, rotate)."""
+
+    name = "reference"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def promise(self) -> str:
+        """Say what torch's matrix products do to bits."""
+        return (
+            f"reference kernels (torch on {self._device.type}): a row's bits may change with the number of rows, "
+            "so a near-tie can fall differently with speculation than without"
+        )
+
+    @property
+    def row_invariant(self) -> bool:
+        """Torch picks its product kernels by the number of rows, so no."""
+        return False
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """Multiply by a dense weight stored [out, in]."""
+        return torch.nn.functional.linear(x_TD, weight_ND, bias_N)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Scale each row to unit root mean square in float32, then by `weight_D`."""
+        x_f32 = x_TD.float()
+        scale_T1 = torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
+        return weight_D * (x_f32 * scale_T1).to(x_TD.dtype)
+
+    def silu_mul(self, gate_up_TN: Tensor) -> Tensor:
+        """Return silu(first half) * second half of each row."""
+        gate, up = gate_up_TN.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def rotate(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
+        """Rotate pairs (i, i + r) of each head's first 2r values; the rest passes."""
+        half = cos_Tr.shape[-1]
+        cos_T1r, sin_T1r = cos_Tr.unsqueeze(-2).to(x_THd.dtype), sin_Tr.unsqueeze(-2).to(x_THd.dtype)
+        a, b, rest = x_THd[..., :half], x_THd[..., half : 2 * half], x_THd[..., 2 * half :]
+        return torch.cat([a * cos_T1r - b * sin_T1r, b * cos_T1r + a * sin_T1r, rest], dim=-1)
+
+    def write_kv(self, layer: KvLayer, keys_TGd: Tensor, values_TGd: Tensor, slots_T: Tensor) -> None:
+        """Write keys and values into their slots, in place."""
+        layer.keys_SGd.index_copy_(0, slots_T, keys_TGd.to(layer.keys_SGd.dtype))
+        layer.values_SGd.index_copy_(0, slots_T, values_TGd.to(layer.values_SGd.dtype))
+
+    def move_kv(self, layer: KvLayer, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Copy slots to slots; indexing reads everything before anything is written."""
+        layer.keys_SGd[to_slots] = layer.keys_SGd[from_slots]
+        layer.values_SGd[to_slots] = layer.values_SGd[from_slots]
+
+    def attention(
+        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Attend over the pages of each request."""
+        return attention(q_THd, layer, batch, scale, window)
+
+    def run_layers(
+        self, layers: Sequence[Layer], hidden_TD: Tensor, ctx: Any, captured_layers: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Apply the blocks one by one, keeping the hidden states that are captured."""
+        seen = {0: hidden_TD}
+        for applied, layer in enumerate(layers, start=1):
+            hidden_TD = layer(hidden_TD, ctx)
+            if applied in captured_layers:
+                seen[applied] = hidden_TD
+        return hidden_TD, [seen[k] for k in captured_layers]
+
+    def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
+        """Take the argmax of perturbed logits; only tokens that could still win are given their noise."""
+        greedy_L = logits_LV.argmax(-1)
+        warm_L = temperature_L > 0
+        if not bool(warm_L.any()):
+            return greedy_L
+        scaled_LV = logits_LV[warm_L].float() / temperature_L[warm_L, None]
+        reach = NOISE_MAX - NOISE_MIN + 0.05
+        row, token = (scaled_LV >= scaled_LV.amax(-1, keepdim=True) - reach).nonzero(as_tuple=True)
+        noise = gumbel(seed_L[warm_L][row], position_L[warm_L][row], token)
+        scores_LV = torch.full_like(scaled_LV, -torch.inf)
+        scores_LV[row, token] = scaled_LV[row, token] + noise
+        chosen_L = greedy_L.clone()
+        chosen_L[warm_L] = scores_LV.argmax(-1)
+        return chosen_L
+
+    def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling) -> Tensor:
+        """Add the noise of (seed, position, token id) to logits / T; rows at T = 0 stay as they are."""
+        logits_LV = logits_LV.float()
+        warm_L = sampling.temperature_L > 0
+        if not bool(warm_L.any()):
+            return logits_LV
+        out_LV = logits_LV.clone()
+        noise = gumbel(sampling.seed_L[warm_L, None], sampling.position_L[warm_L, None], token_ids_V[None, :])
+        out_LV[warm_L] = logits_LV[warm_L] / sampling.temperature_L[warm_L, None] + noise
+        return out_LV

@@ -1,0 +1,89 @@
+"""What a forward pass is given beside its tokens: positions, attention and the kernels. No globals.
+
+Serving passes a `PagedContext`; training passes its own context with the same attributes. The models cannot tell.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import AttentionBatch, KvLayer, Ops
+
+
+class ForwardContext(Protocol):
+    """How a model reaches positions, kernels and attention."""
+
+    @property
+    def ops(self) -> Ops:
+        """The kernels of this pass."""
+        ...
+
+    @property
+    def positions_T(self) -> Tensor:
+        """Rotary position of each token, int64."""
+        ...
+
+    def attend(
+        self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Make this layer's keys and values visible to this and later passes, and attend."""
+        ...
+
+
+class KvCache:
+    """Keys and values of every layer of one model, by slot."""
+
+    def __init__(self, layers: list[KvLayer], page_size: int) -> None:
+        self.layers = layers
+        self.page_size = page_size
+
+    @staticmethod
+    def allocate(
+        shape: "KvShape", num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "KvCache":
+        """Reserve room for `num_pages` pages in every layer."""
+        size = (num_pages * page_size, shape.num_kv_heads, shape.head_dim)
+        return KvCache(
+            [
+                KvLayer(
+                    torch.zeros(size, dtype=dtype, device=device),
+                    torch.zeros(size, dtype=dtype, device=device),
+                )
+                for _ in range(shape.num_layers)
+            ],
+            page_size,
+        )
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What one token's keys and values take."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of keys and values one token needs in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """A pass over pages: where each token's key goes, and what it sees."""
+
+    ops: Ops
+    positions_T: Tensor
+    slots_T: Tensor
+    batch: AttentionBatch
+    kv: KvCache
+
+    def attend(
+        self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Write keys and values into their slots, then attend over the pages."""
+        layer = self.kv.layers[layer_index]
+        self.ops.write_kv(layer, k_TGd, v_TGd, self.slots_T)
+        return self.ops.attention(q_THd, layer, self.batch, scale, window)

@@ -1,0 +1,121 @@
+"""The EAGLE-3 draft: one module for training and for serving; only the context passed in differs.
+
+Slot t pairs the target's features at position t with the token at t + 1 and predicts the token at t + 2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.checkpoint.spec import DraftSpec
+from slipstream.kernels import Ops
+from slipstream.models.context import ForwardContext, KvShape
+from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
+from slipstream.models.rope import Rotary
+
+
+class Eagle3Layer(nn.Module):
+    """A block of the draft. The first sees [embedding ; hidden]; later ones are ordinary blocks."""
+
+    def __init__(self, spec: DraftSpec, layer_index: int) -> None:
+        super().__init__()
+        self.first = layer_index == 0
+        self.normed_residual = spec.residual == "normed"
+        width = spec.hidden_size
+        self.input_layernorm = RMSNorm(width, spec.rms_eps)
+        self.hidden_norm = RMSNorm(width, spec.rms_eps) if self.first else None
+        self.self_attn = Attention(_attention_shape(spec, 2 * width if self.first else width), layer_index)
+        self.post_attention_layernorm = RMSNorm(width, spec.rms_eps)
+        self.mlp = MLP(width, spec.intermediate_size, spec.mlp_bias)
+
+    def forward(
+        self, hidden_TD: Tensor, embedding_TD: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext
+    ) -> Tensor:
+        """Return the stream after this block, before any final norm."""
+        ops = ctx.ops
+        if self.hidden_norm is not None:
+            normed_TD = self.hidden_norm(hidden_TD, ops)
+            x = torch.cat([self.input_layernorm(embedding_TD, ops), normed_TD], dim=-1)
+            residual_TD = normed_TD if self.normed_residual else hidden_TD
+        else:
+            x, residual_TD = self.input_layernorm(hidden_TD, ops), hidden_TD
+        hidden_TD = residual_TD + self.self_attn(x, rotary, ctx)
+        out_TD: Tensor = hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD, ops), ops)
+        return out_TD
+
+
+@dataclass(frozen=True)
+class DraftHidden:
+    """What a draft pass leaves: what the head reads, and what the next draft step is fed."""
+
+    normed_TD: Tensor
+    feedback_TD: Tensor
+
+
+class Eagle3Draft(nn.Module):
+    """An EAGLE-3 draft. `embed_tokens` is the draft's own table or, after `share_embedding`, the target's."""
+
+    token_ids_V: Tensor
+
+    def __init__(self, spec: DraftSpec, max_position: int | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rotary = Rotary(spec.rope, max_position or spec.max_position)
+        feature_width = spec.num_features * spec.target_hidden_size
+        per_layer = spec.feature_norm == "per_layer"
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(spec.target_hidden_size, spec.rms_eps) for _ in range(spec.num_features if per_layer else 0)
+        )
+        self.input_norm = RMSNorm(feature_width, spec.rms_eps) if spec.feature_norm == "concat" else None
+        self.fc = Linear(feature_width, {"fc": spec.hidden_size})
+        self.layers = nn.ModuleList(Eagle3Layer(spec, index) for index in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.lm_head = Linear(spec.hidden_size, {"lm_head": spec.draft_vocab_size})
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        self.register_buffer("token_ids_V", torch.arange(spec.draft_vocab_size), persistent=False)
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """What the draft's keys and values take."""
+        return KvShape(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim)
+
+    def share_embedding(self, embedding: Embedding) -> None:
+        """Use the target's table of embeddings."""
+        self.embed_tokens = embedding
+
+    def fuse(self, features: tuple[Tensor, ...], ops: Ops) -> Tensor:
+        """Turn the target's captured states at each position into the draft's input hidden state."""
+        if len(self.fc_norm):
+            features = tuple(norm(x, ops) for norm, x in zip(self.fc_norm, features, strict=True))
+        joined_TC = torch.cat(features, dim=-1)
+        if self.input_norm is not None:
+            joined_TC = self.input_norm(joined_TC, ops)
+        fused_TD: Tensor = self.fc(joined_TC, ops)
+        return fused_TD
+
+    def forward(self, hidden_TD: Tensor, token_ids_T: Tensor, ctx: ForwardContext) -> DraftHidden:
+        """Run one draft step over T slots; `hidden_TD` is fused features or an earlier step's feedback."""
+        rotary = self.rotary(ctx.positions_T)
+        embedding_TD = self.embed_tokens(token_ids_T)
+        for layer in self.layers:
+            hidden_TD = layer(hidden_TD, embedding_TD, rotary, ctx)
+        normed_TD = self.norm(hidden_TD, ctx.ops)
+        return DraftHidden(normed_TD, normed_TD if self.spec.feedback == "post_norm" else hidden_TD)
+
+    def logits(self, normed_LD: Tensor, ops: Ops) -> Tensor:
+        """Return logits over the draft's own vocabulary; entry i is target token `token_ids_V[i]`."""
+        logits_LV: Tensor = self.lm_head(normed_LD, ops)
+        return logits_LV
+
+
+def _attention_shape(spec: DraftSpec, input_size: int) -> AttentionShape:
+    return AttentionShape(
+        input_size=input_size,
+        output_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        qkv_bias=spec.qkv_bias,
+        qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
+    )

@@ -1,0 +1,107 @@
+"""The layers every decoder here is made of; each takes the kernels it runs on from the forward context."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.kernels import Ops
+from slipstream.models.context import ForwardContext
+
+
+class Linear(nn.Module):
+    """A dense layer, weight stored [out, in]; `parts` are the checkpoint tensors whose rows it joins."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
+        super().__init__()
+        self.parts = parts
+        out_features = sum(parts.values())
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        """Multiply each row by the weight."""
+        return ops.linear(x_TD, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        """Normalise the last dimension."""
+        return ops.rms_norm(x_TD, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an attention layer needs to know of its model."""
+
+    input_size: int
+    output_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm_eps: float | None = None
+    window: int | None = None
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; keys and values live in the context."""
+
+    def __init__(self, shape: AttentionShape, layer_index: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layer_index = layer_index
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.qkv_proj = Linear(
+            shape.input_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, shape.qkv_bias
+        )
+        self.o_proj = Linear(q_size, {"o_proj": shape.output_size}, shape.output_bias)
+        self.q_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
+
+    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext) -> Tensor:
+        """Attend to what the context lets each token see."""
+        shape = self.shape
+        leading = x_TD.shape[:-1]
+        qkv = self.qkv_proj(x_TD, ctx.ops).unflatten(-1, (-1, shape.head_dim))
+        q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, ctx.ops), self.k_norm(k, ctx.ops)
+        q, k = ctx.ops.rotate(q, *rotary), ctx.ops.rotate(k, *rotary)
+        out = ctx.attend(self.layer_index, q, k, v, shape.head_dim**-0.5, shape.window)
+        projected: Tensor = self.o_proj(out.reshape(*leading, -1), ctx.ops)
+        return projected
+
+
+class MLP(nn.Module):
+    """Gated feed-forward: down(silu(gate) * up)."""
+
+    def __init__(self, width: int, intermediate: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(width, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
+        self.down_proj = Linear(intermediate, {"down_proj": width}, bias)
+
+    def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        """Apply the three products."""
+        down: Tensor = self.down_proj(ops.silu_mul(self.gate_up_proj(x_TD, ops)), ops)
+        return down
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token id."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        """Look the tokens up."""
+        return nn.functional.embedding(token_ids_T, self.weight)

@@ -1,0 +1,84 @@
+"""The Llama-class decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM2 are one module and a spec."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from slipstream.checkpoint.spec import ModelSpec
+from slipstream.kernels import Ops
+from slipstream.models.context import ForwardContext, KvShape
+from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
+from slipstream.models.rope import Rotary
+
+
+class DecoderLayer(nn.Module):
+    """One block: attention and feed-forward, each behind a norm and added to the stream."""
+
+    def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary) -> None:
+        super().__init__()
+        self._rotary = (rotary,)  # a tuple, so that the shared table is not registered once per layer
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.self_attn = Attention(attention_shape(spec), layer_index)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+
+    def forward(self, hidden_TD: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the stream after this block."""
+        rotary = self._rotary[0](ctx.positions_T)
+        hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD, ctx.ops), rotary, ctx)
+        out_TD: Tensor = hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD, ctx.ops), ctx.ops)
+        return out_TD
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a pass leaves: the stream after the last block, and each captured state, unnormed."""
+
+    last_TD: Tensor
+    captured: tuple[Tensor, ...]
+
+
+class LlamaDecoder(nn.Module):
+    """A Llama-class target."""
+
+    def __init__(self, spec: ModelSpec, max_position: int | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rotary = Rotary(spec.rope, max_position or spec.max_position)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(spec, index, self.rotary) for index in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.lm_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size})
+        if spec.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """What this model's keys and values take."""
+        return KvShape(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim)
+
+    def forward(self, token_ids_T: Tensor, ctx: ForwardContext, captured_layers: Sequence[int] = ()) -> Hidden:
+        """Run the blocks; `captured_layers` counts blocks applied (0 = the embedding)."""
+        last_TD, captured = ctx.ops.run_layers(list(self.layers), self.embed_tokens(token_ids_T), ctx, captured_layers)
+        return Hidden(last_TD, tuple(captured))
+
+    def logits(self, last_LD: Tensor, ops: Ops) -> Tensor:
+        """Turn rows of the stream after the last block into logits over the vocabulary."""
+        logits_LV: Tensor = self.lm_head(self.norm(last_LD, ops), ops)
+        return logits_LV
+
+
+def attention_shape(spec: ModelSpec) -> AttentionShape:
+    """Read the attention's shape off a target's spec."""
+    return AttentionShape(
+        input_size=spec.hidden_size,
+        output_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        qkv_bias=spec.qkv_bias,
+        output_bias=spec.output_bias,
+        qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
+        window=spec.sliding_window,
+    )
