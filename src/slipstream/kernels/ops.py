@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from slipstream.quant.packed import PackedWeight
+
 
 @dataclass(frozen=True)
 class KvLayer:
@@ -67,6 +69,10 @@ class Ops(Protocol):
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Multiply by a dense weight stored [out, in]."""
+        ...
+
+    def packed_linear(self, x_TD: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
+        """Multiply by a weight as stored, in its format's own arithmetic."""
         ...
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

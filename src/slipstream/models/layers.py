@@ -7,21 +7,38 @@ from torch import Tensor, nn
 
 from slipstream.kernels import Ops
 from slipstream.models.context import ForwardContext
+from slipstream.quant.packed import PackedWeight
 
 
 class Linear(nn.Module):
-    """A dense layer, weight stored [out, in]; `parts` are the checkpoint tensors whose rows it joins."""
+    """A linear layer, weight [out, in]; `parts` are the checkpoint tensors whose rows it joins, with their heights.
+
+    The weight is dense or, once `pack` was called, kept as a checkpoint stores it.
+    """
+
+    weight: nn.Parameter | None
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__()
+        self.in_features = in_features
         self.parts = parts
         out_features = sum(parts.values())
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.packed: PackedWeight | None = None
+
+    def pack(self, packed: PackedWeight) -> None:
+        """Give up the dense weight for a packed one of the same shape."""
+        assert (packed.out_features, packed.in_features) == (sum(self.parts.values()), self.in_features)
+        self.weight = None
+        self.packed = packed
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Multiply each row by the weight."""
-        return ops.linear(x_TD, self.weight, self.bias)
+        if self.weight is not None:
+            return ops.linear(x_TD, self.weight, self.bias)
+        assert self.packed is not None
+        return ops.packed_linear(x_TD, self.packed, self.bias)
 
 
 class RMSNorm(nn.Module):

@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.errors import KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
 from slipstream.kernels.reference.attention import attention
 from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel
+from slipstream.kernels.reference.packed import PACKED_LINEARS
+from slipstream.quant.packed import PackedWeight
 
 
 class ReferenceOps:
@@ -35,6 +38,16 @@ class ReferenceOps:
     def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Multiply by a dense weight stored [out, in]."""
         return torch.nn.functional.linear(x_TD, weight_ND, bias_N)
+
+    def packed_linear(self, x_TD: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
+        """Multiply by a weight as stored, in its format's own arithmetic."""
+        product = PACKED_LINEARS.get(weight.format)
+        if product is None:
+            raise KernelError(
+                f"The reference kernels know no format {weight.format!r}; they know {sorted(PACKED_LINEARS)}."
+            )
+        y_TN = product(x_TD, weight)
+        return y_TN if bias_N is None else y_TN + bias_N
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Scale each row to unit root mean square in float32, then by `weight_D`."""

@@ -1,0 +1,1 @@
+"""The `slipstream` command: each verb is imported only when chosen."""

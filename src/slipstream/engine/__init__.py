@@ -1,0 +1,1 @@
+"""The engine: requests, pages, scheduling, batches, the step."""

@@ -1,0 +1,1 @@
+"""Quantization: number formats, schemes, Quark's and compressed-tensors' dialects, and the file-to-file pass."""

@@ -1,0 +1,50 @@
+"""A linear layer's weight as it is stored: codes and scales in a number format, never expanded in memory."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Codes of a weight [out_features, in_features] and whatever turns them into numbers.
+
+    Args:
+        format: the name of the number format, a key of the tables in `slipstream.quant` and `slipstream.kernels`.
+        codes: integer or float8 tensor whose first dimension is out_features.
+        scales: further tensors the format needs, by its own names ("scale", "scale_2", "zero_point", ...); a tensor
+            whose first dimension is out_features belongs to rows, a 0-d one to the whole weight.
+    """
+
+    format: str
+    out_features: int
+    in_features: int
+    codes: Tensor
+    scales: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes this weight takes."""
+        return self.codes.nbytes + sum(scale.nbytes for scale in self.scales.values())
+
+
+def join_rows(parts: list[PackedWeight]) -> PackedWeight:
+    """Stack weights that share a format and an input, as q, k and v do; each keeps its own per-tensor scales by row."""
+    first = parts[0]
+    assert all(part.format == first.format and part.in_features == first.in_features for part in parts)
+    scales = {}
+    for name in first.scales:
+        scales[name] = torch.cat([_by_row(part, part.scales[name]) for part in parts])
+    return PackedWeight(
+        first.format,
+        sum(part.out_features for part in parts),
+        first.in_features,
+        torch.cat([part.codes for part in parts]),
+        scales,
+    )
+
+
+def _by_row(part: PackedWeight, scale: Tensor) -> Tensor:
+    """Give a per-tensor scale to each row, so that joined weights may differ in it."""
+    return scale.reshape(1).expand(part.out_features) if scale.numel() == 1 else scale
