@@ -70,6 +70,13 @@ class DraftOrigin:
     speculative_tokens: int = 3
 
 
+def is_draft(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes an EAGLE-3 draft rather than a whole model."""
+    names = config.get("architectures") or [""]
+    marks = ("speculators_model_type", "draft_vocab_size", "eagle_config")
+    return "eagle3" in str(names[0]).lower() or any(config.get(key) is not None for key in marks)
+
+
 def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | None) -> DraftSpec:
     """Read a draft's config.json (already parsed), whichever tool wrote it.
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from slipstream.checkpoint.embedded import embedded_model
+from slipstream.checkpoint.source import read_json
 from slipstream.errors import CheckpointError
 
 EMBEDDED = "embedded"
@@ -63,6 +64,10 @@ def _from_hub(repo_id: str) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a cached snapshot has config and weights; a tokenizer-only download does not count."""
+    """Whether a cached snapshot has config and all weights; a tokenizer-only or broken-off download does not count."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(read_json(index).get("weight_map", {}).values())
+        return (folder / "config.json").is_file() and all((folder / name).is_file() for name in named)
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     return (folder / "config.json").is_file() and bool(weights)

@@ -43,6 +43,8 @@ class Tokenizer:
         self._named = _named_tokens(settings)
         added = fast.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        bytes_by_name = (fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_token_ids = frozenset(i for i in bytes_by_name if i is not None)
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of("bos_token")
         own_eos = self._id_of("eos_token")
@@ -155,13 +157,16 @@ class IncrementalDetokenizer:
         self._skip_special = skip_special
         self._before: list[int] = []
         self._waiting: list[int] = []
+        self._in_byte_run = False
 
     def push(self, ids: Iterable[int]) -> str:
         """Take more ids, and return the text that is now complete (perhaps none)."""
         pieces: list[str] = []
         for token_id in ids:
             self._waiting.append(token_id)
-            text = self._new_text()
+            if not (self._skip_special and token_id in self._tokenizer.special_token_ids):
+                self._in_byte_run = token_id in self._tokenizer.byte_token_ids
+            text = "" if self._in_byte_run else self._new_text()
             if text and not text.endswith(_INCOMPLETE):
                 pieces.append(text)
                 self._before, self._waiting = self._waiting, []
