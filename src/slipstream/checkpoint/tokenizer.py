@@ -55,8 +55,8 @@ class Tokenizer:
     def load(cls, folder: Path) -> Self:
         """Load from a Hugging Face folder (tokenizer.json and the files beside it) or from a .gguf file.
 
-        An answer ends at the ids of generation_config.json (config.json when that names none), and at the
-        tokenizer's own eos token.
+        An answer ends at the ids of generation_config.json (config.json when that names none), and at the tokenizer's
+        own eos token.
         """
         if folder.suffix == ".gguf":
             built = gguf_tokenizer(GgufReader(folder))
@@ -145,11 +145,9 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Turns a stream of ids into a stream of text; the pieces joined are the text of all the ids.
 
-    Text is given out once it can no longer change: a character split over tokens waits for its last byte.
-    Each
-    piece is decoded behind the tokens of the piece before, since decoders treat the first token otherwise
-    (they
-    drop its leading space).
+    Text is given out once it can no longer change: a character split over tokens waits for its last byte. Each piece
+    is decoded behind the tokens of the piece before, since decoders treat the first token otherwise (they drop its
+    leading space).
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
