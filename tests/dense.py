@@ -1,9 +1,9 @@
 """A context for one sequence computed in one causal pass."""
 
 import torch
-from tiny import OPS
 
 from slipstream.models.context import KvCache, KvShape, PagedContext, QueryTokens, page_table, paged_context
+from tiny import OPS
 
 
 def dense_context(shape: KvShape, num_tokens: int, page_size: int) -> PagedContext:

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from tiny import VOCAB, engine_of, follower_draft, run, tiny_draft, tiny_target
 
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import StepError
@@ -13,6 +12,7 @@ from slipstream.engine.request import FinishReason
 from slipstream.errors import ConfigError, RequestError
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
+from tiny import VOCAB, engine_of, follower_draft, run, tiny_draft, tiny_target
 
 TARGET = tiny_target()
 GREEDY = SamplingParams(max_tokens=20)

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from tiny import TARGET_SPEC, tiny_target
 
 from slipstream.kernels import select
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
+from tiny import TARGET_SPEC, tiny_target
 
 CPU = torch.device("cpu")
 SPEC = dataclasses.replace(TARGET_SPEC, hidden_size=96, intermediate_size=160, num_heads=6, num_kv_heads=2, head_dim=16)
@@ -48,7 +48,10 @@ OTHER = [(5 * i + 1) % 61 for i in range(24)]
 ALONE = [[TEXT[:20]], *([[t]] for t in TEXT[20:])]
 VARIANTS = {
     "four nodes at once": ([[TEXT[:20]], [TEXT[20:]]], 16),
-    "beside another request": ([[TEXT[:20], OTHER[:20]], *([[a], [b]] for a, b in zip(TEXT[20:], OTHER[20:], strict=True))], 16),
+    "beside another request": (
+        [[TEXT[:20], OTHER[:20]], *([[a], [b]] for a, b in zip(TEXT[20:], OTHER[20:], strict=True))],
+        16,
+    ),
     "pages of 4": (ALONE, 4),
     "pages of 64": (ALONE, 64),
     "prefill in chunks": ([[TEXT[:7]], [TEXT[7:20]], *([[t]] for t in TEXT[20:])], 16),

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
-from dense import dense_context
-from tiny import OPS
 
+from dense import dense_context
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_target
+from tiny import OPS
 
 SIZES = {
     "vocab_size": 101,

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_eagle3_dialects import BASE, tensors
-from tiny import TARGET_SPEC, tiny_target
 
 from slipstream.checkpoint.config import model_config
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.errors import CheckpointError, DraftMismatchError
 from slipstream.models.accounting import places
 from slipstream.models.load import load_draft, load_target
+from tiny import TARGET_SPEC, tiny_target
 
 CPU = torch.device("cpu")
 TARGET = tiny_target()

@@ -4,20 +4,22 @@ import json
 
 import pytest
 import torch
-from dense import dense_context
 from safetensors.torch import save_file
-from tiny import OPS, TARGET_SPEC, tiny_target
 from torch.nn.functional import linear, silu
 
+from dense import dense_context
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import captured_layers, load_draft
+from tiny import OPS, TARGET_SPEC, tiny_target
 
 TARGET = tiny_target()
 WIDTH, VOCAB, DRAFT_VOCAB, HEADS, KV_HEADS, HEAD_DIM, INTER = 32, TARGET_SPEC.vocab_size, 20, 4, 2, 8, 40
 T = 17
 
 
-def tensors(block: str, seed: int = 0, *, vocab: int = DRAFT_VOCAB, extra: dict | None = None) -> dict[str, torch.Tensor]:
+def tensors(
+    block: str, seed: int = 0, *, vocab: int = DRAFT_VOCAB, extra: dict | None = None
+) -> dict[str, torch.Tensor]:
     """Return random tensors of a draft under a block's name (midlayer or layers.0)."""
     g = torch.Generator().manual_seed(seed)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import OPS
 
 from slipstream.errors import RequestError
 from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel, philox
@@ -14,6 +13,7 @@ from slipstream.speculation.accept import accept
 from slipstream.speculation.choose import Row, TokenHistory, choose, process
 from slipstream.speculation.sampling import SamplingParams, derive_seed
 from slipstream.speculation.tree import TreeBatch
+from tiny import OPS
 
 CPU = torch.device("cpu")
 
@@ -61,9 +61,7 @@ def test_sampled_tokens_have_the_targets_distribution_whatever_was_drafted(draft
     floor = torch.full((4,), -30.0)
     root_logits = torch.cat([first.log(), floor[:1]])
     tokens = [9, *drafted]
-    batch = TreeBatch(
-        torch.tensor([tokens]), torch.tensor([[-1] + [0] * len(drafted)]), torch.tensor([len(tokens)])
-    )
+    batch = TreeBatch(torch.tensor([tokens]), torch.tensor([[-1] + [0] * len(drafted)]), torch.tensor([len(tokens)]))
     for seed in range(draws):
         rows = [Row(params, seed, 7)] + [Row(params, seed, 8)] * len(drafted)
         logits_LV = torch.stack([root_logits, *(second[token].log() for token in drafted)])

@@ -114,8 +114,7 @@ def test_a_dynamic_tree_is_the_best_of_what_was_expanded(depth, width, budget, s
         for total, path in beam:
             best = scores(path).topk(width)
             children += [
-                (total + float(v), (*path, i))
-                for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                (total + float(v), (*path, i)) for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
             ]
         made += children
         beam = sorted(children, key=lambda item: -item[0])[:width]

@@ -147,3 +147,9 @@ def embedded_draft() -> Path | None:
     """Return the folder of the EAGLE-3 draft that ships in the package for the embedded model, if it does."""
     folder = Path(__file__).parent / "shipped" / "smollm2-135m-eagle3"
     return folder if (folder / "config.json").is_file() else None
+
+
+def cached_model(cache_dir: Path | None = None) -> Path | None:
+    """Return the embedded model's folder if an earlier call made it; never fetches."""
+    folder = (cache_dir or default_cache_dir()) / _FOLDER
+    return folder if _is_whole(folder) else None
