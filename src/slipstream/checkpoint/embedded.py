@@ -153,3 +153,9 @@ def _convert(gguf: Path, folder: Path, report: Progress) -> None:
         writer.write_text("tokenizer.json", tokenizer.tokenizer.to_str())
         writer.write_json("tokenizer_config.json", tokenizer.settings)
         writer.copy_file(gguf)
+
+
+def embedded_draft() -> Path | None:
+    """Return the folder of the EAGLE-3 draft that ships in the package for the embedded model, if it does."""
+    folder = Path(__file__).parent / "shipped" / "smollm2-135m-eagle3"
+    return folder if (folder / "config.json").is_file() else None
