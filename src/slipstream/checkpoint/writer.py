@@ -117,6 +117,8 @@ class CheckpointWriter:
         path = self._work / f"shard-{len(self._shards)}.safetensors"
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
+            # safetensors gives the file to its owner alone; the user's umask, as the folder shows it, decides.
+            path.chmod(self._work.stat().st_mode & 0o666)
         except (SafetensorError, OSError) as error:
             raise self._failure(error) from error
         self._shards.append(list(self._pending))
