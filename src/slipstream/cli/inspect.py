@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from slipstream.checkpoint.spec import RopeSpec
     from slipstream.checkpoint.summary import CheckpointSummary
 
 
@@ -45,10 +46,15 @@ def _overview(summary: "CheckpointSummary") -> Table:
         for name in _SHOWN:
             value = getattr(summary.spec, name, None)
             if value is not None:
-                table.add_row(name.replace("_", " "), str(value))
+                table.add_row(name.replace("_", " "), _rope(value) if name == "rope" else str(value))
     if summary.problem is not None:
         table.add_row("cannot run", summary.problem)
     return table
+
+
+def _rope(rope: "RopeSpec") -> str:
+    stretched = "" if rope.scaling == "none" else f", {rope.scaling} scaling by {rope.factor:g}"
+    return f"theta {rope.theta:g}, {rope.rotary_dim} dimensions{stretched}"
 
 
 _SHOWN = (
