@@ -15,7 +15,7 @@ from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.llama import LlamaDecoder
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
-SHAPE = dict(
+SHAPE = dict(  # noqa: C408
     vocab_size=90,
     hidden_size=64,
     intermediate_size=96,

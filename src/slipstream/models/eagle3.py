@@ -121,4 +121,5 @@ def _attention_shape(spec: DraftSpec, input_size: int) -> AttentionShape:
         head_dim=spec.head_dim,
         qkv_bias=spec.qkv_bias,
         qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
+        window=spec.sliding_window,
     )

@@ -129,6 +129,19 @@ class Embedding(nn.Module):
         self.weight = None
         self.packed = packed
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the rows looked up."""
+        return torch.float32 if self.weight is None else self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table lies."""
+        if self.weight is not None:
+            return self.weight.device
+        assert self.packed is not None
+        return self.packed.codes.device
+
     def forward(self, token_ids_T: Tensor, ops: Ops) -> Tensor:
         """Look the tokens up."""
         if self.weight is not None:
