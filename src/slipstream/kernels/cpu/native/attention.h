@@ -339,12 +339,12 @@ SLIP_INLINE Unit make_unit(const AttentionArgs& args, int index, int copy) {
             args.inverse + static_cast<int64_t>(copy) * args.plan.max_rows};
 }
 
-// Every member calls this; the caller puts a barrier after it. Uses at most 3 phases.
+// Every member calls this. Uses at most 3 phases.
 static void attend(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
     const int units = args.plan.num_blocks * args.kv_heads, chunks = (args.head_dim + 31) / 32;
     float* transposed = transposed_room + static_cast<int64_t>(team.id) * 16 * args.head_dim;
     if (!together) {
-        team.pieces(units, 1, [&](int index, int) {
+        team.share(units, 1, [&](int index, int) {
             const Unit unit = make_unit(args, index, team.id);
             score_tiles(unit, unit.first_rank() / 16, (unit.last_rank() + 15) / 16, transposed);
             for (int row = 0; row < unit.rows(); ++row) softmax_row(unit, row);
@@ -354,19 +354,17 @@ static void attend(const AttentionArgs& args, bool together, float* transposed_r
     }
     constexpr int kTiles = 4;
     const int groups = (args.plan.padded_keys / 16 + kTiles - 1) / kTiles;
-    team.pieces(units * groups, 1, [&](int index, int) {
+    team.share(units * groups, 1, [&](int index, int) {
         const Unit unit = make_unit(args, index / groups, index / groups);
         const int first = unit.first_rank() / 16, last = (unit.last_rank() + 15) / 16;
         const int begin = index % groups * kTiles, end = begin + kTiles;
         score_tiles(unit, begin > first ? begin : first, end < last ? end : last, transposed);
     });
-    team.barrier();
-    team.pieces(units * args.plan.max_rows, 1, [&](int index, int) {
+    team.share(units * args.plan.max_rows, 1, [&](int index, int) {
         const Unit unit = make_unit(args, index / args.plan.max_rows, index / args.plan.max_rows);
         if (index % args.plan.max_rows < unit.rows()) softmax_row(unit, index % args.plan.max_rows);
     });
-    team.barrier();
-    team.pieces(units * chunks, 1, [&](int index, int) {
+    team.share(units * chunks, 1, [&](int index, int) {
         value_chunk(make_unit(args, index / chunks, index / chunks), index % chunks);
     });
 }

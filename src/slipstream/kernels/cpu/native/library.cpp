@@ -140,7 +140,7 @@ SLIP_EXPORT int32_t slip_repack(void* engine, int32_t format, const uint8_t* row
     auto& e = *static_cast<Engine*>(engine);
     const int panels = static_cast<int>((n + 15) / 16);
     e.pool.run(1, [&](Team& team) {
-        team.pieces(panels, 8, [&](int begin, int end) { repack_panels(format, {rows, row_bytes, n, k}, begin, end, out); });
+        team.share(panels, 8, [&](int begin, int end) { repack_panels(format, {rows, row_bytes, n, k}, begin, end, out); });
     });
     return 0;
 }

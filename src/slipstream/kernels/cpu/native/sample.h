@@ -147,19 +147,18 @@ static void choose(Pool& pool, Scratch& scratch, const float* logits, int64_t ro
             if (best[row * segments + i].score > winner.score) winner = best[row * segments + i];
         return winner;
     };
-    pool.run(2, [&](Team& team) {
-        team.pieces(items, 1, [&](int item, int) {
+    pool.run(3, [&](Team& team) {
+        team.share(items, 1, [&](int item, int) {
             const int64_t row = item / segments, begin = item % segments * kSegment;
             best[item] = largest(logits + row * vocab, begin, begin + kSegment < vocab ? begin + kSegment : vocab);
         });
-        team.barrier();
         bool warm = false;
         for (int64_t row = 0; row < rows; ++row) warm |= s.temperature[row] > 0.0f;
         if (!warm) return;
-        if (team.id == 0)
-            for (int64_t row = 0; row < rows; ++row) out[row] = combine(row).index;
-        team.barrier();
-        team.pieces(items, 1, [&](int item, int) {
+        team.share(static_cast<int>(rows), 64, [&](int begin, int end) {
+            for (int row = begin; row < end; ++row) out[row] = combine(row).index;
+        });
+        team.share(items, 1, [&](int item, int) {
             const int64_t row = item / segments, begin = item % segments * kSegment;
             if (!(s.temperature[row] > 0.0f)) return;
             const Row view{logits + row * vocab, nullptr, vocab, s.temperature[row], s.seed[row], s.position[row]};
@@ -174,7 +173,7 @@ static void perturb(Pool& pool, const float* logits, const int64_t* ids, int64_t
     if (rows == 0 || vocab == 0) return;
     const int64_t segments = (vocab + kSegment - 1) / kSegment;
     pool.run(1, [&](Team& team) {
-        team.pieces(static_cast<int>(rows * segments), 1, [&](int item, int) {
+        team.share(static_cast<int>(rows * segments), 1, [&](int item, int) {
             const int64_t row = item / segments, begin = item % segments * kSegment;
             const int64_t end = begin + kSegment < vocab ? begin + kSegment : vocab;
             const float* from = logits + row * vocab;
