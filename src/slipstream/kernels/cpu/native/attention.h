@@ -211,6 +211,13 @@ static void score_rows(const Unit& unit, const int* rows, int num_rows, const fl
     }
 }
 
+constexpr int kKeysAhead = 96, kValuesAhead = 128;
+
+// One head's keys are strided by the other heads', which the hardware does not foresee.
+SLIP_INLINE void fetch(const float* p, int floats) {
+    for (int i = 0; i < floats; i += 16) __builtin_prefetch(p + i);
+}
+
 // Scores of ranks 16 begin .. 16 end.
 static void score_tiles(const Unit& unit, int begin, int end, float* transposed) {
     const float* pointers[16];
@@ -235,6 +242,8 @@ static void score_tiles(const Unit& unit, int begin, int end, float* transposed)
             score_rows<kScoreRows>(unit, own, group, transposed, base);
         }
         if (!longest) continue;
+        for (int lane = 0; lane < 16; ++lane)
+            if (base + kKeysAhead + lane < longest->tail_start) fetch(unit.keys(longest->slots[base + kKeysAhead + lane]), unit.args.head_dim);
         for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(longest->slot(base + lane < longest->count ? base + lane : longest->count - 1));
         transpose_keys(pointers, unit.args.head_dim, transposed);
         score_rows<kScoreRows>(unit, rows, num_rows, transposed, base);
@@ -278,6 +287,7 @@ static void value_rows(const Unit& unit, int row, int at, int width, int from, i
     const int64_t* slots = unit.view(0).slots;
     for (int rank = from; rank < shared; ++rank) {
         const float* p = unit.values(slots[rank]);
+        if (rank + kValuesAhead < shared) fetch(unit.values(slots[rank + kValuesAhead]) + at, 16 * C);
         V value[C];
         for (int c = 0; c < C; ++c) value[c] = load(p, c);
         for (int r = 0; r < R; ++r) {
