@@ -169,7 +169,9 @@ class Generator:
         token_B = self._sample(logits_BV, rows.temperature_B, rows.top_p_B, rows.uniform_B3)
         token_B = torch.where(rows.live_B, token_B, rows.token_B)
         at_B1 = rows.count_B[:, None]
-        rows.written_BN.scatter_(1, at_B1, torch.where(rows.live_B[:, None], token_B[:, None], rows.written_BN.gather(1, at_B1)))
+        rows.written_BN.scatter_(
+            1, at_B1, torch.where(rows.live_B[:, None], token_B[:, None], rows.written_BN.gather(1, at_B1))
+        )
         rows.token_B.copy_(token_B)
         rows.count_B.add_(rows.live_B)
         rows.position_B.add_(rows.live_B)
@@ -178,7 +180,7 @@ class Generator:
 
     @torch.no_grad()
     def _capture(self) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -213,7 +215,7 @@ class Generator:
     def _fill(self, placed: list[tuple[int, GenerationRequest]]) -> None:
         """Run prompts into their rows; the last prompt token is left to the first decode step."""
         requests = [request for _, request in placed]
-        ids = np.zeros((len(placed), max(_padded(request) for request in requests)), dtype=np.int64)
+        ids = np.zeros((len(placed), min(max(_padded(r) for r in requests), self._config.max_length)), dtype=np.int64)
         for index, request in enumerate(requests):
             ids[index, : len(request.prompt)] = request.prompt
         rows_n = self._tensor([row for row, _ in placed])

@@ -39,11 +39,10 @@ class StepLoss:
     agreed: Tensor
 
 
-def soft_cross_entropy(
-    hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, rows_N: Tensor, scale: Tensor
-) -> StepLoss:
+def soft_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, rows_N: Tensor, scale: Tensor) -> StepLoss:
     """Return scale * sum over rows of -p log q, p the teacher's at `rows_N`; rows outside count nothing."""
-    loss, agreed = _SoftCrossEntropy.apply(hidden_ND, head_VD, teacher, rows_N, scale)
+    apply: Any = _SoftCrossEntropy.apply  # torch leaves it untyped
+    loss, agreed = apply(hidden_ND, head_VD, teacher, rows_N, scale)
     return StepLoss(loss, agreed)
 
 

@@ -4,7 +4,8 @@ Slot t is supervised at step j if tokens t + 1 (the target's own, which starts t
 predicted) belong to the same answer: those are the slots that exist while serving.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,10 +135,8 @@ def answer_numbers(corpus: Corpus) -> Array:
     return numbers
 
 
-def prefetch(packer: Packer, first: int, last: int, rank: int, world: int) -> Iterator[Batch]:
+def prefetch(packer: Packer, first: int, last: int, rank: int, world: int) -> Generator[Batch, None, None]:
     """Yield the batches of steps `first` to `last` (excluded), each packed while the one before is in use."""
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(1) as pool:
         ahead = [pool.submit(packer.batch, step, rank, world) for step in range(first, min(first + 2, last))]
         for step in range(first, last):
@@ -176,9 +175,7 @@ def _batch(ids: Array, text: Array, positions: Array, answers: Array, steps: int
     for step in range(steps):
         valid = (first > 0) & (padded[:, 2 + step : 2 + step + length] == first)
         slots = np.flatnonzero(valid.reshape(-1))
-        step_rows.append(
-            StepRows(torch.from_numpy(slots), torch.from_numpy(teacher_row[slots + 1 + step]))
-        )
+        step_rows.append(StepRows(torch.from_numpy(slots), torch.from_numpy(teacher_row[slots + 1 + step])))
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(text),

@@ -103,7 +103,9 @@ def _line_prompts(value: Any, where: str) -> list[Messages]:  # one line of a fo
         return [messages] if messages else []
     if isinstance(value.get("instruction"), str):
         inputs = [str(instance.get("input", "")) for instance in value.get("instances", [])] or [""]
-        return [[_user(f"{value['instruction']}\n\n{given}" if given.strip() else value["instruction"])] for given in inputs]
+        return [
+            [_user(f"{value['instruction']}\n\n{given}" if given.strip() else value["instruction"])] for given in inputs
+        ]
     for key in ("question", "prompt", "text"):
         if isinstance(value.get(key), str):
             return [[_user(value[key])]]

@@ -57,7 +57,7 @@ def load_state(path: Path, device: torch.device) -> tuple[TrainState, dict[str, 
         return None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 (pickle and zip errors of many kinds)
+    except Exception as error:
         raise TrainingError(f"{path}: cannot be read ({error}); delete it to start over.") from error
     if content.get("version") != _VERSION:
         raise TrainingError(f"{path}: was written by another version of slipstream; delete it to start over.")

@@ -187,7 +187,9 @@ class Trainer:
         if loaded is None:
             return None
         state, tensors, optimizer = loaded
-        same = {k: v for k, v in asdict(self._config).items() if k not in ("steps", "time_budget_s", "checkpoint_every_s")}
+        same = {
+            k: v for k, v in asdict(self._config).items() if k not in ("steps", "time_budget_s", "checkpoint_every_s")
+        }
         if differs := [k for k, v in same.items() if state.config.get(k) != v]:
             raise ConfigError(
                 f"{self._path}: was written with other settings ({', '.join(differs)}); "

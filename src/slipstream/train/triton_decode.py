@@ -2,6 +2,9 @@
 
 Specified by `static_cache.decode_attention` and `sampling.sample`; imported only where a GPU was chosen.
 """
+# Triton gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: ANN001, ANN202, PLR0913
 
 import torch
 import triton
@@ -15,15 +18,15 @@ _VOCAB_PER_STEP = 4096
 
 
 @triton.jit
-def _attention_kernel(  # noqa: ANN202, PLR0913
-    q_ptr,  # noqa: ANN001
-    k_ptr,  # noqa: ANN001
-    v_ptr,  # noqa: ANN001
-    lengths_ptr,  # noqa: ANN001
-    out_ptr,  # noqa: ANN001
-    scale,  # noqa: ANN001
-    window,  # noqa: ANN001
-    S,  # noqa: ANN001
+def _attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    out_ptr,
+    scale,
+    window,
+    S,
     G: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -77,13 +80,13 @@ def decode_attention(q_BHd: Tensor, layer: KvLayer, lengths_B: Tensor, scale: fl
 
 
 @triton.jit
-def _sample_kernel(  # noqa: ANN202, PLR0913
-    logits_ptr,  # noqa: ANN001
-    temperature_ptr,  # noqa: ANN001
-    top_p_ptr,  # noqa: ANN001
-    uniform_ptr,  # noqa: ANN001
-    out_ptr,  # noqa: ANN001
-    V,  # noqa: ANN001
+def _sample_kernel(  # noqa: ANN202
+    logits_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    uniform_ptr,
+    out_ptr,
+    V,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -150,6 +153,13 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B3
     num_rows, vocab_size = logits_BV.shape
     out_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
     _sample_kernel[(num_rows,)](
-        logits_BV.contiguous(), temperature_B, top_p_B, uniform_B3, out_B, vocab_size, BLOCK=_VOCAB_PER_STEP, num_warps=8
+        logits_BV.contiguous(),
+        temperature_B,
+        top_p_B,
+        uniform_B3,
+        out_B,
+        vocab_size,
+        BLOCK=_VOCAB_PER_STEP,
+        num_warps=8,
     )
     return out_B

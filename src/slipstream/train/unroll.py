@@ -62,7 +62,8 @@ class UnrollContext:
         keys, values = self._keys.setdefault(layer_index, []), self._values.setdefault(layer_index, [])
         keys.append(k_BTGd.transpose(1, 2))
         values.append(v_BTGd.transpose(1, 2))
-        out: Tensor = _DraftAttention.apply(q_BTHd.transpose(1, 2) * scale, self._bias_BTT, *keys, *values)
+        apply: Any = _DraftAttention.apply  # torch leaves it untyped
+        out: Tensor = apply(q_BTHd.transpose(1, 2) * scale, self._bias_BTT, *keys, *values)
         return out.transpose(1, 2)
 
 

@@ -1,7 +1,7 @@
 """The processes of a run: one, or several started by torchrun, whose gradients add up to those of one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @staticmethod
     def join(device: torch.device) -> "World":
@@ -39,8 +39,10 @@ class World:
         gradients = [p.grad for p in parameters if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(piece.view_as(gradient))
+        start = 0
+        for gradient in gradients:
+            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+            start += gradient.numel()
 
     def agree(self, flag: bool) -> bool:
         """Tell whether any process says yes."""

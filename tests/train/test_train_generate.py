@@ -6,19 +6,7 @@ from slipstream.train.generate import GenerationRequest, Generator, GeneratorCon
 from slipstream.train.ops import TrainOps
 from slipstream.train.repetition import loop_end, looping_rows
 from slipstream.train.unroll import PackedContext, text_bias
-from tests.train.conftest import EOS, tiny_target
-
-
-class ListSource:
-    def __init__(self, requests):
-        self.waiting, self.results = list(requests), {}
-
-    def take(self, count):
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        return taken
-
-    def give(self, result):
-        self.results[result.request.key] = result
+from training import EOS, ListSource
 
 
 def greedy(target, prompt, max_new):
@@ -84,4 +72,3 @@ def test_rows_that_repeat_themselves_are_noticed():
     written[1, :200] = torch.arange(200) % 40
     written[2, :100] = 5
     assert looping_rows(written, torch.tensor([200, 200, 100])).tolist() == [False, True, False]
-    assert tiny_target() is not None

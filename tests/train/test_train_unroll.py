@@ -1,13 +1,9 @@
 import pytest
 import torch
 
-from slipstream.kernels import AttentionBatch, select
-from slipstream.models.context import KvCache, PagedContext
 from slipstream.train.packing import Packer
 from slipstream.train.unroll import UnrollContext, _DraftAttention, text_bias, unroll
-from tests.train.conftest import objective_for, random_texts
-
-PAGE = 16
+from training import draft_step_by_step, objective_for, random_texts
 
 
 def test_the_written_out_gradient_of_draft_attention_is_the_true_one():
@@ -17,37 +13,6 @@ def test_the_written_out_gradient_of_draft_attention_is_the_true_one():
     q = torch.randn(2, 4, 5, 3, dtype=torch.float64, requires_grad=True)
     keys_values = [torch.randn(2, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(6)]
     assert torch.autograd.gradcheck(lambda *xs: _DraftAttention.apply(xs[0], bias, *xs[1:]), (q, *keys_values))
-
-
-def paged(ops, kv, start, count):
-    index = torch.arange(start, start + count)
-    batch = AttentionBatch(
-        torch.tensor([0, count], dtype=torch.int32),
-        torch.tensor([start + count], dtype=torch.int32),
-        torch.arange(8, dtype=torch.int32)[None],
-        index,
-        torch.full((count,), -1, dtype=torch.int64),
-        PAGE,
-    )
-    return PagedContext(ops, index, index, batch, kv)
-
-
-def draft_step_by_step(objective, ids, slot, steps):
-    """Draft as serving does: the target over the text so far, draft-extend, then one token at a time."""
-    ops = select(torch.device("cpu"))
-    target, draft = objective.target, objective.draft
-    kv = KvCache.allocate(target.kv_shape, 8, PAGE, torch.float32, torch.device("cpu"))
-    hidden = target(ids[: slot + 1], paged(ops, kv, 0, slot + 1), draft.spec.captured_layers)
-    draft_kv = KvCache.allocate(draft.kv_shape, 8, PAGE, torch.float32, torch.device("cpu"))
-    out = draft(draft.fuse(hidden.captured, ops), ids[1 : slot + 2], paged(ops, draft_kv, 0, slot + 1))
-    logits = [draft.logits(out.normed_TD[-1:], ops)]
-    feedback = out.feedback_TD[-1:]
-    for step in range(1, steps):
-        token = ids[slot + 1 + step : slot + 2 + step]
-        out = draft(feedback, token, paged(ops, draft_kv, slot + step, 1))
-        logits.append(draft.logits(out.normed_TD, ops))
-        feedback = out.feedback_TD
-    return torch.cat(logits)
 
 
 @pytest.mark.parametrize("feedback", ["pre_norm", "post_norm"])
