@@ -4,9 +4,12 @@ Needs torch, tokenizers, jinja2, yaml and (for a .gguf target) the gguf package;
 """
 
 import argparse
+import copy
 import itertools
+import json
 import logging
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +28,7 @@ from slipstream.train.packing import Packer, to_device
 from slipstream.train.recipe import Recipe, make_recipe, read_recipe
 from slipstream.train.run import Paths, TrainingRun, continue_from, summary
 from slipstream.train.state import load_state
-from slipstream.train.trainer import Progress, TrainConfig, Trainer
+from slipstream.train.trainer import Hooks, Progress, TrainConfig, Trainer
 from slipstream.train.vocab import choose_vocab
 from slipstream.train.world import World
 
@@ -52,7 +55,7 @@ def main() -> None:
     """Run one of the phases."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("phase", nargs="+", choices=["check", "generate", "train", "ablate", "write"])
+    parser.add_argument("phase", nargs="+", choices=["check", "generate", "choose", "train", "write", "ablate"])
     parser.add_argument("--target")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/train/embedded.yaml"))
     parser.add_argument("--data", type=Path, default=Path("carry/data"))
@@ -61,6 +64,8 @@ def main() -> None:
     parser.add_argument("--init-from", type=Path, help="a draft folder to start from instead of fresh weights")
     parser.add_argument("--generate-s", type=float, help="stop generating after this long")
     parser.add_argument("--stop-after-s", type=float, help="stop training at a checkpoint after this long")
+    parser.add_argument("--lr", type=float, action="append", default=[], help="candidates of the phase choose")
+    parser.add_argument("--variant", action="append", default=[], help="variants of the phase ablate")
     parser.add_argument("--ablate-s", type=float, default=45.0, help="training time of each variant")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change the recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -85,8 +90,12 @@ def _run_phases(phases: list[str], arguments: argparse.Namespace, recipe: Recipe
     corpus = read_corpus(run.paths.corpus)
     for name, texts in run.eval_sets().items():
         log.info("eval set %s: %d texts, %d answer tokens", name, len(texts), texts.num_answer_tokens)
-    if "ablate" in phases:
-        _ablate(run, corpus, arguments.ablate_s)
+    if "choose" in phases:
+        _choose_lr(run, corpus, arguments.ablate_s, arguments.lr)
+    chosen = run.paths.work / "chosen.json"
+    if chosen.is_file():
+        lr = json.loads(chosen.read_text())["lr"]
+        run.recipe = replace(run.recipe, train=replace(run.recipe.train, lr=lr))
     if arguments.init_from is not None:
         draft, vocab = continue_from(run, arguments.init_from)
     else:
@@ -107,6 +116,8 @@ def _run_phases(phases: list[str], arguments: argparse.Namespace, recipe: Recipe
         record = run.write(arguments.out, draft, vocab, state, "sglang")
         for line in summary(record.results):
             log.info("%s", line)
+    if "ablate" in phases:
+        _ablate(run, corpus, arguments.ablate_s, arguments.variant)
 
 
 def _generate(run: TrainingRun, seconds: float | None) -> None:
@@ -136,44 +147,54 @@ def _report(progress: Progress) -> None:
     )  # fmt: skip
 
 
-def _ablate(run: TrainingRun, corpus: Corpus, seconds: float) -> None:
+def _ablate(run: TrainingRun, corpus: Corpus, seconds: float, names: list[str]) -> None:
     """Train variants for the same short time each; print the acceptance each reaches."""
-    base = replace(run.recipe.train, steps=None, time_budget_s=seconds, log_every=200, eval_every=0)
+    base, shape = run.recipe.train, run.recipe.draft
     variants = {
-        "base": (base, run.recipe.draft),
-        "lr x2": (replace(base, lr=2 * base.lr), run.recipe.draft),
-        "unroll 4": (replace(base, unroll=4), run.recipe.draft),
-        "frozen head": (replace(base, freeze_head=True), run.recipe.draft),
-        "rows / 2": (replace(base, rows_per_step=base.rows_per_step // 2), run.recipe.draft),
-        "vocabulary 8192": (base, replace(run.recipe.draft, vocab_size=8192)),
+        "base": (base, shape),
+        "lr x2": (replace(base, lr=2 * base.lr), shape),
+        "lr / 2": (replace(base, lr=base.lr / 2), shape),
+        "unroll 4": (replace(base, unroll=4), shape),
+        "unroll 6": (replace(base, unroll=6), shape),
+        "frozen head": (replace(base, freeze_head=True), shape),
+        "rows / 2": (replace(base, rows_per_step=base.rows_per_step // 2), shape),
+        "vocabulary 8192": (base, replace(shape, vocab_size=8192)),
+        "pre-norm": (base, replace(shape, feedback="pre_norm")),
+        "no feature norm": (base, replace(shape, feature_norm="none")),
     }
-    for name, (config, shape) in variants.items():
-        variant = object.__new__(TrainingRun)
-        variant.__dict__.update(run.__dict__)
-        variant.recipe = replace(run.recipe, train=config, draft=shape)
-        variant.paths = Paths(run.paths.data, run.paths.work / f"ablate-{name.replace(' ', '-').replace('/', '')}")
-        vocab = variant.vocab(corpus)
-        draft = variant.new_draft(vocab)
-        objective = Objective(run.speaker.model, draft, vocab, config.decay)
-        packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
-        last: list[Progress] = []
-        from slipstream.train.trainer import Hooks
-
-        Trainer(objective, packer, config, World(), variant.paths.work).fit(Hooks(last.append))
-        results = {n: m.walks for n, m in _measure(run, draft, vocab).items()}
-        table = " ".join(f"{n} {w[3].acceptance_length:.3f}/{w[6].acceptance_length:.3f}" for n, w in results.items())
-        log.info(
-            "ABLATE %-16s %4d steps loss %.3f acc1 %.3f | %s",
-            name,
-            last[-1].step,
-            last[-1].loss,
-            last[-1].accuracy[0],
-            table,
-        )
+    for name in names or list(variants):
+        _short_run(run, corpus, replace(run.recipe, train=variants[name][0], draft=variants[name][1]), name, seconds)
 
 
-def _measure(run: TrainingRun, draft: object, vocab: object) -> dict:
-    return run.measure(draft, vocab)
+def _choose_lr(run: TrainingRun, corpus: Corpus, seconds: float, candidates: list[float]) -> None:
+    """Try learning rates for a short time each and remember the best for the phases that follow."""
+    scores = {}
+    for lr in candidates:
+        recipe = replace(run.recipe, train=replace(run.recipe.train, lr=lr))
+        scores[lr] = _short_run(run, corpus, recipe, f"lr {lr:g}", seconds)
+    best = max(scores, key=lambda lr: scores[lr])
+    (run.paths.work / "chosen.json").write_text(
+        json.dumps({"lr": best, "scores": {str(k): v for k, v in scores.items()}})
+    )
+    log.info("chosen lr %g", best)
+
+
+def _short_run(run: TrainingRun, corpus: Corpus, recipe: Recipe, name: str, seconds: float) -> float:
+    config = replace(recipe.train, steps=None, time_budget_s=seconds, log_every=100, eval_every=0)
+    variant = copy.copy(run)
+    variant.recipe = replace(recipe, train=config)
+    vocab = variant.vocab(corpus)
+    draft = variant.new_draft(vocab)
+    objective = Objective(run.speaker.model, draft, vocab, config.decay)
+    packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
+    seen: list[Progress] = []
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(objective, packer, config, World(), Path(folder)).fit(Hooks(seen.append))
+    walks = {key: measured.walks for key, measured in run.measure(draft, vocab).items()}
+    table = " ".join(f"{key} {w[3].acceptance_length:.3f}/{w[6].acceptance_length:.3f}" for key, w in walks.items())
+    last = seen[-1]
+    log.info("VARIANT %-16s %4d steps loss %.3f acc %.3f | %s", name, last.step, last.loss, last.accuracy[0], table)
+    return sum(w[3].acceptance_length for w in walks.values())
 
 
 def check(device: torch.device, small: bool) -> None:

@@ -124,3 +124,28 @@ def train(objective, corpus, folder, steps, **settings):
     )
     packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
     return Trainer(objective, packer, config, World(), folder)
+
+
+class CharTokenizer:
+    """A ChatML tokenizer whose tokens are characters: 0 is unused, 1 opens a turn, 2 ends it."""
+
+    special_token_ids = frozenset({0, 1, EOS})
+    eos_token_ids = (EOS,)
+    has_chat_template = True
+
+    def encode(self, text, add_special=True):
+        ids, at = [], 0
+        while at < len(text):
+            special = {"<s>": 1, "<e>": EOS}.get(text[at : at + 3])
+            ids.append(special if special is not None else 3 + (ord(text[at]) - 10) % 117)
+            at += 3 if special is not None else 1
+        return ids
+
+    def decode(self, ids, skip_special=True):
+        return "".join(chr(i - 3 + 10) for i in ids if i >= 3)
+
+    def render_chat(self, messages, add_generation_prompt=True):
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": "Be good."}, *messages]
+        text = "".join(f"<s>{m['role'][0]}\n{m['content']}<e>\n" for m in messages)
+        return text + ("<s>a\n" if add_generation_prompt else "")

@@ -93,7 +93,7 @@ class ConversationSource:
         self._frames = [chat_frame(tokenizer, system) for system in SYSTEM_PROMPTS] if samples_turns else []
         self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
         self._file_prompts = self._encode(prompts)
-        self._examples = [p for p in self._file_prompts if 24 <= len(p) <= 160]
+        self._examples = self._find_examples()
         if config.maths > 0 and len(self._examples) < 8:
             raise ConfigError("maths questions are sampled after examples from the prompt files; give such files.")
         if not self._file_prompts and config.magpie + config.maths < 1:
@@ -273,6 +273,11 @@ class ConversationSource:
             if len(ids) <= self._config.max_prompt:
                 encoded.append(ids)
         return encoded
+
+    def _find_examples(self) -> list[list[int]]:
+        """Return file prompts short enough to show several of, and that start as the default frame does."""
+        before = self._frames[0].before_user if self._frames else []
+        return [p for p in self._file_prompts if 24 <= len(p) <= 160 and p[: len(before)] == before]
 
     def _shuffled_files(self) -> list[list[int]]:
         repeated = [prompt for prompt in self._file_prompts for _ in range(self._config.file_repeats)]

@@ -13,11 +13,14 @@ from torch import Tensor
 MIN_SPAN = 16
 MAX_PERIOD = 48
 _WATCHED = 3 * MAX_PERIOD
+_HASH_FACTORS = np.cumprod(np.full(MIN_SPAN, 6364136223846793005, dtype=np.int64))  # wraps, as hashes may
 
 
 def loop_end(tokens: Sequence[int]) -> int | None:
     """Return how many tokens to keep: up to the end of the first span's third repetition; None if none loops."""
-    a = np.asarray(tokens)
+    a = np.asarray(tokens, dtype=np.int64)
+    if len(a) < 3 * MIN_SPAN or not _repeats_a_span(a):
+        return None
     best: int | None = None
     for period in range(1, min(MAX_PERIOD, len(a) // 3) + 1):
         span = period * -(-MIN_SPAN // period)
@@ -38,6 +41,12 @@ def looping_rows(written_BN: Tensor, count_B: Tensor) -> Tensor:
     for period in range(1, MAX_PERIOD + 1):
         loops_B |= (tail_BW[:, period:] == tail_BW[:, :-period]).all(-1)
     return loops_B & (count_B >= _WATCHED)
+
+
+def _repeats_a_span(a: np.ndarray) -> bool:
+    """Tell quickly, for the many texts that do not loop, whether any 16-token span may occur twice."""
+    hashes = np.convolve(a, _HASH_FACTORS, mode="valid")
+    return len(np.unique(hashes)) < len(hashes)
 
 
 def _first_run(same: np.ndarray, needed: int) -> int | None:

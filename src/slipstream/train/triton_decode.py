@@ -80,7 +80,7 @@ def decode_attention(q_BHd: Tensor, layer: KvLayer, lengths_B: Tensor, scale: fl
 
 
 @triton.jit
-def _sample_kernel(  # noqa: ANN202
+def _sample_kernel(
     logits_ptr,
     temperature_ptr,
     top_p_ptr,
