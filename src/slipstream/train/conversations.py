@@ -15,7 +15,8 @@ from slipstream.train.prompts import OPENINGS, SYSTEM_PROMPTS, Messages, normali
 from slipstream.train.repetition import loop_end
 
 MIN_ANSWER = 8
-_MIN_TURN, _MAX_TURN = 4, 128
+MAX_TURN = 128
+_MIN_TURN = 4
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class ConversationSource:
         samples_turns = config.magpie + config.maths > 0 or config.second_turn > 0
         self._frames = [chat_frame(tokenizer, system) for system in SYSTEM_PROMPTS] if samples_turns else []
         self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
+        self._short_reply = tokenizer.encode("Next question.", add_special=False)
         self._file_prompts = self._encode(prompts)
         self._examples = self._find_examples()
         if config.maths > 0 and len(self._examples) < 8:
@@ -162,19 +164,17 @@ class ConversationSource:
     def _maths_turn(self, more: int) -> GenerationRequest:
         """Show the target a few questions as earlier user turns; it writes the next one."""
         frame = self._frames[0]
-        ids: list[int] = []
+        reply = [*self._short_reply, self._tokenizer.eos_token_ids[0], *frame.to_next_user]
+        ids = list(frame.before_user)
         for index in self._rng.integers(len(self._examples), size=3).tolist():
-            example = self._examples[index]
-            short = self._tokenizer.encode("Next question.", add_special=False)
-            shown = [*example, *short, self._tokenizer.eos_token_ids[0], *frame.to_next_user]
-            ids = shown if not ids else [*ids, *example[len(frame.before_user) :], *shown[len(example) :]]
-            if len(ids) > self._config.max_prompt:
-                break
+            shown = [*self._examples[index][len(frame.before_user) :], *reply]
+            if len(ids) + len(shown) <= self._config.max_prompt:
+                ids += shown
         return self._user(_Conversation(frame, ids, answers_in=frame, more_turns=more))
 
     def _user(self, conversation: _Conversation) -> GenerationRequest:
         conversation.writes_user = True
-        return self._request(conversation, [*conversation.ids, *conversation.turn], _MAX_TURN, (1.0, 0.99))
+        return self._request(conversation, [*conversation.ids, *conversation.turn], MAX_TURN, (1.0, 0.99))
 
     def _answer(self, conversation: _Conversation) -> GenerationRequest:
         conversation.writes_user = False
@@ -193,7 +193,7 @@ class ConversationSource:
     def _end_user_turn(self, conversation: _Conversation, result: GenerationResult) -> None:
         special = self._tokenizer.special_token_ids
         turn = [*conversation.turn, *result.tokens[:-1]]
-        if not result.ended or not _MIN_TURN <= len(turn) <= _MAX_TURN or special.intersection(turn):
+        if not result.ended or not _MIN_TURN <= len(turn) <= MAX_TURN or special.intersection(turn):
             self.tally.malformed += 1
             self._finish(conversation)
             return

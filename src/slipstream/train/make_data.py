@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.models.llama import LlamaDecoder
-from slipstream.train.conversations import ConversationSource, Tally
+from slipstream.train.conversations import MAX_TURN, ConversationSource, Tally
 from slipstream.train.corpus import Corpus, Text, read_shard, shard_paths, write_shard
 from slipstream.train.errors import DataError
 from slipstream.train.frame import ChatTokenizer, encode_prompt
@@ -129,7 +129,7 @@ def _generator(speaker: Speaker, config: GeneratorConfig) -> Generator:
 
 
 def _check_lengths(recipe: Recipe) -> None:
-    longest = recipe.data.max_prompt + recipe.data.max_answer // 2 + recipe.data.max_answer
+    longest = recipe.data.max_prompt + recipe.data.max_answer // 2 + max(recipe.data.max_answer, MAX_TURN)
     for name, room in (
         ("generate.max_length", recipe.generate.max_length),
         ("train.row_length", recipe.train.row_length),
