@@ -64,7 +64,7 @@ class DraftShape:
 
 
 def new_draft(spec: DraftSpec, target: LlamaDecoder, vocab: DraftVocab, seed: int) -> Eagle3Draft:
-    """Return a fresh draft on the target's device: small random blocks, the target's own final norm and head rows."""
+    """Return a fresh draft on the target's device: small random blocks, the target's own rows as its head."""
     device = target.embed_tokens.weight.device
     draft = Eagle3Draft(spec, max_position=min(spec.max_position, target.rotary.cos_Pr.shape[0]))
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,6 @@ def new_draft(spec: DraftSpec, target: LlamaDecoder, vocab: DraftVocab, seed: in
                 parameter.normal_(0.0, 0.02, generator=generator)
         assert target.lm_head.weight is not None and draft.lm_head.weight is not None
         draft.lm_head.weight.copy_(target.lm_head.weight[vocab.token_ids_V.to(device)].float())
-        draft.norm.weight.copy_(target.norm.weight)  # what the head's rows were trained to read
     draft.token_ids_V = vocab.token_ids_V
     draft.share_embedding(target.embed_tokens)
     target.requires_grad_(False)
