@@ -3,8 +3,11 @@
 import numpy as np
 import torch
 
+from slipstream.checkpoint.config import model_config
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
+from slipstream.checkpoint.writer import CheckpointWriter
 from slipstream.kernels import AttentionBatch, select
+from slipstream.models.accounting import places
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.llama import LlamaDecoder
 from slipstream.train.corpus import Text, join
@@ -31,7 +34,7 @@ def tiny_spec(vocab_size=96):
         head_dim=8,
         rms_eps=1e-5,
         rope=RopeSpec(theta=10_000.0, rotary_dim=8),
-        max_position=256,
+        max_position=1024,
         tie_embeddings=True,
         eos_token_ids=(EOS,),
     )
@@ -149,3 +152,30 @@ class CharTokenizer:
             messages = [{"role": "system", "content": "Be good."}, *messages]
         text = "".join(f"<s>{m['role'][0]}\n{m['content']}<e>\n" for m in messages)
         return text + ("<s>a\n" if add_generation_prompt else "")
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<s>system\nBe good.<e>\n{% endif %}"
+    "<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def write_target_folder(folder):
+    """Write a tiny target with a character tokenizer and a chat template, as a Hugging Face folder."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    characters = ["\n", *(chr(code) for code in range(32, 127))]
+    vocab = {"<unk>": 0, "<s>": 1, "<e>": EOS, **{c: 3 + i for i, c in enumerate(characters)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "<e>")])
+    tokenizer.decoder = decoders.Fuse()
+    target = tiny_target(vocab_size=len(vocab), scale=0.3)
+    with CheckpointWriter(folder) as writer:
+        for name, place in places(target).items():
+            if name != "lm_head.weight":
+                rows = getattr(place.module, place.parameter)[place.start : place.start + place.shape[0]]
+                writer.add(f"model.{name}", rows)
+        writer.write_json("config.json", model_config(target.spec))
+        writer.write_text("tokenizer.json", tokenizer.to_str())
+        writer.write_json("tokenizer_config.json", {"eos_token": "<e>", "chat_template": TEMPLATE})
+    return folder

@@ -66,7 +66,7 @@ class DraftShape:
 def new_draft(spec: DraftSpec, target: LlamaDecoder, vocab: DraftVocab, seed: int) -> Eagle3Draft:
     """Return a fresh draft on the target's device: small random blocks, the target's own rows as its head."""
     device = target.embed_tokens.weight.device
-    draft = Eagle3Draft(spec, max_position=min(spec.max_position, target.rotary.cos_Pr.shape[0]))
+    draft = Eagle3Draft(spec, max_position=target.rotary.cos_Pr.shape[0])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():

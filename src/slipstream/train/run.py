@@ -14,6 +14,7 @@ import slipstream
 from slipstream.checkpoint.config import DraftDialect
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_draft, load_target
 from slipstream.train.corpus import Corpus, read_corpus
@@ -64,8 +65,11 @@ class TrainingRun:
         self.name = str(target) if target is not None else "embedded"
         self.recipe, self.paths, self.device = recipe, paths, device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        longest = max(recipe.generate.max_length, recipe.train.row_length) + recipe.train.unroll + max(CHAINS)
-        model = load_target(source, dtype, device, longest)
+        model = load_target(source, dtype, device, _rotary_length(recipe))
+        if recipe.generate.max_length > model.spec.max_position:
+            raise ConfigError(
+                f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} positions."
+            )
         self.speaker = Speaker(model, Tokenizer.load(Path(path)))
         self.digest = _weights_digest(model)
         self.timings = Timings()
@@ -168,6 +172,12 @@ def continue_from(run: TrainingRun, folder: Path) -> tuple[Eagle3Draft, DraftVoc
     run.speaker.model.requires_grad_(False)
     vocab = DraftVocab(draft.token_ids_V.cpu(), run.speaker.model.spec.vocab_size, float("nan"))
     return draft.train(), vocab
+
+
+def _rotary_length(recipe: Recipe) -> int:
+    """Return how many positions the tables need: padded rows, and the steps unrolled past their end."""
+    longest = max(recipe.generate.max_length, recipe.train.row_length)
+    return -(-longest // 64) * 64 + max(recipe.train.unroll, *CHAINS)
 
 
 def _weights_digest(model: torch.nn.Module) -> str:
