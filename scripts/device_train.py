@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("phase", nargs="+", choices=["check", "generate", "choose", "train", "write", "ablate"])
     parser.add_argument("--target")
+    parser.add_argument("--name", default="embedded", help="what the record calls the target")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/train/embedded.yaml"))
     parser.add_argument("--data", type=Path, default=Path("carry/data"))
     parser.add_argument("--work", type=Path, default=Path("/tmp/slipstream-train"))
@@ -84,6 +85,7 @@ def main() -> None:
 def _run_phases(phases: list[str], arguments: argparse.Namespace, recipe: Recipe, device: torch.device) -> None:
     started = time.monotonic()
     run = TrainingRun(arguments.target, recipe, Paths(arguments.data, arguments.work), device)
+    run.name = arguments.name
     log.info("target loaded in %.1f s, digest %s", time.monotonic() - started, run.digest[:16])
     if "generate" in phases:
         _generate(run, arguments.generate_s)

@@ -68,7 +68,8 @@ class TrainingRun:
         model = load_target(source, dtype, device, _rotary_length(recipe))
         if recipe.generate.max_length > model.spec.max_position:
             raise ConfigError(
-                f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} positions."
+                f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} "
+                f"positions."
             )
         self.speaker = Speaker(model, Tokenizer.load(Path(path)))
         self.digest = _weights_digest(model)
