@@ -33,8 +33,10 @@ SCHEMES = {
 
 def encoded(weight: torch.Tensor, quark_name: str) -> tuple[PackedWeight, dict[str, torch.Tensor]]:
     scheme = scheme_named(*SCHEMES[quark_name])
-    packed = scheme.encode(weight, "quark", weight.abs().max().float().item(), weight.dtype)
-    return packed, write_layout(scheme, weight.dtype).store(packed)
+    layout = write_layout(scheme, weight.dtype)
+    scale_dtype = layout.tensors(*weight.shape)["weight_scale"].dtypes[0]
+    packed = scheme.encode(weight, "quark", weight.abs().max().float().item(), scale_dtype)
+    return packed, layout.store(packed)
 
 
 def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
@@ -115,7 +117,7 @@ def test_the_better_rounding_loses_less_than_quarks(quark_name):
     for name in [name for name in source if name.endswith(("q_proj.weight", "down_proj.weight"))]:
         weight = source[name]
         errors = {
-            rounding: (dequantize(scheme.encode(weight, rounding, weight.abs().max().item(), weight.dtype)) - weight)
+            rounding: (dequantize(scheme.encode(weight, rounding, weight.abs().max().item())) - weight)
             .square()
             .sum()
             .item()

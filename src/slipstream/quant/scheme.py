@@ -35,7 +35,7 @@ class Scheme:
         """Encode a weight, or some of its rows (then `amax` is the whole tensor's).
 
         Args:
-            scale_dtype: what group scales will be stored as; codes are rounded against the rounded scale.
+            scale_dtype: what INT4 scales will be stored as; codes are rounded against the rounded scale.
         """
         codes, scales = self._codes(weight_OI, rounding, amax, scale_dtype)
         return PackedWeight(self.format, weight_OI.shape[0], weight_OI.shape[1], codes, scales)
@@ -58,7 +58,7 @@ class Scheme:
         elif self.group_size is not None:
             codes, scale = int4.encode_grouped(weight_OI, self.group_size, scale_dtype, rounding)
         else:
-            codes, scale = int4.encode_per_channel(weight_OI, rounding)
+            codes, scale = int4.encode_per_channel(weight_OI, rounding, scale_dtype)
         return codes, {"scale": scale}
 
 

@@ -12,10 +12,12 @@ _HALF_RANGE = 7.5
 _SHRINK = (1.0, 0.93, 0.86, 0.79, 0.72, 0.65, 0.57, 0.49, 0.4, 0.3)
 
 
-def encode_per_channel(weight_OI: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Return packed codes [O, I / 2] and float32 scales [O]."""
-    scale_O = _scales(weight_OI, rounding)
-    return pack_nibbles(_round(weight_OI, scale_O, rounding)), scale_O
+def encode_per_channel(
+    weight_OI: Tensor, rounding: Rounding, scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Return packed codes [O, I / 2] and scales [O] in the dtype they will be stored in."""
+    codes, scale_O1 = encode_grouped(weight_OI, weight_OI.shape[1], scale_dtype, rounding)
+    return codes, scale_O1.view(-1)
 
 
 def encode_grouped(
