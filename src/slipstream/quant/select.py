@@ -55,7 +55,8 @@ def select(modules: Sequence[str], exclude: Sequence[str], include: Sequence[str
     ]
     if not quantized:
         raise ConfigError("Nothing is left to quantize: every linear layer is excluded or of a kind that is kept.")
-    kept = [module for module in modules if module not in quantized]
+    chosen = set(quantized)
+    kept = [module for module in modules if module not in chosen]
     _check_fused(quantized, kept)
     return Selection(tuple(quantized), tuple(kept))
 
@@ -108,12 +109,12 @@ def _canonical(pattern: str) -> str:
 
 
 def _check_fused(quantized: Sequence[str], kept: Sequence[str]) -> None:
-    chosen, left = set(quantized), set(kept)
+    left = set(kept)
     for module in quantized:
         parent, dot, leaf = module.rpartition(".")
         for fused, parts in FUSED.items():
             siblings = {f"{parent}{dot}{part}" for part in parts} if leaf in parts else set()
-            if (split := siblings & left) and module in chosen:
+            if split := siblings & left:
                 raise ConfigError(
                     f"{module} would be quantized and {', '.join(sorted(split))} not, but every engine joins them "
                     f"into one {fused}. Exclude all of {', '.join(parts)} there, or none."

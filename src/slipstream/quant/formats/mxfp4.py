@@ -84,7 +84,7 @@ def _even_exponent(bits_OGB: Tensor, kind: _Bits) -> Tensor:
 
 def _better_exponent(weight_OGB: Tensor, exponent_OG: Tensor) -> Tensor:
     """Return the even exponent or, where that loses less in the square, the one below: finer steps, some clipping."""
-    magnitude_OGB = weight_OGB.float().abs() * torch.exp2(-exponent_OG.float())[..., None]
+    magnitude_OGB = torch.mul(weight_OGB, torch.exp2(-exponent_OG.float())[..., None]).abs_()
     finer_OG = _error(magnitude_OGB, 0.5) < _error(magnitude_OGB, 1.0)
     return exponent_OG - finer_OG.int()
 

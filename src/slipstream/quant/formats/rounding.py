@@ -28,26 +28,25 @@ def search_scales(weight_OI: Tensor, low: int, high: int, shrink: tuple[float, .
     Each candidate shrinks the range that covers the whole row; for the codes it gives, the best scale is a least
     squares fit, so a coarse grid is enough. Rows are normalised first: no square can overflow.
     """
-    weight_OI = weight_OI.float()
-    base_O = (weight_OI.abs().amax(-1) / ((high - low) / 2)).clamp(min=_SMALLEST_NORMAL)
-    unit_OI = weight_OI / base_O[:, None]
+    base_O = (row_amax(weight_OI).float() / ((high - low) / 2)).clamp(min=_SMALLEST_NORMAL)
+    unit_OI = torch.div(weight_OI, base_O[:, None])
     best_O = torch.zeros_like(base_O)
     fit_O = torch.ones_like(base_O)
-    codes_OI = torch.empty_like(unit_OI)
+    codes_OI, scratch_OI = torch.empty_like(unit_OI), torch.empty_like(unit_OI)
     for factor in shrink:
         torch.mul(unit_OI, 1.0 / factor, out=codes_OI)
-        gain_O, scale_O = _fit(unit_OI, codes_OI.round_().clamp_(low, high))
+        gain_O, scale_O = _fit(unit_OI, codes_OI.round_().clamp_(low, high), scratch_OI)
         better_O = gain_O > best_O
         best_O = torch.where(better_O, gain_O, best_O)
         fit_O = torch.where(better_O, scale_O, fit_O)
     torch.div(unit_OI, fit_O[:, None], out=codes_OI)
-    _, refit_O = _fit(unit_OI, codes_OI.round_().clamp_(low, high))
+    _, refit_O = _fit(unit_OI, codes_OI.round_().clamp_(low, high), scratch_OI)
     scale_O = base_O * torch.where(best_O > 0, refit_O, fit_O)
     return torch.where(best_O > 0, scale_O.clamp(min=_SMALLEST_NORMAL), torch.full_like(scale_O, SCALE_FLOOR))
 
 
-def _fit(unit_OI: Tensor, codes_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how much of each row's energy its codes explain, and the scale that does it."""
-    product_O = torch.linalg.vecdot(unit_OI, codes_OI)
-    square_O = torch.linalg.vecdot(codes_OI, codes_OI).clamp(min=1.0)
+def _fit(unit_OI: Tensor, codes_OI: Tensor, scratch_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how much of each row's energy its codes explain, and the scale that does it; `scratch_OI` is used up."""
+    product_O = torch.mul(unit_OI, codes_OI, out=scratch_OI).sum(-1)
+    square_O = torch.mul(codes_OI, codes_OI, out=scratch_OI).sum(-1).clamp_(min=1.0)
     return product_O * product_O / square_O, product_O / square_O
