@@ -12,7 +12,7 @@ from tiny import TARGET_SPEC, tiny_target
 CPU = torch.device("cpu")
 SPEC = dataclasses.replace(TARGET_SPEC, hidden_size=96, intermediate_size=160, num_heads=6, num_kv_heads=2, head_dim=16)
 TARGET = tiny_target(**{f.name: getattr(SPEC, f.name) for f in dataclasses.fields(SPEC)})
-PATHS = ["reference"]
+PATHS = ["auto", "reference"]
 
 
 def logits(path: str, layout: list[list[list[int]]], page_size: int) -> dict[int, torch.Tensor]:

@@ -40,7 +40,7 @@ def load_draft(
     check_pair(spec, target.spec, str(source.folder))
     with torch.device("meta"):
         draft = Eagle3Draft(spec, max_position)
-    device = target.embed_tokens.weight.device
+    device = target.embed_tokens.device
     names = canonical_names(source.names(), canonical_draft_name)
     wanted = places(draft)
     shares_embedding = "embed_tokens.weight" not in names and spec.hidden_size == target.spec.hidden_size
