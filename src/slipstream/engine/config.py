@@ -46,6 +46,7 @@ class EngineConfig:
         if self.num_pages < one:
             raise ConfigError(
                 f"{self.num_pages} pages of {self.page_size} tokens cannot hold one request of max_context "
-                f"{self.max_context} with {extra_tokens} drafted slots ({one} pages). Lower max_context or raise num_pages."
+                f"{self.max_context} with {extra_tokens} drafted slots ({one} pages). "
+                "Lower max_context or raise num_pages."
             )
         return self.num_pages

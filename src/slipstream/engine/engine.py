@@ -255,8 +255,8 @@ class Engine:
             raise RequestError("The prompt is empty; give at least one token (a chat template always does).")
         if len(prompt) >= self._config.max_context:
             raise RequestError(
-                f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer needs "
-                f"at least one. Shorten the prompt or raise max_context."
+                f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
+                "needs at least one. Shorten the prompt or raise max_context."
             )
         wrong = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
         if wrong is not None:

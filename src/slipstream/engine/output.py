@@ -1,7 +1,7 @@
 """From tokens to what a reader gets: text in whole characters, stop strings, and which tokens were drafted."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.engine.request import FinishReason
@@ -11,8 +11,8 @@ from slipstream.speculation.statistics import AcceptanceStats
 class Detokenizer(Protocol):
     """Turns a growing list of tokens into text, a whole character at a time."""
 
-    def feed(self, token_id: int) -> str:
-        """Return the text this token completes."""
+    def push(self, ids: Iterable[int]) -> str:
+        """Take more tokens and return the text they complete."""
         ...
 
     def finish(self) -> str:
@@ -41,13 +41,15 @@ class EmittedToken:
 
 @dataclass(frozen=True)
 class Emission:
-    """What one step gave one request."""
+    """What one step gave one request. `stats` are the request's own so far; `tail` is text that waited for the end."""
 
     request_id: int
+    prompt: tuple[int, ...]
+    seed: int
     tokens: tuple[EmittedToken, ...]
+    stats: AcceptanceStats
     finish_reason: FinishReason | None = None
     tail: str = ""
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     @property
     def text(self) -> str:

@@ -75,13 +75,14 @@ class Session:
             self._history.extend([token.token_id for token in emitted])
         accepted = sum(token.draft_position > 0 for token in emitted)
         self.stats.record(tree.nodes_by_depth(), len(emitted), accepted)
-        return Emission(self.request.request_id, tuple(emitted), reason, tail, self.stats)
+        request = self.request
+        return Emission(request.request_id, request.prompt, request.seed, tuple(emitted), self.stats, reason, tail)
 
     def _text(self, token: int) -> str:
         """Return the text a token lets out; an end token has none."""
         if self._detokenizer is None or token in self.request.end_tokens:
             return ""
-        return self._stop.feed(self._detokenizer.feed(token))
+        return self._stop.feed(self._detokenizer.push([token]))
 
     def _finish_text(self) -> str:
         assert self._detokenizer is not None
