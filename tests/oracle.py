@@ -4,11 +4,11 @@ import random
 from collections.abc import Sequence
 
 import torch
-from tiny import VOCAB
 from torch import Tensor
 
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.tree import TreeBatch
+from tiny import VOCAB
 
 
 class OracleDrafter:

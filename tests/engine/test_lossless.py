@@ -5,9 +5,8 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import OracleDrafter
-from tiny import OPS, VOCAB, engine_of, follower_draft, tiny_draft, tiny_target
 
+from oracle import OracleDrafter
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -15,6 +14,7 @@ from slipstream.engine.runner import Runner
 from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
+from tiny import OPS, VOCAB, engine_of, follower_draft, tiny_draft, tiny_target
 
 TARGET = tiny_target()
 DRAFTS = {
@@ -112,7 +112,9 @@ def test_trees_that_are_mostly_right_change_nothing_even_when_pages_run_out(
     work, page_size, num_nodes, hit_rate, order
 ):
     expected = [plain_answer(*item) for item in work]
-    known = {tuple(prompt): tuple(prompt) + tuple(answer) for (prompt, _, _), answer in zip(work, expected, strict=True)}
+    known = {
+        tuple(prompt): tuple(prompt) + tuple(answer) for (prompt, _, _), answer in zip(work, expected, strict=True)
+    }
     oracle = OracleDrafter(list(known.values()), num_nodes, hit_rate, order.randint(0, 10**6))
     config = EngineConfig(
         max_context=64 + num_nodes,
@@ -158,7 +160,7 @@ def test_requests_survive_preemption(draft):
 def test_a_cached_prefix_is_reused_and_changes_nothing(draft):
     engine = engine_of(TARGET, DRAFTS.get(draft, draft))
     prompt = list(range(30))
-    work = [(prompt + [tail], SamplingParams(max_tokens=12), tail) for tail in (31, 32, 33)]
+    work = [([*prompt, tail], SamplingParams(max_tokens=12), tail) for tail in (31, 32, 33)]
     for item in work:
         assert drive(engine, [item], random.Random(0)) == [plain_answer(*item)]
     assert engine.stats.cached_tokens >= 2 * 24
@@ -170,7 +172,7 @@ def test_a_cached_prefix_serves_the_draft_as_well_as_a_computed_one():
     for cached in (False, True):
         engine = engine_of(TARGET, DRAFTS["follower"], TreeShape(depth=3, width=3), prefix_cache=cached)
         for tail in (31, 32, 33, 34):
-            drive(engine, [(list(range(28)) + [tail], SamplingParams(max_tokens=20), 0)], random.Random(0))
+            drive(engine, [([*range(28), tail], SamplingParams(max_tokens=20), 0)], random.Random(0))
         lengths.append(engine.stats.acceptance.emitted / engine.stats.acceptance.passes)
     assert lengths[0] == lengths[1]
 
