@@ -267,7 +267,7 @@ def _time_generation(target: LlamaDecoder, rows: int, steps: int) -> None:
     checks = itertools.count()
     stats = generator.run(_Endless(), stop=lambda: next(checks) * 32 >= steps + 224)
     log.info("generation, %d rows: %.0f tok/s (%d texts, %.1f s)", rows, stats.tokens_per_s, stats.texts, stats.seconds)
-    if target.embed_tokens.weight.is_cuda:
+    if target.embed_tokens.device.type == "cuda":
         torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -291,7 +291,7 @@ def _time_training(target: LlamaDecoder, corpus: Corpus, rows: int, unroll: int,
     config = TrainConfig(steps=1, rows_per_step=rows, unroll=unroll)
     packer = Packer(corpus, 1024, rows, unroll, 0)
     trainer = Trainer(objective, packer, config, World(), Path("/tmp/unused"))
-    device = target.embed_tokens.weight.device
+    device = target.embed_tokens.device
     batch = to_device(packer.batch(0), device)
     losses, begun, timed = [], 0.0, 3 if rows <= 2 else 12
     for step in range(3 + timed):

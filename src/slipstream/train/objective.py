@@ -65,7 +65,7 @@ class DraftShape:
 
 def new_draft(spec: DraftSpec, target: LlamaDecoder, vocab: DraftVocab, seed: int) -> Eagle3Draft:
     """Return a fresh draft on the target's device: small random blocks, the target's own rows as its head."""
-    device = target.embed_tokens.weight.device
+    device = target.embed_tokens.device
     draft = Eagle3Draft(spec, max_position=target.rotary.cos_Pr.shape[0])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -97,7 +97,7 @@ class Objective:
         assert draft.spec.captured_layers is not None
         self.target, self.draft = target, draft
         self._captured, self._decay = draft.spec.captured_layers, decay
-        self._device = target.embed_tokens.weight.device
+        self._device = target.embed_tokens.device
         self.ops = TrainOps(self._device)
         self._draft_index = vocab.draft_index().to(self._device)
 
@@ -116,11 +116,11 @@ class Objective:
     def head(self) -> Tensor:
         """Return the draft's head in the precision of the target's states."""
         assert self.draft.lm_head.weight is not None
-        return self.draft.lm_head.weight.to(self.target.embed_tokens.weight.dtype)
+        return self.draft.lm_head.weight.to(self.target.embed_tokens.dtype)
 
     def __call__(self, batch: Batch, total: Callable[[Tensor], Tensor] = lambda count_J: count_J) -> StepOutput:
         """Return the loss; `total` adds supervised slots up over processes, so that all divide alike."""
-        bias_BTT = text_bias(batch.text_BT, self.target.embed_tokens.weight.dtype)
+        bias_BTT = text_bias(batch.text_BT, self.target.embed_tokens.dtype)
         last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, bias_BTT)
         teacher = self.teacher(last_BTD, batch.teacher_slots_N)
         count_J = total(torch.stack([teacher.inside_N[rows.teacher_N].sum() for rows in batch.steps]))

@@ -89,7 +89,7 @@ class Trainer:
     def __init__(self, objective: Objective, packer: Packer, config: TrainConfig, world: World, folder: Path) -> None:
         self._objective, self._packer, self._config, self._world = objective, packer, config, world
         self._path = folder / "state.pt"
-        self._device = objective.target.embed_tokens.weight.device
+        self._device = objective.target.embed_tokens.device
         draft = objective.draft
         assert draft.lm_head.weight is not None
         draft.lm_head.weight.requires_grad_(not config.freeze_head)

@@ -66,14 +66,14 @@ def summarize(rounds: Sequence[int], chain: int) -> Walk:
 @torch.no_grad()
 def kept_tokens(objective: Objective, texts: Sequence[Text], steps: int) -> Array:
     """Return for each slot of each text (rows padded to one length) how many drafted tokens in a row are right."""
-    device = objective.target.embed_tokens.weight.device
+    device = objective.target.embed_tokens.device
     length = -(-max(len(text.ids) for text in texts) // 64) * 64
     ids, number = np.zeros((len(texts), length), np.int64), np.full((len(texts), length), -1, np.int64)
     for row, text in enumerate(texts):
         ids[row, : len(text.ids)] = text.ids
         number[row, : len(text.ids)] = 0
     ids_BT = torch.from_numpy(ids).to(device)
-    bias_BTT = text_bias(torch.from_numpy(number).to(device), objective.target.embed_tokens.weight.dtype)
+    bias_BTT = text_bias(torch.from_numpy(number).to(device), objective.target.embed_tokens.dtype)
     positions_BT = torch.arange(length, device=device).expand(len(texts), -1)
     _, captured = objective.features(ids_BT, positions_BT, bias_BTT)
     ctx = UnrollContext(objective.ops, positions_BT, bias_BTT)
