@@ -169,7 +169,11 @@ def _ablate(run: TrainingRun, corpus: Corpus, seconds: float, names: list[str]) 
 
 
 def _choose_lr(run: TrainingRun, corpus: Corpus, seconds: float, candidates: list[float]) -> None:
-    """Try learning rates for a short time each and remember the best for the phases that follow."""
+    """Try learning rates for a short time each and remember the one whose loss is lowest for the phases that follow.
+
+    A trial ends within its first pass over the corpus, so its loss is on texts it has not seen; the evaluation sets,
+    whose figures are printed beside it, decide nothing.
+    """
     scores = {}
     for lr in candidates:
         recipe = replace(run.recipe, train=replace(run.recipe.train, lr=lr))
@@ -196,7 +200,7 @@ def _short_run(run: TrainingRun, corpus: Corpus, recipe: Recipe, name: str, seco
     table = " ".join(f"{key} {w[3].acceptance_length:.3f}/{w[6].acceptance_length:.3f}" for key, w in walks.items())
     last = seen[-1]
     log.info("VARIANT %-16s %4d steps loss %.3f acc %.3f | %s", name, last.step, last.loss, last.accuracy[0], table)
-    return sum(w[3].acceptance_length for w in walks.values())
+    return -last.loss
 
 
 def check(device: torch.device, small: bool) -> None:
