@@ -87,7 +87,7 @@ static void rotate(Pool& pool, const Rotation& r, const float* x, float* y) {
 }
 
 const Table& table() {
-    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb};
+    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k};
     return functions;
 }
 

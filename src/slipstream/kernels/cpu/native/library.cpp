@@ -57,7 +57,7 @@ bool valid(const Batch& b, const Kv& kv, bool writes, int64_t positions) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 1; }
+SLIP_EXPORT int32_t slip_abi() { return 2; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)
@@ -125,6 +125,10 @@ SLIP_EXPORT int32_t slip_choose(void* engine, const float* logits, int64_t rows,
 
 SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling* sampling, float* out) {
     SLIP_CALL(e.table.perturb(e.pool, logits, ids, rows, vocab, *sampling, out))
+}
+
+SLIP_EXPORT int32_t slip_top_k(void* engine, const TopK* shape, const float* logits, const int64_t* ids, const Sampling* sampling, float* scores, int64_t* entries) {
+    SLIP_CALL(e.table.top_k(e.pool, e.scratch, *shape, logits, ids, *sampling, scores, entries))
 }
 
 SLIP_EXPORT int32_t slip_write_slots(float* to, int64_t to_stride, int64_t num_slots, const float* from, int64_t from_stride, const int64_t* slots, int64_t tokens, int64_t width) {

@@ -5,6 +5,8 @@
 #pragma once
 #include "abi.h"
 #include "pool.h"
+#include "scratch.h"
+#include "table.h"
 #include "vec.h"
 
 namespace slip {
@@ -280,6 +282,62 @@ static void perturb(Pool& pool, const float* logits, const int64_t* ids, int64_t
                 words_of(tokens, s.position[row], s.seed[row], words);
                 for (int i = 0; i < count; ++i) to[at + i] = from[at + i] / s.temperature[row] + exact_noise(words[i]);
             }
+        });
+    });
+}
+
+// The k best of one row of perturbed logits, best first (equal ones by index), as log-probabilities among all of them.
+// `room` holds a row. A draft only proposes, so the rough noise will do.
+static void top_k_row(const float* logits, const int64_t* ids, int64_t vocab, const Row& row, int k, float* room, float* scores, int64_t* entries) {
+    for (int64_t at = 0; at < vocab; at += kLanes) {
+        const int count = static_cast<int>(vocab - at < kLanes ? vocab - at : kLanes);
+        if (!(row.temperature > 0.0f)) {
+            std::memcpy(room + at, logits + at, sizeof(float) * static_cast<size_t>(count));
+            continue;
+        }
+        int64_t tokens[kLanes];
+        uint32_t words[kLanes];
+        float perturbed[kLanes];
+        for (int i = 0; i < kLanes; ++i) tokens[i] = ids[at + (i < count ? i : 0)];
+        words_of(tokens, row.position, row.seed, words);
+        for (int i = 0; i < kLanes; ++i) perturbed[i] = rough_noise(words[i]);
+        for (int i = 0; i < count; ++i) room[at + i] = logits[at + i] / row.temperature + perturbed[i];
+    }
+    const float top = top_of(room, 0, vocab);
+    V sum = vzero();
+    int64_t i = 0;
+    for (; i + 16 <= vocab; i += 16) sum = vadd(sum, vexp(vsub(vload(room + i), vset(top))));
+    double total = vsum(sum);
+    for (; i < vocab; ++i) total += std::exp(static_cast<double>(room[i] - top));
+    const float log_total = top + static_cast<float>(std::log(total));
+    int found = 0;
+    for (i = 0; i < vocab; ++i) {
+        if (found == k && !(room[i] > scores[k - 1])) continue;
+        int at = found < k ? found++ : k - 1;
+        for (; at > 0 && room[i] > scores[at - 1]; --at) {
+            scores[at] = scores[at - 1];
+            entries[at] = entries[at - 1];
+        }
+        scores[at] = room[i];
+        entries[at] = i;
+    }
+    for (int j = 0; j < found; ++j) scores[j] -= log_total;
+}
+
+static void top_k(Pool& pool, Scratch& scratch, const TopK& shape, const float* logits, const int64_t* ids, const Sampling& s, float* scores, int64_t* entries) {
+    if (shape.rows == 0 || shape.k == 0) return;
+    float* room = nullptr;
+    const int64_t size = (shape.vocab + 15) / 16 * 16;
+    for (int pass = 0; pass < 2; ++pass) {
+        scratch.begin(pass == 1);
+        room = scratch.take<float>(size * pool.size());
+    }
+    pool.run(1, [&](Team& team) {
+        team.share(static_cast<int>(shape.rows), 1, [&](int row, int) {
+            const float* from = logits + row * shape.vocab;
+            const Row view{from, s.temperature[row], s.seed[row], s.position[row]};
+            top_k_row(from, ids, shape.vocab, view, shape.k, room + size * team.id, scores + static_cast<int64_t>(row) * shape.k,
+                      entries + static_cast<int64_t>(row) * shape.k);
         });
     });
 }
