@@ -64,9 +64,19 @@ struct Walk {
         return a;
     }
 
-    void multiply(const Linear& w, const Activations& a, const Output& out) {
-        team.share(num_panels(w), piece_size(num_panels(w), team.size),
-                   [&](int begin, int end) { product(w, a, tokens(), begin, end, out); });
+    // `next` is the weight that will be read after this one; its first lines are asked for while others finish.
+    void multiply(const Linear& w, const Activations& a, const Output& out, const Linear* next, int halves = 1) {
+        team.share(
+            num_panels(w), piece_size(num_panels(w), team.size),
+            [&](int begin, int end) { product(w, a, tokens(), begin, end, out); }, [&] { ask_for(next, halves); });
+    }
+
+    // `halves` is 2 for gate and up, which a member reads side by side.
+    void ask_for(const Linear* w, int halves) {
+        if (!w) return;
+        const int panels = num_panels(*w) / halves;
+        for (int half = 0; half < halves; ++half)
+            prefetch_start(*w, half * panels + Team::part_begin(panels, team.id, team.size));
     }
 
     Activations block_input(const Layer& layer) {
@@ -114,7 +124,7 @@ struct Walk {
         });
     }
 
-    void feed_forward(const Layer& layer) {
+    void feed_forward(const Layer& layer, const Linear* next) {
         const Linear& w = layer.gate_up;
         const int width = stack.width, n = layer.intermediate;
         float* x = normed();
@@ -126,16 +136,17 @@ struct Walk {
         const Output out{room.gate_up, 2 * static_cast<int64_t>(n), false};
         if (n % 16 == 0) {
             const int panels = n / 16;
-            team.share(panels, piece_size(panels, team.size), [&](int begin, int end) {
+            const auto body = [&](int begin, int end) {
                 product(w, a, tokens(), begin, end, out);
                 product(w, a, tokens(), panels + begin, panels + end, out);
                 for (int row = 0; row < tokens(); ++row) activate(row, n, 16 * begin, 16 * end);
-            });
+            };
+            team.share(panels, piece_size(panels, team.size), body, [&] { ask_for(&layer.down, 1); });
         } else {
-            multiply(w, a, out);
+            multiply(w, a, out, &layer.down);
             team.share(tokens(), 1, [&](int row, int) { activate(row, n, 0, n); });
         }
-        multiply(layer.down, prepare(layer.down, room.activated, n), {hidden, width, true});
+        multiply(layer.down, prepare(layer.down, room.activated, n), {hidden, width, true}, next);
     }
 
     void activate(int row, int n, int begin, int end) {
@@ -157,15 +168,15 @@ struct Walk {
         for (int index = 0; index < stack.num_layers; ++index) {
             const Layer& layer = stack.layers[index];
             capture(index);
-            multiply(layer.qkv, block_input(layer), {room.qkv, layer.qkv.n, false});
+            multiply(layer.qkv, block_input(layer), {room.qkv, layer.qkv.n, false}, &layer.o);
             rotate_and_write(layer, stack.kv[index]);
             AttentionArgs attention = room.attention;
             attention.kv = stack.kv[index];
             attention.q_stride = layer.qkv.n;
             attention.window = layer.window;
             attend(attention, room.together, room.transposed, team);
-            multiply(layer.o, prepare(layer.o, room.attended, layer.o.k), {hidden, stack.width, true});
-            feed_forward(layer);
+            multiply(layer.o, prepare(layer.o, room.attended, layer.o.k), {hidden, stack.width, true}, &layer.gate_up, 2);
+            feed_forward(layer, index + 1 < stack.num_layers ? &stack.layers[index + 1].qkv : nullptr);
         }
         capture(stack.num_layers);
     }

@@ -238,14 +238,20 @@ SLIP_INLINE void emit(V sum, const Linear& w, const Output& out, int row, int n0
     }
 }
 
-#ifndef SLIP_AHEAD
-#define SLIP_AHEAD 8192
-#endif
+constexpr int kAhead = 8192;
+
 // Weights come from memory once a step; ask for them well before the hardware, which stops at every 4 KiB, would.
 template <int FORMAT>
 SLIP_INLINE void prefetch_block(const uint8_t* codes) {
     for (int line = 0; line < code_bytes(FORMAT) + 2 * scale_halves(FORMAT); line += 64)
-        __builtin_prefetch(codes + SLIP_AHEAD + line);
+        __builtin_prefetch(codes + kAhead + line);
+}
+
+// Ask for the beginning of what a member will read of a weight, before it is its turn.
+static void prefetch_start(const Linear& w, int first_panel) {
+    if (is_dense(w.format)) return;
+    const char* p = static_cast<const char*>(w.weight) + first_panel * panel_bytes(w.format, num_blocks(w.k));
+    for (int line = 0; line < kAhead; line += 64) __builtin_prefetch(p + line);
 }
 
 template <int FORMAT, int M>

@@ -41,12 +41,14 @@ Pool::~Pool() {
 
 void Pool::run_erased(int phases, Call call, void* argument) {
     std::lock_guard<std::mutex> one_caller(caller_);
-    if (static_cast<int>(phases_.size()) < phases) phases_ = std::vector<Phase>(static_cast<size_t>(phases));
-    for (int i = 0; i < phases; ++i) {
-        phases_[static_cast<size_t>(i)].next.store(0, std::memory_order_relaxed);
-        phases_[static_cast<size_t>(i)].done.store(0, std::memory_order_relaxed);
+    const size_t num_phases = static_cast<size_t>(phases), num_parts = num_phases * static_cast<size_t>(size_);
+    if (phases_.size() < num_phases) {
+        phases_ = std::vector<Phase>(num_phases);
+        parts_ = std::vector<Part>(num_parts);
     }
-    Team team{0, size_, phases_.data()};
+    for (size_t i = 0; i < num_phases; ++i) phases_[i].done.store(0, std::memory_order_relaxed);
+    for (size_t i = 0; i < num_parts; ++i) parts_[i].next.store(0, std::memory_order_relaxed);
+    Team team{0, size_, phases_.data(), parts_.data()};
     if (size_ == 1 || process_id() != owner_) {
         call(argument, team);
         return;
@@ -86,7 +88,7 @@ void Pool::work(int id) {
         }
         if (!joinable(state)) continue;  // it closed before we joined
         last = state >> 32;
-        Team team{id, size_, phases_.data()};
+        Team team{id, size_, phases_.data(), parts_.data()};
         call_(argument_, team);
         state_.fetch_sub(1, std::memory_order_acq_rel);
     }

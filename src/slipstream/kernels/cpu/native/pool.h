@@ -20,10 +20,12 @@ SLIP_ALWAYS_INLINE void cpu_pause() {
 #endif
 }
 
-// One loop of a job: which piece is next, and how many of its items are done.
+// One loop of a job: how many of its items are done, and each member's own part of them.
 struct alignas(64) Phase {
-    std::atomic<int32_t> next{0};
     std::atomic<int32_t> done{0};
+};
+struct alignas(64) Part {
+    std::atomic<int32_t> next{0};
 };
 
 // A member's view of one job. Members walk through the same sequence of shared loops; a loop ends when its items are
@@ -33,21 +35,37 @@ struct Team {
     int id;
     int size;
     Phase* phases;
+    Part* parts;  // [phases, size]
     int phase = 0;
 
-    // Call body(begin, end) for pieces of [0, n) and wait until all of [0, n) is done.
+    static int part_begin(int n, int member, int size) { return static_cast<int>(static_cast<int64_t>(n) * member / size); }
+
     template <class Body>
     SLIP_ALWAYS_INLINE void share(int n, int piece, Body body) {
-        Phase& mine = phases[phase++];
+        share(n, piece, body, [] {});
+    }
+
+    // Call body(begin, end) for pieces of [0, n) and wait until all of [0, n) is done. A member goes through its own
+    // part from front to back, so that memory fetched ahead is its own, and then helps the others with theirs. It calls
+    // idle() once before it waits.
+    template <class Body, class Idle>
+    SLIP_ALWAYS_INLINE void share(int n, int piece, Body body, Idle idle) {
+        Phase& mine = phases[phase];
+        Part* part = parts + static_cast<int64_t>(phase++) * size;
         int done = 0;
-        for (;;) {
-            const int begin = mine.next.fetch_add(piece, std::memory_order_acq_rel);
-            if (begin >= n) break;
-            const int end = begin + piece < n ? begin + piece : n;
-            body(begin, end);
-            done += end - begin;
+        for (int turn = 0; turn < size; ++turn) {
+            const int owner = (id + turn) % size;
+            const int first = part_begin(n, owner, size), last = part_begin(n, owner + 1, size);
+            for (;;) {
+                const int begin = first + part[owner].next.fetch_add(piece, std::memory_order_acq_rel);
+                if (begin >= last) break;
+                const int end = begin + piece < last ? begin + piece : last;
+                body(begin, end);
+                done += end - begin;
+            }
         }
         if (done > 0) mine.done.fetch_add(done, std::memory_order_acq_rel);
+        idle();
         for (int spins = 0; mine.done.load(std::memory_order_acquire) < n;) {
             if (++spins < 4096) cpu_pause();
             else std::this_thread::yield();  // whoever holds the last piece may need this core
@@ -79,6 +97,7 @@ class Pool {
     int size_;
     long owner_;
     std::vector<Phase> phases_;
+    std::vector<Part> parts_;
     Call call_ = nullptr;
     void* argument_ = nullptr;
     // High half: the job's number, odd while members may still join it. Low half: workers inside it.
