@@ -10,6 +10,7 @@ the imports, and peak memory is the process's maximum resident size less that of
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,12 @@ SCHEMES = {"ptpc_fp8": "ptpc_fp8", "int4": "int4_wo_per_channel", "mxfp4": "mxfp
 WANTED = {"ptpc_fp8": 2.0, "int4": 6.0, "mxfp4": 3.0}
 """How many times less wall time than Quark is asked of each scheme."""
 
+# The kernel's count for a child begins with its parent's size, so each process reports its own.
+PEAK = """
+import atexit, re, sys
+status = lambda: open("/proc/self/status").read()
+atexit.register(lambda: print("peak", re.search(r"VmHWM:\\s+(\\d+)", status())[1], file=sys.stderr))
+"""
 OURS = """
 import time; begun = time.perf_counter()
 import sys, torch, typer
@@ -68,7 +75,7 @@ def main() -> None:
         name: _once(folder / name, BUILDERS[name]) for name in BUILDERS if arguments.checkpoint in (name, "both")
     }
     quark = None if arguments.without_quark else _quark_python(folder / "quark-venv")
-    baseline = _measure([sys.executable, "-c", "import torch"], folder / "none").peak_mib
+    baseline = _measure([sys.executable, "-c", f"{PEAK}import torch"], folder / "none").peak_mib
     table = Table(title=f"{os.cpu_count()} cores, torch {torch.__version__}; seconds, MiB above `import torch`")
     for column in ("checkpoint", "scheme", "tool", "wall", "work", "CPU", "MB/s", "peak", "wall less", "work less"):
         table.add_column(column, justify="left" if column in ("checkpoint", "scheme", "tool") else "right")
@@ -167,12 +174,12 @@ def _quark_python(venv: Path) -> Path:
 
 
 def _measure_quark(python: Path, source: Path, scheme: str, folder: Path) -> Measured:
-    return _measure([python, "-c", THEIRS, source, folder / "out", SCHEMES[scheme]], folder / "out")
+    return _measure([python, "-c", PEAK + THEIRS, source, folder / "out", SCHEMES[scheme]], folder / "out")
 
 
 def _measure_ours(source: Path, scheme: str, rounding: str, folder: Path) -> Measured:
     exact = ["--exact", "quark"] if rounding == "quark" else []
-    command = [sys.executable, "-c", OURS, source, "--scheme", scheme, "--out", folder / "out", *exact]
+    command = [sys.executable, "-c", PEAK + OURS, source, "--scheme", scheme, "--out", folder / "out", *exact]
     return _measure(command, folder / "out")
 
 
@@ -196,8 +203,9 @@ def _measure(command: list[str | Path], out: Path) -> Measured:
     if process.returncode:
         sys.exit(f"{command[0]} failed:\n{text[-2000:]}")
     shutil.rmtree(out, ignore_errors=True)
-    imported_s = next((float(line.split()[1]) for line in text.splitlines() if line.startswith("imported ")), 0.0)
-    return Measured(wall_s, wall_s - imported_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    told = dict(re.findall(r"^(imported|peak) ([\d.]+)$", text, re.MULTILINE))
+    work_s = wall_s - float(told.get("imported", 0.0))
+    return Measured(wall_s, work_s, usage.ru_utime + usage.ru_stime, float(told["peak"]) / 1024)
 
 
 def _warm(source: Path) -> None:
@@ -212,7 +220,9 @@ def _add(
 ) -> None:
     less = [f"{theirs.wall_s / cost.wall_s:.1f}x", f"{theirs.work_s / cost.work_s:.1f}x"] if theirs else ["", ""]
     numbers = [f"{cost.wall_s:.1f}", f"{cost.work_s:.1f}", f"{cost.cpu_s:.1f}", f"{megabytes / cost.work_s:.0f}"]
-    table.add_row(*names, *numbers, f"{cost.peak_mib - baseline:.0f}", *less, end_section=theirs is None)
+    table.add_row(
+        *names, *numbers, f"{cost.peak_mib - baseline:.0f}", *less, end_section=not names[2].startswith("slipstream")
+    )
 
 
 if __name__ == "__main__":
