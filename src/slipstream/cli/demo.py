@@ -76,9 +76,10 @@ def demo(
     console = Console()
     options.fetch_embedded(console)
     with console.status("loading the embedded model"):
-        arms, tokenizer, promise = _arms(options.kernel_choice(kernels), max_tokens)
+        arms, tokenizer, summary = _arms(options.kernel_choice(kernels), max_tokens)
         _warm_up(arms, tokenizer)
-    console.print(Text(promise, style="dim"))
+    for line in summary:
+        console.print(Text(line, style="dim"))
     for question in PROMPTS[:prompts]:
         console.print(f"\n[bold cyan]you>[/bold cyan] {question}")
         prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
@@ -90,29 +91,24 @@ def demo(
         raise typer.Exit(1)
 
 
-def _arms(kernels: "KernelChoice", max_tokens: int) -> tuple[list[Arm], "Tokenizer", str]:
+def _arms(kernels: "KernelChoice", max_tokens: int) -> tuple[list[Arm], "Tokenizer", tuple[str, ...]]:
     """Load the target once and build an engine for each way of decoding."""
-    import torch
-
-    from slipstream.checkpoint.embedded import embedded_draft, embedded_model
-    from slipstream.checkpoint.reader import open_checkpoint
-    from slipstream.checkpoint.tokenizer import Tokenizer
+    from slipstream.checkpoint.embedded import embedded_draft
     from slipstream.engine.build import build_engine
     from slipstream.engine.config import EngineConfig
-    from slipstream.kernels import select
-    from slipstream.models.load import load_draft, load_target
+    from slipstream.engine.loading import LoadOptions, load, read_draft
     from slipstream.speculation.tree import TreeShape
 
-    device = torch.device("cpu")
-    folder = embedded_model()
-    ops = select(device, kernels)
-    config = EngineConfig(max_context=512 + max_tokens, max_requests=1)
-    target = load_target(open_checkpoint(folder), torch.float32, device)
-    ways: list[tuple[str, Eagle3Draft | Literal["ngram"] | None]] = [("no draft", None), ("n-gram", "ngram")]
+    config = EngineConfig(max_requests=1)
+    loaded = load(LoadOptions(draft="none", device="cpu", kernels=kernels, max_context=512 + max_tokens, engine=config))
+    ways: list[tuple[str, Eagle3Draft | Literal["ngram"]]] = [("n-gram", "ngram")]
     if (shipped := embedded_draft()) is not None:
-        ways.append(("EAGLE-3", load_draft(open_checkpoint(shipped), target, torch.float32)))
-    arms = [Arm(name, build_engine(target, draft, TreeShape.chain(3), config, ops)) for name, draft in ways]
-    return arms, Tokenizer.load(folder), ops.promise
+        ways.append(("EAGLE-3", read_draft(shipped, loaded.target, None, loaded.ops)))
+    arms = [Arm("no draft", loaded.engine)]
+    for name, draft in ways:
+        engine = build_engine(loaded.target, draft, TreeShape.chain(3), loaded.engine.config, loaded.ops)
+        arms.append(Arm(name, engine))
+    return arms, loaded.tokenizer, loaded.summary
 
 
 def _warm_up(arms: list[Arm], tokenizer: "Tokenizer") -> None:
