@@ -146,3 +146,13 @@ def test_fp8_in_blocks_of_128_is_read_also_at_ragged_edges():
         for j in range(3):
             expected[128 * i : 128 * i + 128, 128 * j : 128 * j + 128] *= scale[i, j]
     assert torch.equal(dequantize(packed), expected)
+
+
+def test_dimensions_of_one_do_not_matter_but_others_do():
+    config, tensors = golden("int4_fp8")
+    tensors[f"{MODULE}.weight_scale"] = tensors[f"{MODULE}.weight_scale"].reshape(1)
+    tensors[f"{MODULE}.weight_scale_2"] = tensors[f"{MODULE}.weight_scale_2"].reshape(-1, 1)
+    assert relative_error(read(config, tensors)) < BOUNDS["int4_fp8"]
+    tensors[f"{MODULE}.weight"] = tensors[f"{MODULE}.weight"].t().contiguous()
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is int32"):
+        read(config, tensors)
