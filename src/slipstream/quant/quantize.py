@@ -29,7 +29,7 @@ from slipstream.quant.report import (
 )
 
 _COPY_BYTES = 1 << 24
-_SAMPLE_EVERY = 16  # blocks, of which one has its error measured; a layer's first always
+_SAMPLE_EVERY = 32  # blocks, of which one has its error measured; a layer's first always
 
 
 @dataclass(frozen=True)
