@@ -1,4 +1,4 @@
-"""Asked of SGLang's own Quark config: the scheme of each layer prefix. Arguments: a folder, joined layers (JSON), prefixes.
+"""The scheme SGLang's own Quark config gives layers. Arguments: folder, joined layers (JSON), prefixes.
 
 SGLang's package imports image and CUDA libraries that its configuration code does not use; they are stood in for.
 """

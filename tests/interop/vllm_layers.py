@@ -1,4 +1,4 @@
-"""Asked of vLLM's own Quark config: the scheme of each layer prefix. Arguments: a folder, joined layers (JSON), prefixes."""
+"""The scheme vLLM's own Quark config gives layers. Arguments: folder, joined layers (JSON), prefixes."""
 
 import json
 import sys

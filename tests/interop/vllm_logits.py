@@ -9,7 +9,7 @@ import sys
 
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     folder, request = sys.argv[1], json.loads(sys.argv[2])

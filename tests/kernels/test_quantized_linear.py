@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny import OPS
 
 from slipstream.kernels.reference.quantized import QUANTIZED_LINEARS, integer_product
 from slipstream.quant.formats.nibbles import unpack_signed
 from slipstream.quant.packed import PackedWeight, join_rows
 from slipstream.quant.scheme import SCHEMES, dequantize, scheme_named
+from tiny import OPS
 
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(48, 128, generator=GENERATOR) * 0.05
