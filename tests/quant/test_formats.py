@@ -36,11 +36,13 @@ def test_decoding_comes_close_to_what_was_encoded(name, group_size, dtype, round
 
 @given(seed=st.integers(0, 10_000), exponent=st.integers(-60, 60), name=st.sampled_from(["int4", "w8a8_int8", "w4a8"]))
 @settings(max_examples=40, deadline=None)
-def test_searched_scales_never_lose_to_quarks_by_much_and_grow_with_the_weight(seed, exponent, name):
+def test_searched_scales_do_not_lose_to_quarks_and_grow_with_the_weight(seed, exponent, name):
     weight = (random_weight(seed, 4, 64).float() * 2.0**exponent).to(torch.bfloat16)
     scheme = scheme_named(name)
     packed = scheme.encode(weight, "best")
     assert bool((packed.scales["scale"] > 0).all()) and bool(packed.scales["scale"].isfinite().all())
+    errors = [(dequantize(p) - weight).double().square().sum() for p in (packed, scheme.encode(weight, "quark"))]
+    assert errors[0] <= 1.02 * errors[1]  # Quark rounds its scale to BF16, which may help it by chance
     doubled = scheme.encode(weight * 2, "best")
     assert torch.equal(packed.codes, doubled.codes)
     assert torch.equal(packed.scales["scale"] * 2, doubled.scales["scale"])
