@@ -1,0 +1,34 @@
+"""slipstream's own server; its figures can be checked with `vllm bench serve`."""
+
+from collections.abc import Mapping
+
+from slipstream.bench.launch.command import Command, Launch, Load, render_flags
+from slipstream.bench.launch.sglang import speculative_flags
+from slipstream.bench.launch.vllm import vllm_bench_serve
+
+
+class SlipstreamServer:
+    """`slipstream serve`."""
+
+    health_path = "/health"
+    version_path = "/version"
+
+    def command(self, launch: Launch) -> Command:
+        """Render `slipstream serve`."""
+        argv = [*(launch.program or ("slipstream", "serve")), launch.model, "--port", str(launch.port)]
+        argv += ["--host", launch.host] if launch.host else []
+        argv += ["--revision", launch.revision] if launch.revision else []
+        argv += ["--tp", str(launch.topology.tp)] if launch.topology.tp > 1 else []
+        argv += ["--ep", str(launch.topology.ep)] if launch.topology.ep > 1 else []
+        argv += ["--max-model-len", str(launch.context)] if launch.context else []
+        argv += render_flags(launch.flags)
+        argv += speculative_flags(launch)
+        return Command(tuple(argv), launch.env, launch.image)
+
+    def reference_client(self, launch: Launch, load: Load) -> Command:
+        """Render `vllm bench serve` against this server."""
+        return vllm_bench_serve(launch, load, backend="openai")
+
+    def version(self, document: Mapping[str, object]) -> str:
+        """Read `{"version": ...}`."""
+        return f"slipstream {document.get('version', 'unknown')}"
