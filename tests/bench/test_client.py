@@ -1,14 +1,16 @@
 """The client recovers what a server with known timing and acceptance did, and calls every failure by its name."""
 
+from itertools import pairwise
+
 import pytest
-from tests.bench.fake_server import Behaviour, FakeServer
-from tests.bench.virtual_time import run_virtual
 
 from slipstream.bench.client import Client, Sampling, open_session
 from slipstream.bench.metrics import latency_of, repetition_of, throughput_of
 from slipstream.bench.server_metrics import parse_metrics, read_acceptance, read_phases
 from slipstream.bench.traffic import LoadRun
 from slipstream.bench.workload import Prompt
+from tests.bench.fake_server import Behaviour, FakeServer
+from tests.bench.virtual_time import run_virtual
 
 
 def exchange_all(behaviour, num_requests=12, concurrency=3, tokens=40, rate=None, timeout_s=100.0):
@@ -79,7 +81,7 @@ def test_poisson_arrivals_come_at_the_asked_rate_and_the_same_for_the_same_seed(
     again, _, _, _ = exchange_all(behaviour, num_requests=400, concurrency=1000, tokens=2, rate=5.0)
     times = [e.result.sent_at_s for e in first]
     assert (times[-1] - times[0]) / 399 == pytest.approx(0.2, rel=0.1)
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     assert min(gaps) < 0.02 < 0.5 < max(gaps)
     other = [e.result.sent_at_s for e in again]
     assert [t - times[0] for t in times] == pytest.approx([t - other[0] for t in other], abs=0.01)

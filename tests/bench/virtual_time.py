@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps over waiting, so that a simulated minute passes in no time and is the same each time."""
+"""An event loop whose clock jumps over waiting: a simulated minute takes no time and is the same each time."""
 
 import asyncio
 import selectors

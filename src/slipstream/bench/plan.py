@@ -78,20 +78,20 @@ def build_plan(loaded: LoadedRecipe, only_arms: Collection[str] = (), only_workl
         for name in wanted:
             if name not in have:
                 raise RecipeError(f"{loaded.path.name}: no {what} {name!r}; there are {', '.join(have)}.")
-    skipped = {name: why for name, arm in recipe.arms.items() if (why := _absent(recipe, arm, loaded.path))}
+    skipped = {name: why for name, arm in recipe.arms.items() if (why := _absent(recipe, arm))}
     arms = [name for name in recipe.arms if name not in skipped and (not only_arms or name in only_arms)]
     workloads = [name for name in recipe.workloads if not only_workloads or name in only_workloads]
     blocks: list[Block] = []
     if recipe.schedule.servers == "together":
         for topology in recipe.topologies:
-            blocks.append(_together(loaded, topology, arms, workloads))
+            blocks.append(_together(recipe, topology, arms, workloads))
     else:
         for round_index in range(recipe.schedule.rounds):
             # Reversed in every other round, so that no arm always has the warmer machine.
             ordered = arms if round_index % 2 == 0 else arms[::-1]
             for topology in recipe.topologies:
                 for arm in ordered:
-                    blocks += _in_turn(loaded, topology, arm, workloads, round_index)
+                    blocks += _in_turn(recipe, topology, arm, workloads, round_index)
     return Plan(loaded, tuple(blocks), skipped, tuple(notes_on(recipe, arms, workloads)))
 
 
@@ -100,7 +100,7 @@ def make_launch(recipe: Recipe, arm: Arm, topology: Topology, workload: Workload
     server = recipe.server_of(arm)
     common = recipe.servers[server]
     flags: dict[str, FlagValue] = {**common.flags, **arm.flags, **workload.flags}
-    env = {name: value for name, value in {**common.env, **arm.env}.items() if value is not None}
+    env = {name: value for name, value in {**common.env, **topology.env, **arm.env}.items() if value is not None}
     return Launch(
         server=server,
         program=common.program,
@@ -119,8 +119,7 @@ def make_launch(recipe: Recipe, arm: Arm, topology: Topology, workload: Workload
     )
 
 
-def _together(loaded: LoadedRecipe, topology: Topology, arms: list[str], workloads: list[str]) -> Block:
-    recipe = loaded.recipe
+def _together(recipe: Recipe, topology: Topology, arms: list[str], workloads: list[str]) -> Block:
     launches: dict[tuple[str, str], Launch] = {}
     ports: dict[str, int] = {}
     for arm in arms:
@@ -135,15 +134,12 @@ def _together(loaded: LoadedRecipe, topology: Topology, arms: list[str], workloa
                 shift = len(points) // max(1, len(arms)) % max(1, len(arms))
                 for arm in arms[shift:] + arms[:shift]:
                     key = PointKey(arm, topology.name(), workload, concurrency, seed)
-                    points.append(_point(recipe, loaded.path, key, launches[arm, workload], round_index))
+                    points.append(_point(recipe, key, launches[arm, workload], round_index))
     unique = {server_command(launch).sha256(): launch for launch in launches.values()}
     return Block(tuple(unique.values()), tuple(points))
 
 
-def _in_turn(
-    loaded: LoadedRecipe, topology: Topology, arm: str, workloads: list[str], round_index: int
-) -> Iterator[Block]:
-    recipe = loaded.recipe
+def _in_turn(recipe: Recipe, topology: Topology, arm: str, workloads: list[str], round_index: int) -> Iterator[Block]:
     seeds = recipe.seeds[round_index :: recipe.schedule.rounds]
     by_server: dict[str, list[Point]] = {}
     for workload in workloads:
@@ -152,17 +148,14 @@ def _in_turn(
         for seed in seeds:
             for concurrency in recipe.concurrency:
                 key = PointKey(arm, topology.name(), workload, concurrency, seed)
-                group.append(_point(recipe, loaded.path, key, launch, round_index))
+                group.append(_point(recipe, key, launch, round_index))
     for points in by_server.values():
         yield Block((points[0].launch,), tuple(points))
 
 
-def _point(recipe: Recipe, recipe_path: Path, key: PointKey, launch: Launch, round_index: int) -> Point:
-    workload = recipe.workloads[key.workload]
-    if workload.path is not None:
-        workload = dataclasses.replace(workload, path=str((recipe_path.parent / workload.path).resolve()))
+def _point(recipe: Recipe, key: PointKey, launch: Launch, round_index: int) -> Point:
     load = Load(
-        workload=workload,
+        workload=recipe.workloads[key.workload],
         concurrency=key.concurrency,
         num_requests=recipe.traffic.num_requests(key.concurrency),
         num_warmups=recipe.traffic.warmups_per_stream * key.concurrency,
@@ -172,12 +165,12 @@ def _point(recipe: Recipe, recipe_path: Path, key: PointKey, launch: Launch, rou
     return Point(key, launch, load, round_index)
 
 
-def _absent(recipe: Recipe, arm: Arm, recipe_path: Path) -> str:
+def _absent(recipe: Recipe, arm: Arm) -> str:
     """Say why an optional arm cannot run here, or nothing when it can."""
     draft = recipe.drafts.get(arm.draft or "")
     if not arm.optional or draft is None or draft.path is None:
         return ""
-    if Path(draft.path).expanduser().exists() or (recipe_path.parent / draft.path).exists():
+    if Path(draft.path).expanduser().exists():
         return ""
     return f"draft {draft.id} is not at {draft.path}"
 

@@ -129,10 +129,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Topology:
-    """How the target is spread over devices."""
+    """How the target is spread over devices, and the environment that this spread needs on every arm."""
 
     tp: int = 1
     ep: int = 1
+    env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1:
@@ -237,7 +238,7 @@ class Recipe:
     seeds: tuple[int, ...]
     source: str = ""
     drafts: dict[str, Draft] = field(default_factory=dict)
-    topologies: tuple[Topology, ...] = (Topology(),)
+    topologies: tuple[Topology, ...] = field(default_factory=lambda: (Topology(),))
     traffic: Traffic = Traffic()
     schedule: Schedule = Schedule()
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     problems = find_problems(recipe)
     if problems:
         raise RecipeError("\n".join(f"{path.name}: {problem}" for problem in problems))
-    return LoadedRecipe(recipe, path, sha256_of(value))
+    return LoadedRecipe(_with_paths(recipe, path.parent), path, sha256_of(value))
 
 
 def read_yaml(path: Path) -> Any:  # YAML holds anything until the schema has looked at it
@@ -87,6 +87,23 @@ def context_of(recipe: Recipe, arm: Arm, workload: Workload) -> int | None:
         if declared is not None:
             return declared
     return recipe.servers[recipe.server_of(arm)].context
+
+
+def _with_paths(recipe: Recipe, folder: Path) -> Recipe:
+    """Make paths that begin with a dot lead from the recipe's folder, wherever the command is run."""
+
+    def resolve(name: str | None) -> str | None:
+        return str((folder / name).resolve()) if name is not None and name.startswith(".") else name
+
+    return replace(
+        recipe,
+        drafts={key: replace(draft, path=resolve(draft.path)) for key, draft in recipe.drafts.items()},
+        servers={key: replace(server, model=resolve(server.model)) for key, server in recipe.servers.items()},
+        workloads={
+            key: replace(workload, path=str((folder / workload.path).resolve()) if workload.path else None)
+            for key, workload in recipe.workloads.items()
+        },
+    )
 
 
 def _list_problems(name: str, values: tuple[int, ...], least: int) -> list[str]:
