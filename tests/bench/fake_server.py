@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from aiohttp import web
 
@@ -194,17 +195,20 @@ class FakeServer:
 
 
 def main():
-    """Serve from a process of its own: `fake_server.py serve MODEL --port N --behaviour JSON`, other flags ignored."""
+    """Serve from a process of its own: `fake_server.py serve MODEL --port N --behaviour FILE`, other flags ignored."""
     parser = argparse.ArgumentParser()
     parser.add_argument("verb")
     parser.add_argument("model")
     parser.add_argument("--port", type=int)
-    parser.add_argument("--behaviour", type=json.loads, default={})
+    parser.add_argument("--behaviour", type=Path)
     arguments, _ = parser.parse_known_args()
-    settings = arguments.behaviour | {"accepts": tuple(arguments.behaviour.get("accepts", ()))}
+    settings = json.loads(arguments.behaviour.read_text()) if arguments.behaviour else {}
+    settings["accepts"] = tuple(settings.get("accepts", ()))
     if settings.pop("refuse_to_start", False):
         raise SystemExit("cannot find the model")
-    web.run_app(FakeServer(Behaviour(**settings)).app(), host="127.0.0.1", port=arguments.port, print=None)
+    web.run_app(
+        FakeServer(Behaviour(**settings)).app(), host="127.0.0.1", port=arguments.port, print=None, shutdown_timeout=0.1
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Runs a plan: starts servers, measures their points, writes every record at once, and goes on after failures."""
 
-import asyncio
 import logging
 import platform
 from collections.abc import Mapping
@@ -26,6 +25,9 @@ from slipstream.records.schema import SchemaError
 from slipstream.records.store import RecordError, read_record, write_record
 
 log = logging.getLogger(__name__)
+
+DEATH_S = 1.0
+"""How long a process may take to be seen dead after its connections broke."""
 
 
 class Watcher(Protocol):
@@ -120,7 +122,7 @@ class _Sweep:
             versions["server"] = server_version
             self._watcher.point_started(point, number, self._total)
             result = await measure_point(client, point, self._plan.loaded.recipe, self._watcher.request_done)
-            death = await server.death()
+            death = await server.death() if result.reasons else ""
             if death:
                 result = Measurement(reasons=(death, *result.reasons), requests=result.requests)
         except (LaunchError, ServerError) as error:
@@ -160,8 +162,7 @@ class _Server:
 
     async def death(self) -> str:
         """Describe how the server died during a point; empty while it lives."""
-        await asyncio.sleep(0)  # let the loop notice a process that ended while the last answer was read
-        return self._process.death() if self._process is not None and not self._process.is_alive() else ""
+        return await self._process.death_within(DEATH_S) if self._process is not None else ""
 
     async def stop(self) -> None:
         """Stop the server if one was started here."""

@@ -54,6 +54,15 @@ class ServerProcess:
         """Say whether the process still runs."""
         return self._process.returncode is None
 
+    async def death_within(self, seconds: float) -> str:
+        """Wait a little for the process to end; describe its end, or return nothing when it lives on."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
+        except TimeoutError:
+            return ""
+        return self.death()
+
     def death(self) -> str:
         """Describe how the process ended, with the end of its log."""
         code = self._process.returncode
