@@ -7,10 +7,11 @@ import pytest
 
 from slipstream.bench.client import Client, ServerError, open_session
 from slipstream.bench.evals.answers import Asking, ask_all
-from slipstream.bench.evals.gsm8k import STOPS, EvalError, Gsm8kData, Question, changed, load_data, prompts, score
+from slipstream.bench.evals.gsm8k import STOPS, EvalError, Gsm8kData, Question, load_data, prompts, score
 from slipstream.bench.evals.lm_eval import items_of
 from slipstream.bench.evals.lossless import Settings, compare
 from slipstream.bench.workload import Prompt
+from slipstream.records.evals import changed
 from tests.bench.fake_server import Behaviour, FakeServer
 from tests.bench.virtual_time import run_virtual
 

@@ -2,19 +2,19 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from slipstream.bench.client import Client, open_session
-from slipstream.bench.evals.gsm8k import EvalError, changed, load_data
+from slipstream.bench.evals.gsm8k import EvalError, load_data
 from slipstream.bench.evals.lossless import Settings
 from slipstream.bench.evals.run import Gsm8kSettings, run_gsm8k, run_lossless
 from slipstream.bench.workload import Prompt, read_prompts
 from slipstream.records.compare import mcnemar
-from slipstream.records.evals import Gsm8kRecord, LosslessRecord
+from slipstream.records.evals import FILTERS, Gsm8kRecord, LosslessRecord, changed
 from slipstream.records.store import read_record, write_record
 
 app = typer.Typer(no_args_is_help=True, help="Check that no answer changed.")
@@ -71,9 +71,7 @@ def lossless(
     limit: Annotated[int | None, typer.Option(help="Only the first N prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens compared for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="Of the seeded comparisons; greedy is always compared.")] = 0.8,
-    seed: Annotated[
-        list[int] | None, typer.Option(help="Seeds to compare; may be given again [default: 0, 1].")
-    ] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Seed to compare; may be given again [0, 1].")] = None,
     concurrency: Concurrency = 4,
     out: Annotated[Path | None, typer.Option(help="Record file [default: out/eval/lossless.ARM.json].")] = None,
 ) -> None:
@@ -99,8 +97,8 @@ def lossless(
             found = case.difference
             margin = "unknown" if found.top_two_margin is None else f"{found.top_two_margin:.4f}"
             print(
-                f"  prompt {case.prompt}, temperature {case.temperature:g}, seed {case.seed}: token {found.position} is "
-                f"{found.token!r} instead of {found.baseline_token!r} (top-two margin {margin})"
+                f"  prompt {case.prompt}, temperature {case.temperature:g}, seed {case.seed}: token {found.position} "
+                f"is {found.token!r} instead of {found.baseline_token!r} (top-two margin {margin})"
             )
     print(f"record: {path}")
     if record.num_identical() < len(record.cases):
@@ -113,11 +111,10 @@ def _compare(baseline: Path, record: Gsm8kRecord) -> None:
         raise EvalError(f"{baseline}: is not a GSM8K record.")
     if (other.data_sha256, other.num_shots, other.chat) != (record.data_sha256, record.num_shots, record.chat):
         raise EvalError(f"{baseline}: other questions or another way of asking, so the answers cannot be paired.")
-    filters: tuple[Literal["flexible", "strict"], ...] = ("flexible", "strict")
-    for which in filters:
+    for which in FILTERS:
         changes = changed(other.items, record.items, which)
         p = mcnemar(len(changes.to_right), len(changes.to_wrong))
+        right, wrong = len(changes.to_right), len(changes.to_wrong)
         print(
-            f"  against {other.arm}, {which}: {len(changes.to_right)} became right, {len(changes.to_wrong)} became wrong "
-            f"of {changes.num_pairs} (McNemar p = {p:.3f})"
+            f"  against {other.arm}, {which}: {right} became right, {wrong} wrong of {changes.num_pairs} (p = {p:.3f})"
         )

@@ -1,9 +1,13 @@
 """Records of accuracy runs: GSM8K answers item by item, and token-for-token comparisons."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from slipstream.records.point import SCHEMA_VERSION, Hardware
+
+Filter = Literal["flexible", "strict"]
+FILTERS: tuple[Filter, ...] = ("flexible", "strict")
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,29 @@ class Gsm8kRecord:
     kind: Literal["gsm8k"] = "gsm8k"
     schema: int = SCHEMA_VERSION
 
-    def score(self, which: Literal["strict", "flexible"]) -> float:
+    def score(self, which: Filter) -> float:
         """Return the share of right answers under one filter."""
         return sum(getattr(item, which) for item in self.items) / len(self.items) if self.items else 0.0
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Questions whose verdict changed from the baseline to an arm."""
+
+    num_pairs: int
+    to_right: tuple[int, ...]
+    to_wrong: tuple[int, ...]
+
+
+def changed(baseline: Sequence[Gsm8kItem], arm: Sequence[Gsm8kItem], which: Filter) -> Changes:
+    """Pair two arms' answers by question."""
+    theirs = {item.index: getattr(item, which) for item in arm}
+    pairs = [(item.index, getattr(item, which), theirs[item.index]) for item in baseline if item.index in theirs]
+    return Changes(
+        num_pairs=len(pairs),
+        to_right=tuple(index for index, before, after in pairs if after and not before),
+        to_wrong=tuple(index for index, before, after in pairs if before and not after),
+    )
 
 
 @dataclass(frozen=True)

@@ -87,26 +87,6 @@ def extract(answer: str, which: Literal["strict", "flexible"]) -> str:
     return matches[-1].strip() if matches else INVALID
 
 
-def changed(baseline: Sequence[Gsm8kItem], arm: Sequence[Gsm8kItem], which: Literal["strict", "flexible"]) -> "Changes":
-    """Pair two arms' answers by question."""
-    theirs = {item.index: getattr(item, which) for item in arm}
-    pairs = [(item.index, getattr(item, which), theirs[item.index]) for item in baseline if item.index in theirs]
-    return Changes(
-        num_pairs=len(pairs),
-        to_right=tuple(index for index, before, after in pairs if after and not before),
-        to_wrong=tuple(index for index, before, after in pairs if before and not after),
-    )
-
-
-@dataclass(frozen=True)
-class Changes:
-    """Questions whose verdict changed from the baseline to an arm."""
-
-    num_pairs: int
-    to_right: tuple[int, ...]
-    to_wrong: tuple[int, ...]
-
-
 def _text(examples: Sequence[Question], question: Question, max_tokens: int) -> Prompt:
     shots = "".join(f"{_asked(example)} {example.answer}\n\n" for example in examples)
     return Prompt(max_tokens, text=shots + _asked(question))
