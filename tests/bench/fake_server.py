@@ -158,10 +158,17 @@ class FakeServer:
                 for t in tokens
             ]
             return {
-                "choices": [{"message": {"content": text}, "logprobs": {"content": content}, "finish_reason": "stop"}]
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"content": text},
+                        "logprobs": {"content": content},
+                        "finish_reason": "stop",
+                    }
+                ]
             }
         logprobs = {"tokens": tokens, "top_logprobs": [{t: -0.1, "x": -0.35} for t in tokens]}
-        return {"choices": [{"text": text, "logprobs": logprobs, "finish_reason": "stop"}]}
+        return {"choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": "stop"}]}
 
     async def _stream(self, response, body, number):
         b = self.behaviour

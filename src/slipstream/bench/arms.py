@@ -17,7 +17,7 @@ def differences(recipe: Recipe, arm_name: str, other_name: str) -> dict[str, str
         found["server"] = f"{recipe.server_of(other)} -> {recipe.server_of(arm)}"
     for field in dataclasses.fields(Arm):
         mine, theirs = getattr(arm, field.name), getattr(other, field.name)
-        if field.name not in ("server", "optional") and mine != theirs:
+        if field.name not in ("server", "optional", "against") and mine != theirs:
             found[field.name] = f"{_words(theirs)} -> {_words(mine)}"
     return found
 
@@ -25,14 +25,15 @@ def differences(recipe: Recipe, arm_name: str, other_name: str) -> dict[str, str
 def notes_on(recipe: Recipe, arms: Sequence[str], workloads: Sequence[str]) -> Iterator[str]:
     """Yield what limits the conclusions: second causes between arms, settings a server will change, thin statistics."""
     for name in arms:
-        if name == recipe.baseline:
+        baseline = recipe.baseline_of(name)
+        if name == baseline:
             continue
-        changed = differences(recipe, name, recipe.baseline)
+        changed = differences(recipe, name, baseline)
         drafting = [key for key in changed if key in DRAFTING]
         others = [key for key in changed if key not in DRAFTING]
         if drafting and others:
             yield (
-                f"arm {name} differs from {recipe.baseline} in {', '.join(others)} besides how it drafts: "
+                f"arm {name} differs from {baseline} in {', '.join(others)} besides how it drafts: "
                 "the speed-up has more than one cause."
             )
     for name in arms:

@@ -54,12 +54,12 @@ def _heading(plan: Plan) -> Iterator[str]:
 def _arms(plan: Plan) -> Iterator[str]:
     recipe = plan.loaded.recipe
     yield ""
-    yield f"arms, as they differ from {recipe.baseline}:"
+    yield f"arms, as they differ from what they are compared with (baseline: {recipe.baseline}):"
     for name in recipe.arms:
-        if name == recipe.baseline:
-            continue
-        changes = "; ".join(f"{key}: {change}" for key, change in differences(recipe, name, recipe.baseline).items())
-        yield f"  {name}: {changes or 'in nothing'}"
+        other = recipe.baseline_of(name)
+        if name != other:
+            changes = "; ".join(f"{key}: {change}" for key, change in differences(recipe, name, other).items())
+            yield f"  {name} against {other}: {changes or 'in nothing'}"
 
 
 def _blocks(plan: Plan) -> Iterator[str]:

@@ -107,7 +107,12 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of the comparison: only what it declares here sets it apart from the other arms."""
+    """One side of the comparison: only what it declares here sets it apart from the other arms.
+
+    Args:
+        against: the arm it is compared with, when that is not the recipe's baseline (another server's plain arm).
+        optional: leave the arm out when its draft's `path` does not exist.
+    """
 
     server: ServerName | None = None
     draft: str | None = None
@@ -116,6 +121,7 @@ class Arm:
     context: int | None = None
     flags: dict[str, FlagValue] = field(default_factory=dict)
     env: dict[str, str | None] = field(default_factory=dict)
+    against: str | None = None
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -241,6 +247,10 @@ class Recipe:
     topologies: tuple[Topology, ...] = field(default_factory=lambda: (Topology(),))
     traffic: Traffic = Traffic()
     schedule: Schedule = Schedule()
+
+    def baseline_of(self, arm_name: str) -> str:
+        """Return the arm that an arm is compared with."""
+        return self.arms[arm_name].against or self.baseline
 
     def server_of(self, arm: Arm) -> ServerName:
         """Return the server an arm runs on: its own, or the only one there is."""

@@ -76,6 +76,8 @@ def find_problems(recipe: Recipe) -> list[str]:
         problems += _topology_problems(recipe, topology)
     for name, arm in recipe.arms.items():
         problems += [f"arm {name}: {problem}" for problem in _arm_problems(recipe, arm)]
+        if arm.against is not None and (arm.against not in recipe.arms or arm.against == name):
+            problems.append(f"arm {name}: 'against' names {arm.against!r}, which is not another arm.")
         for workload_name, workload in recipe.workloads.items():
             problems += _length_problems(recipe, name, arm, workload_name, workload)
     return problems

@@ -215,7 +215,7 @@ def _record(plan: Plan, point: Point, result: Measurement, context: _Context) ->
     good = [request for request in result.requests if request.error is None]
     return PointRecord(
         key=point.key,
-        baseline_arm=recipe.baseline,
+        baseline_arm=recipe.baseline_of(point.key.arm),
         status="invalid" if result.reasons else "valid",
         num_devices=point.launch.topology.tp,
         provenance=provenance,

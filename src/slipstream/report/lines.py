@@ -28,7 +28,7 @@ def speedup_by_concurrency(grid: Grid) -> Plot | None:
     rows = math.ceil(len(settings) / columns)
     figure, axes = new_figure(2.6 * rows + 0.5, rows, columns)
     for axis, setting in zip(axes.flat, settings, strict=False):
-        for arm in grid.arms(setting)[1:]:
+        for arm in grid.arms(setting):
             cells = [grid.cell(setting, arm, c) for c in grid.concurrencies(setting)]
             _speedup_line(axis, grid, [cell for cell in cells if cell], looks[arm], arm, lambda cell: cell.concurrency)
         _concurrency_axis(axis, grid.concurrencies(setting))
@@ -59,7 +59,7 @@ def speedup_by_context(grid: Grid) -> Plot | None:
             for arm in grid.all_arms():
                 cells = [grid.cell(s, arm, concurrency) for s in settings]
                 found = sorted((c for c in cells if c), key=lambda c: c.mean(input_tokens) or 0)
-                if arm != grid.baseline(settings[0]) and found:
+                if found:
                     _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
             axis.axhline(1.0, color="black", linewidth=0.8)
             _context_axis(axis)
@@ -161,6 +161,8 @@ def _speedup_line(
     axis: Any, grid: Grid, cells: list[Cell], look: Look, arm: str, x_of: Callable[[Cell], float]
 ) -> None:
     found = [(x_of(cell), ratio) for cell in cells if (ratio := grid.speedup(cell, output_per_device))]
+    if not found:
+        return  # a baseline
     xs = [x for x, _ in found]
     ys = [ratio.ratio for _, ratio in found]
     # One seed has no interval: its whisker would run from nought to infinity.

@@ -67,22 +67,23 @@ class Grid:
     def __init__(self, records: Sequence[PointRecord]) -> None:
         valid = [record for record in records if record.status == "valid"]
         self.settings = _ordered(_setting(record) for record in records)
-        self._baseline = {_setting(record): record.baseline_arm for record in records}
+        self._baseline = {(_setting(record), record.key.arm): record.baseline_arm for record in records}
         self._cells: dict[tuple[Setting, str, int], list[PointRecord]] = {}
         for record in sorted(valid, key=lambda r: r.key.seed):
             self._cells.setdefault((_setting(record), record.key.arm, record.key.concurrency), []).append(record)
         self._arms: dict[Setting, list[str]] = {}
         for setting in self.settings:
             names = _ordered(r.key.arm for r in _by_start(records) if _setting(r) == setting)
-            self._arms[setting] = sorted(names, key=lambda arm: arm != self._baseline[setting])
+            # Each baseline goes before the arms compared with it, and the recipe's own before all.
+            self._arms[setting] = sorted(names, key=lambda arm: arm != self._baseline[setting, arm])
 
     def arms(self, setting: Setting) -> list[str]:
         """Return a setting's arms, the baseline first."""
         return self._arms[setting]
 
-    def baseline(self, setting: Setting) -> str:
-        """Return the arm that others are compared with."""
-        return self._baseline[setting]
+    def baseline(self, setting: Setting, arm: str) -> str:
+        """Return the arm that an arm is compared with; a baseline is its own."""
+        return self._baseline[setting, arm]
 
     def all_arms(self) -> list[str]:
         """Return every arm once; its place decides its colour in every figure."""
@@ -109,7 +110,7 @@ class Grid:
 
     def speedup(self, cell: Cell, metric: Metric, higher_is_better: bool = True) -> Speedup | None:
         """Compare a cell with the baseline's at the same load, seed by seed; None for the baseline itself."""
-        base = self.cell(cell.setting, self.baseline(cell.setting), cell.concurrency)
+        base = self.cell(cell.setting, self.baseline(cell.setting, cell.arm), cell.concurrency)
         if base is None or base.arm == cell.arm:
             return None
         return speedup(cell.by_seed(metric), base.by_seed(metric), higher_is_better)

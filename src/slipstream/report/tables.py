@@ -67,8 +67,12 @@ def speedup_table(grid: Grid, setting: Setting) -> Table:
         "In brackets the speed-up, below it its 95% interval, paired by seed. "
         "▲ faster, ▼ slower, = same (within 5%), ? not told apart by these seeds."
     )
-    caption = f"{setting.title()}: output tok/s per device, and speed-up over {grid.baseline(setting)}"
-    return Table(caption, ("Concurrency", *arms), tuple(rows), note)
+    bases = {arm: grid.baseline(setting, arm) for arm in arms}
+    several = len(set(bases.values())) > 1
+    names = [f"{arm} (over {base})" if several and arm != base else arm for arm, base in bases.items()]
+    over = "" if several else f" over {grid.baseline(setting, arms[0])}"
+    caption = f"{setting.title()}: output tok/s per device, and speed-up{over}"
+    return Table(caption, ("Concurrency", *names), tuple(rows), note)
 
 
 def detail_table(grid: Grid, setting: Setting) -> Table:
@@ -169,7 +173,7 @@ def headlines(grid: Grid) -> Iterator[str]:
             reach = f"{high.ratio:.2f}x ({interval(high)}) at concurrency {high_cell.concurrency}"
             if len(found) > 1:
                 reach += f", {low.ratio:.2f}x ({interval(low)}) at {low_cell.concurrency}"
-            yield f"{arm} against {grid.baseline(setting)}, {setting.title()}: {reach}; {_counts(found)}."
+            yield f"{arm} against {grid.baseline(setting, arm)}, {setting.title()}: {reach}; {_counts(found)}."
 
 
 def name_of(record: PointRecord) -> str:
