@@ -86,4 +86,5 @@ class DraftSpec:
     qkv_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sliding_window: int | None = None
     dtype: str = "bfloat16"

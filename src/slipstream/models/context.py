@@ -3,6 +3,7 @@
 Serving passes a `PagedContext`; training passes its own context with the same attributes. The models cannot tell.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,3 +88,40 @@ class PagedContext:
         layer = self.kv.layers[layer_index]
         self.ops.write_kv(layer, k_TGd, v_TGd, self.slots_T)
         return self.ops.attention(q_THd, layer, self.batch, scale, window)
+
+
+@dataclass(frozen=True)
+class QueryTokens:
+    """The query tokens of R requests in order: how many each has, and three values for each token (int64 [T])."""
+
+    counts: Sequence[int]
+    kv_index_T: Tensor
+    positions_T: Tensor
+    ancestors_T: Tensor
+
+
+def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTokens) -> PagedContext:
+    """Lay out a pass: slots from the page table, and the attention every layer shares."""
+    device = page_table_RP.device
+    counts_R = torch.tensor(queries.counts, dtype=torch.int64, device=device)
+    starts_R1 = torch.zeros(len(queries.counts) + 1, dtype=torch.int64, device=device)
+    torch.cumsum(counts_R, 0, out=starts_R1[1:])
+    row_T = torch.repeat_interleave(torch.arange(len(queries.counts), device=device), counts_R)
+    index_T = queries.kv_index_T
+    slots_T = page_table_RP[row_T, index_T // kv.page_size].long() * kv.page_size + index_T % kv.page_size
+    batch = AttentionBatch(
+        query_starts_R1=starts_R1.int(),
+        kv_lens_R=(index_T[starts_R1[1:] - 1] + 1).int(),
+        page_table_RP=page_table_RP,
+        kv_index_T=index_T,
+        ancestors_T=queries.ancestors_T,
+        page_size=kv.page_size,
+    )
+    return PagedContext(ops, queries.positions_T, slots_T, batch, kv)
+
+
+def page_table(pages: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return page numbers as int32 [R, P], rows padded with page 0."""
+    longest = max((len(row) for row in pages), default=0)
+    rows = [list(row) + [0] * (longest - len(row)) for row in pages]
+    return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), longest)

@@ -16,9 +16,17 @@ class Rotary(nn.Module):
 
     def __init__(self, spec: RopeSpec, max_position: int) -> None:
         super().__init__()
-        angles_Pr = torch.arange(max_position).float()[:, None] * _frequencies(spec)[None, :]
-        self.register_buffer("cos_Pr", angles_Pr.cos() * spec.attention_factor, persistent=False)
-        self.register_buffer("sin_Pr", angles_Pr.sin() * spec.attention_factor, persistent=False)
+        self._spec = spec
+        self._max_position = max_position
+        self.fill(torch.device("cpu"))
+
+    def fill(self, device: torch.device) -> None:
+        """Compute the table, always on the CPU so that it is the same everywhere, and put it on a device."""
+        with torch.device("cpu"):
+            angles_Pr = torch.arange(self._max_position).float()[:, None] * _frequencies(self._spec)[None, :]
+            cos_Pr, sin_Pr = angles_Pr.cos(), angles_Pr.sin()
+        self.register_buffer("cos_Pr", (cos_Pr * self._spec.attention_factor).to(device), persistent=False)
+        self.register_buffer("sin_Pr", (sin_Pr * self._spec.attention_factor).to(device), persistent=False)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, each [T, rotary_dim / 2], in float32."""

@@ -1,0 +1,143 @@
+"""Read a target's config.json into a ModelSpec, and write one; the functions for drafts are named here too."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint.draft_config import draft_spec
+from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
+from slipstream.checkpoint.fields import Fields, config_file, dtype_name
+from slipstream.checkpoint.rope import read_rope, write_rope
+from slipstream.checkpoint.spec import ModelSpec
+from slipstream.errors import CheckpointError
+
+__all__ = ["DraftDialect", "DraftOrigin", "draft_config", "draft_spec", "model_config", "model_spec"]
+
+# transformers' architecture name -> its model_type. SmolLM2 calls itself a Llama.
+TARGETS = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_MISTRAL_WINDOW = 4096  # transformers' value when the field is absent (null means no window)
+
+
+def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
+    """Read a target's config.json (already parsed); `source` is the folder or file, for messages."""
+    fields = Fields(config, config_file(source))
+    architecture = _architecture(fields)
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    # Llama 1 and 2 predate grouped heads; every later family must say how many it has.
+    default_kv_heads = num_heads if architecture == "LlamaForCausalLM" else None
+    num_kv_heads = fields.integer("num_key_value_heads", default_kv_heads)
+    head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            "num_attention_heads", f"is {num_heads}, no multiple of num_key_value_heads = {num_kv_heads}."
+        )
+    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
+        raise fields.error("hidden_act", f"is {activation!r}; slipstream computes 'silu' only.")
+    attention_bias = fields.flag("attention_bias", False)
+    max_position = fields.integer("max_position_embeddings")
+    bos = fields.integers("bos_token_id")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=read_rope(fields, head_dim, max_position),
+        max_position=max_position,
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
+        output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        sliding_window=_sliding_window(fields, architecture),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=fields.integers("eos_token_id"),
+        dtype=dtype_name(fields, "float32"),
+    )
+
+
+def model_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config.json that transformers and `model_spec` read back as this spec."""
+    config: dict[str, Any] = {
+        "architectures": [spec.architecture],
+        "model_type": TARGETS[spec.architecture],
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_eps,
+        "max_position_embeddings": spec.max_position,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "attention_bias": spec.output_bias,
+        "mlp_bias": spec.mlp_bias,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": list(spec.eos_token_ids) if len(spec.eos_token_ids) > 1 else None,
+        "dtype": spec.dtype,
+        "torch_dtype": spec.dtype,
+        **write_rope(spec.rope, spec.head_dim),
+    }
+    if len(spec.eos_token_ids) == 1:
+        config["eos_token_id"] = spec.eos_token_ids[0]
+    if spec.architecture != "LlamaForCausalLM":
+        config["sliding_window"] = spec.sliding_window
+    if spec.architecture.startswith("Qwen"):
+        config["use_sliding_window"] = spec.sliding_window is not None
+        config["max_window_layers"] = 0 if spec.sliding_window is not None else spec.num_layers
+    return config
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.texts("architectures")
+    if not names:
+        raise fields.error("architectures", f"is missing. Slipstream reads {', '.join(TARGETS)}.")
+    if names[0] not in TARGETS:
+        raise CheckpointError(
+            f"{fields.file}: architecture {names[0]!r} is not one that slipstream runs as a target. "
+            f"It runs {', '.join(TARGETS)}."
+        )
+    return names[0]
+
+
+def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
+    if fields.has("head_dim") or architecture == "Qwen3ForCausalLM":
+        return fields.integer("head_dim", 128)
+    if hidden_size % num_heads:
+        raise fields.error(
+            "head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads."
+        )
+    return hidden_size // num_heads
+
+
+def _sliding_window(fields: Fields, architecture: str) -> int | None:
+    if architecture == "LlamaForCausalLM":
+        return None
+    if architecture == "MistralForCausalLM":
+        if "sliding_window" not in fields.values:
+            return _MISTRAL_WINDOW
+        return fields.integer("sliding_window") if fields.has("sliding_window") else None
+    if not fields.flag("use_sliding_window", False):
+        return None
+    num_layers = fields.integer("num_hidden_layers")
+    first_windowed = fields.integer("max_window_layers", num_layers, minimum=0)
+    if first_windowed >= num_layers:
+        return None
+    if first_windowed > 0:
+        raise fields.error(
+            "max_window_layers",
+            f"is {first_windowed}: a window on some of {num_layers} layers only is not read.",
+        )
+    return fields.integer("sliding_window")

@@ -1,0 +1,201 @@
+"""Read a draft's config.json, in any dialect, into one DraftSpec."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.checkpoint.captures import read_captures
+from slipstream.checkpoint.fields import Fields, config_file, dtype_name
+from slipstream.checkpoint.rope import read_rope
+from slipstream.checkpoint.spec import DraftSpec
+from slipstream.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+Family = Literal["llama", "qwen3"]
+
+# Architecture names met in config.json, by the kind of block they stand for.
+DRAFTS: dict[str, Family] = {
+    "LlamaForCausalLMEagle3": "llama",  # SpecForge, SGLang
+    "LlamaForCausalLM": "llama",  # SafeAILab and older NVIDIA files, told from a target by their other fields
+    "Eagle3LlamaForCausalLM": "llama",  # vLLM, AngelSlim
+    "Eagle3Speculator": "llama",  # speculators (the nested config says which block)
+    "Eagle3DraftModel": "llama",
+    "Eagle3MiniMaxM2ForCausalLM": "llama",
+    "Eagle3Qwen2_5vlForCausalLM": "llama",
+    "Eagle3Qwen3vlForCausalLM": "llama",
+    "Eagle3Qwen3ForCausalLM": "qwen3",  # vLLM
+    "Qwen3ForCausalLMEagle3": "qwen3",
+}
+# speculators leaves out of its nested config whatever equals transformers' default for the block's class.
+_NESTED_DEFAULTS: dict[Family, dict[str, int]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+}
+# What NVIDIA's eagle_config may switch, and the one value for which the block is the one slipstream computes.
+_EAGLE_SWITCHES = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": False,
+}
+
+
+def is_draft(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes an EAGLE-3 draft rather than a whole model."""
+    names = config.get("architectures") or [""]
+    marks = ("speculators_model_type", "draft_vocab_size", "eagle_config")
+    return "eagle3" in str(names[0]).lower() or any(config.get(key) is not None for key in marks)
+
+
+def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | None) -> DraftSpec:
+    """Read a draft's config.json (already parsed), whichever tool wrote it.
+
+    `target_layers` is the target's number of blocks where known: it bounds the captured layers and helps to tell
+    their convention (see `captures.read_captures`). Absent `norm_before_residual` is False, except in speculators'
+    dialect, where it is True as vLLM reads it.
+    """
+    fields = Fields(config, config_file(source))
+    speculators = fields.has("speculators_model_type")
+    block = fields.nested("transformer_layer_config") if speculators else fields
+    family = _family(fields, block, speculators)
+    if speculators:
+        block = Fields({**_NESTED_DEFAULTS[family], **_present(block.values)}, fields.file, block.name(""))
+    _refuse_other_drafts(fields)
+    hidden_size = block.integer("hidden_size")
+    num_heads = block.integer("num_attention_heads")
+    head_dim = block.integer("head_dim", hidden_size // num_heads)
+    max_position = block.integer("max_position_embeddings")
+    vocab_size = block.integer("vocab_size")
+    captures = read_captures(fields, speculators, target_layers)
+    draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
+    if draft_vocab_size > vocab_size:
+        raise fields.error("draft_vocab_size", f"is {draft_vocab_size}, more than vocab_size = {vocab_size}.")
+    normed = fields.flag("norm_before_residual", speculators)
+    names = fields.texts("architectures")
+    return DraftSpec(
+        architecture=names[0] if names else "Eagle3Speculator",
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        hidden_size=hidden_size,
+        target_hidden_size=fields.integer("target_hidden_size", hidden_size),
+        intermediate_size=block.integer("intermediate_size"),
+        num_layers=block.integer("num_hidden_layers", 1),
+        num_heads=num_heads,
+        num_kv_heads=block.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        rms_eps=block.number("rms_norm_eps", 1e-6),
+        rope=read_rope(block, head_dim, max_position),
+        max_position=max_position,
+        captured_layers=captures.layers if captures else None,
+        num_features=_num_features(fields, len(captures.raw) if captures else None),
+        feedback=_feedback(fields),
+        residual="normed" if normed else "raw",
+        feature_norm=_feature_norm(fields),
+        qkv_bias=block.flag("attention_bias", False),
+        mlp_bias=block.flag("mlp_bias", False),
+        qk_norm=family == "qwen3",
+        sliding_window=_sliding_window(block),
+        dtype=dtype_name(fields if fields.has("dtype") or fields.has("torch_dtype") else block, "bfloat16"),
+    )
+
+
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _family(fields: Fields, block: Fields, speculators: bool) -> Family:
+    names = fields.texts("architectures")
+    architecture = names[0] if names else ""
+    model_type = block.text("model_type", "qwen3" if "qwen3" in architecture.lower() else "llama")
+    if speculators:
+        kind = fields.text("speculators_model_type")
+        if kind != "eagle3":
+            raise fields.error("speculators_model_type", f"is {kind!r}; slipstream reads 'eagle3' drafts only.")
+        if model_type not in ("llama", "qwen3"):
+            raise block.error("model_type", f"is {model_type!r}; slipstream reads drafts of llama or qwen3 blocks.")
+        return "qwen3" if model_type == "qwen3" else "llama"
+    if fields.has("kv_lora_rank") or "deepseek" in architecture.lower():
+        raise CheckpointError(
+            f"{fields.file}: architecture {architecture!r} is a draft with latent attention (MLA), "
+            f"which slipstream does not read. {_what_is_read()}"
+        )
+    if architecture == "LlamaForCausalLM" and not (fields.has("draft_vocab_size") or fields.has("eagle_config")):
+        raise CheckpointError(
+            f"{fields.file}: has neither 'draft_vocab_size' nor 'eagle_config', so it is a whole model, "
+            f"not an EAGLE-3 draft. Give it as the target, or name the draft's folder."
+        )
+    if architecture in DRAFTS:
+        return "qwen3" if model_type == "qwen3" else DRAFTS[architecture]
+    if "eagle3" in architecture.lower() and model_type in ("llama", "qwen3"):
+        return "qwen3" if model_type == "qwen3" else "llama"
+    raise CheckpointError(
+        f"{fields.file}: architecture {architecture or 'none'!r} with model_type {model_type!r} is no "
+        f"EAGLE-3 draft that slipstream reads. {_what_is_read()}"
+    )
+
+
+def _what_is_read() -> str:
+    return f"It reads {', '.join(DRAFTS)}, and speculators_model_type 'eagle3'."
+
+
+def _refuse_other_drafts(fields: Fields) -> None:
+    eagle = fields.nested("eagle_config")
+    for key, expected in _EAGLE_SWITCHES.items():
+        if eagle.has(key) and eagle.values[key] != expected:
+            raise eagle.error(key, f"is {eagle.values[key]!r}; slipstream computes EAGLE-3 with {expected!r} only.")
+
+
+def _num_features(fields: Fields, num_captured: int | None) -> int:
+    count = fields.integer("num_aux_hidden_states", num_captured or 3)
+    if num_captured is not None and count != num_captured:
+        raise fields.error("num_aux_hidden_states", f"is {count}, but {num_captured} captured layers are named.")
+    return count
+
+
+def _feedback(fields: Fields) -> Literal["pre_norm", "post_norm"]:
+    if not fields.flag("norm_output", False):
+        return "pre_norm"
+    log.info(
+        "%s: norm_output is true, read as SGLang and vLLM do: a draft step hands on its normed hidden state. "
+        "SpecForge's own training hands on the state before the norm; if this draft came from there and "
+        "accepts little, set norm_output to false.",
+        fields.file,
+    )
+    return "post_norm"
+
+
+def _feature_norm(fields: Fields) -> Literal["none", "concat", "per_layer"]:
+    eagle = fields.nested("eagle_config")
+    per_layer = any(place.flag(key, False) for place in (fields, eagle) for key in ("fc_norm", "use_aux_norm"))
+    concat = fields.flag("norm_before_fc", False) or eagle.flag("norm_before_fc", False)
+    if per_layer and concat:
+        raise fields.error("norm_before_fc", "is true together with 'fc_norm'; a draft has one or the other.")
+    return "per_layer" if per_layer else "concat" if concat else "none"
+
+
+def _sliding_window(block: Fields) -> int | None:
+    """Return the draft's attention window: set, and not switched off by Qwen's flag or by the layer types."""
+    kinds = set(block.texts("layer_types"))
+    if len(kinds) > 1:
+        raise block.error("layer_types", "mixes kinds of attention, which slipstream does not read in a draft.")
+    windowed = kinds == {"sliding_attention"} if kinds else block.flag("use_sliding_window", True)
+    return block.integer("sliding_window") if windowed and block.has("sliding_window") else None

@@ -1,0 +1,101 @@
+"""Typed access to the fields of a foreign config.json; a wrong or missing one is a clear error."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError
+
+
+class Fields:
+    """A JSON object, the file it came from, and the place inside it; null counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any], file: Path, place: str = "") -> None:
+        self.values = values
+        self.file = file
+        self._place = place
+
+    def name(self, key: str) -> str:
+        """Return a field's full name, as messages spell it."""
+        return f"{self._place}{key}"
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        """Return an error that names the file, the field and the problem."""
+        return CheckpointError(f"{self.file}: field {self.name(key)!r} {problem}")
+
+    def has(self, key: str) -> bool:
+        """Whether the field is there with a value other than null."""
+        return self.values.get(key) is not None
+
+    def nested(self, key: str) -> "Fields":
+        """Return an object inside this one; an absent one is empty."""
+        value = self.values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.error(key, f"is {value!r} where an object is needed.")
+        return Fields(value, self.file, f"{self.name(key)}.")
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """Return a whole number of at least `minimum`; without a default the field must be there."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(key, f"is {value!r} where a whole number of at least {minimum} is needed.")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.error(key, f"is {value!r} where a positive number is needed.")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"is {value!r} where true or false is needed.")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"is {value!r} where a string is needed.")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of whole numbers; one bare number is a list of one, an absent field an empty list."""
+        value = self.values.get(key)
+        items = [] if value is None else value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
+            raise self.error(key, f"is {value!r} where a list of whole numbers is needed.")
+        return tuple(items)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list of strings; an absent field is an empty list."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, f"is {value!r} where a list of strings is needed.")
+        return tuple(value)
+
+    def _get(self, key: str, default: Any) -> Any:  # checked by each caller above
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(key, "is missing.")
+        return value
+
+
+def config_file(source: Path) -> Path:
+    """Return the file that messages about a checkpoint's config should name."""
+    return source if source.suffix in (".json", ".gguf") else source / "config.json"
+
+
+def dtype_name(fields: Fields, default: str) -> str:
+    """Return the dtype the weights are meant to be in, from either transformers' old or new field."""
+    key = "dtype" if fields.has("dtype") else "torch_dtype"
+    return fields.text(key, default).removeprefix("torch.")

@@ -1,0 +1,246 @@
+"""Read a llama-family GGUF file as if it were a Hugging Face folder: same names, same layout, float32."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf.quants import dequantize
+from torch import Tensor
+
+from slipstream.checkpoint.gguf_header import GgufTensor, read_gguf_header
+from slipstream.checkpoint.names import hf_name
+from slipstream.checkpoint.source import TensorInfo, check_rows
+from slipstream.errors import CheckpointError
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# llama.cpp rotates neighbouring pairs for these and stores q and k rows in that order; the others rotate halves.
+_PERMUTED = ("llama", "mistral")
+_ROPE_FREQS = "rope_freqs.weight"
+
+
+class RawTensor(NamedTuple):
+    """A tensor as stored: packed rows, the ggml type's name, and the logical shape (rows first)."""
+
+    data: np.ndarray[Any, np.dtype[Any]]
+    quant_type: str
+    shape: tuple[int, ...]
+
+
+class GgufReader:
+    """A GGUF file opened for reading (memory-mapped).
+
+    `tensor` and `rows` give float32 in the layout transformers expects: names translated, and the query and key rows
+    of llama-family files put back in half-rotation order. `raw` gives the stored blocks under the same names.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        header = read_gguf_header(path)
+        self._fields = header.metadata
+        self._stored = header.tensors
+        self._kind = self.text("general.architecture")
+        if self._kind not in _ARCHITECTURES:
+            raise CheckpointError(
+                f"{path}: general.architecture is {self._kind!r}, which slipstream cannot read from GGUF. "
+                f"It reads {', '.join(_ARCHITECTURES)}."
+            )
+        self._tensors = self._translate()
+        self._config = self._read_config()
+
+    @property
+    def folder(self) -> Path:
+        """The folder the file lies in."""
+        return self._path.parent
+
+    @property
+    def path(self) -> Path:
+        """The file itself."""
+        return self._path
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """A config.json made from the metadata: foreign JSON, hence Any."""
+        return self._config
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The GGUF key-value pairs as Python values, foreign data, hence Any."""
+        return self._fields
+
+    def text(self, key: str) -> str:
+        """Return a metadata string."""
+        value = self._fields.get(key)
+        if not isinstance(value, str):
+            raise CheckpointError(f"{self._path}: metadata key {key!r} is missing or not a string.")
+        return value
+
+    def names(self) -> list[str]:
+        """Return the Hugging Face names of all tensors, sorted."""
+        return sorted(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Describe one tensor as stored."""
+        tensor = self._tensor(name)
+        return TensorInfo(name, tensor.shape, tensor.quant_type.name, self._path, tensor.data.nbytes)
+
+    def tensor(self, name: str, device: str = "cpu") -> Tensor:
+        """Read one tensor whole, dequantised to float32."""
+        values = torch.from_numpy(self._dequantize(name, self._tensor(name).data))
+        heads = self._permuted_heads(name)
+        return (values if heads is None else _unpermute(values, heads)).to(device)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows `start` to `stop` (excluded), dequantised to float32."""
+        info = self.info(name)
+        check_rows(info, start, stop)
+        packed = self._tensor(name).data
+        heads = self._permuted_heads(name)
+        if heads is None:
+            chosen = packed[start:stop]
+        else:
+            chosen = packed[_unpermute(torch.arange(info.shape[0]), heads)[start:stop].numpy()]
+        return torch.from_numpy(self._dequantize(name, chosen))
+
+    def raw(self, name: str) -> RawTensor:
+        """Return the stored blocks of one tensor, q and k rows in transformers' order, the rest untouched.
+
+        A row's quantisation blocks never cross into another row, so reordering rows keeps them whole.
+        """
+        tensor = self._tensor(name)
+        data = np.asarray(tensor.data)
+        heads = self._permuted_heads(name)
+        if heads is not None:
+            data = data[_unpermute(torch.arange(data.shape[0]), heads).numpy()]
+        return RawTensor(data, tensor.quant_type.name, tensor.shape)
+
+    def _tensor(self, name: str) -> GgufTensor:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self._path}: has no tensor named {name!r}.")
+        return self._tensors[name]
+
+    def _dequantize(self, name: str, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        kind = self._tensor(name).quant_type
+        try:
+            # A copy in every case: float tensors would otherwise stay views of the read-only file.
+            return np.array(dequantize(data, kind), dtype=np.float32)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{self._path}: tensor {name!r} is stored as {kind.name}, which the gguf package cannot read."
+            ) from error
+
+    def _permuted_heads(self, name: str) -> int | None:
+        if self._kind not in _PERMUTED:
+            return None
+        if ".self_attn.q_proj." in name:
+            return int(self._config["num_attention_heads"])
+        if ".self_attn.k_proj." in name:
+            return int(self._config["num_key_value_heads"])
+        return None
+
+    def _translate(self) -> dict[str, GgufTensor]:
+        tensors: dict[str, GgufTensor] = {}
+        unknown: list[str] = []
+        for tensor in self._stored.values():
+            name = hf_name(tensor.name)
+            if name is not None:
+                tensors[name] = tensor
+            elif tensor.name != _ROPE_FREQS:
+                unknown.append(tensor.name)
+        if unknown:
+            raise CheckpointError(
+                f"{self._path}: holds tensors that no {self._kind} model has: {', '.join(unknown[:8])}"
+                f"{' and more' if len(unknown) > 8 else ''}."
+            )
+        return tensors
+
+    def _read_config(self) -> dict[str, Any]:
+        heads = int(self._number("attention.head_count"))
+        hidden = int(self._number("embedding_length"))
+        head_dim = int(self._number("attention.key_length", hidden // heads))
+        tokens = self._fields.get("tokenizer.ggml.tokens")
+        vocab = self._number("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+        window = self._number("attention.sliding_window", 0)
+        theta = _short(self._number("rope.freq_base", 10000.0))
+        rotary_dim = int(self._number("rope.dimension_count", head_dim))
+        config: dict[str, Any] = {
+            "architectures": [_ARCHITECTURES[self._kind]],
+            "model_type": self._kind,
+            "vocab_size": int(vocab),
+            "hidden_size": hidden,
+            "intermediate_size": int(self._number("feed_forward_length")),
+            "num_hidden_layers": int(self._number("block_count")),
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(self._number("attention.head_count_kv", heads)),
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": _short(self._number("attention.layer_norm_rms_epsilon")),
+            "max_position_embeddings": int(self._number("context_length")),
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+            "bos_token_id": self._fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._fields.get("tokenizer.ggml.eos_token_id"),
+            "dtype": "float32",
+            "rope_theta": theta,
+            "rope_scaling": self._rope_scaling(theta, rotary_dim),
+        }
+        if self._kind == "mistral":
+            config["sliding_window"] = int(window) or None
+        if rotary_dim != head_dim:
+            config["partial_rotary_factor"] = rotary_dim / head_dim
+        return config
+
+    def _rope_scaling(self, theta: float, rotary_dim: int) -> dict[str, Any] | None:
+        kind = self._fields.get(f"{self._kind}.rope.scaling.type", "none")
+        if kind in ("linear", "yarn"):
+            scaling = {"rope_type": kind, "factor": _short(self._number("rope.scaling.factor"))}
+            if kind == "yarn":
+                original = self._number("rope.scaling.original_context_length")
+                scaling["original_max_position_embeddings"] = int(original)
+            return scaling
+        if kind != "none":
+            raise CheckpointError(f"{self._path}: rope scaling {kind!r} is not read from GGUF.")
+        divisors = self._stored.get(_ROPE_FREQS)
+        return None if divisors is None else self._llama3_scaling(divisors.data.astype(np.float64), theta, rotary_dim)
+
+    def _llama3_scaling(self, factors: np.ndarray[Any, Any], theta: float, rotary_dim: int) -> dict[str, Any]:
+        """Recover Llama 3's rope scaling, of which GGUF keeps only the resulting divisors."""
+        low, high, original = 1.0, 4.0, 8192
+        factor = round(float(factors.max()), 4)
+        wavelength = 2 * np.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+        smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+            raise CheckpointError(
+                f"{self._path}: the divisors in {_ROPE_FREQS} are not those of Llama 3's rope scaling, "
+                f"the only kind slipstream recognises. Use the original Hugging Face folder."
+            )
+        return {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self._fields.get(f"{self._kind}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{self._path}: metadata key '{self._kind}.{key}' is missing or no number.")
+        return value
+
+
+def _unpermute(values: Tensor, heads: int) -> Tensor:
+    """Reorder q or k rows from neighbouring rotary pairs to rotary halves, within each head."""
+    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return pairs.transpose(1, 2).reshape(values.shape).contiguous()
+
+
+def _short(value: float) -> float:
+    """Return the shortest decimal that is this float32, as the original config had it (1e-05)."""
+    return float(str(np.float32(value)))

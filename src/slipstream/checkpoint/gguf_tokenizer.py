@@ -1,0 +1,130 @@
+"""Build a tokenizer from a GGUF file's metadata: byte-level BPE with the pre-tokenizer the file names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from slipstream.checkpoint.gguf_file import GgufReader
+from slipstream.errors import CheckpointError
+
+_CONTROL, _USER_DEFINED = 3, 4  # ggml token types
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """A tokenizer out of a GGUF file and the settings that Hugging Face keeps in tokenizer_config.json."""
+
+    tokenizer: Tokenizer
+    settings: dict[str, Any]
+
+
+def gguf_tokenizer(reader: GgufReader) -> GgufTokenizer:
+    """Return the tokenizer a GGUF file describes."""
+    model, pre = reader.text("tokenizer.ggml.model"), reader.metadata.get("tokenizer.ggml.pre", "default")
+    if model != "gpt2" or pre not in _PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{reader.path}: tokenizer {model!r} with pre-tokenizer {pre!r} cannot be built from GGUF. "
+            f"Slipstream builds byte-level BPE ('gpt2') with {', '.join(sorted(_PRE_TOKENIZERS))}; "
+            f"for others use the original Hugging Face folder."
+        )
+    tokens = _strings(reader, "tokenizer.ggml.tokens")
+    merges = [_pair(merge) for merge in _strings(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=pre == "llama-bpe",
+        )
+    )
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_special_tokens(reader, tokenizer, tokens)
+    settings = _settings(reader, tokens)
+    if settings["add_bos_token"]:
+        bos = settings["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos}:1 $B:1",
+            special_tokens=[(bos, reader.metadata["tokenizer.ggml.bos_token_id"])],
+        )
+    return GgufTokenizer(tokenizer, settings)
+
+
+def _strings(reader: GgufReader, key: str) -> list[str]:
+    value = reader.metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{reader.path}: metadata key {key!r} is missing or not a list of strings.")
+    return value
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _add_special_tokens(reader: GgufReader, tokenizer: Tokenizer, tokens: list[str]) -> None:
+    kinds = reader.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise CheckpointError(f"{reader.path}: 'tokenizer.ggml.token_type' does not match the tokens.")
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [
+            AddedToken(token, normalized=False, special=special)
+            for token, token_kind in zip(tokens, kinds, strict=True)
+            if token_kind == kind
+        ]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+
+
+def _settings(reader: GgufReader, tokens: list[str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bool(reader.metadata.get("tokenizer.ggml.add_bos_token", False)),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": reader.config["max_position_embeddings"],
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = reader.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is None:
+            continue
+        if not 0 <= token_id < len(tokens):
+            raise CheckpointError(f"{reader.path}: {key}_token_id {token_id} is not in the vocabulary.")
+        settings[f"{name}_token"] = tokens[token_id]
+    if settings["add_bos_token"] and "bos_token" not in settings:
+        raise CheckpointError(f"{reader.path}: asks for a leading bos token, but names none.")
+    template = reader.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        settings["chat_template"] = template
+    return settings
+
+
+def _byte_level() -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+
+
+def _digits_then_byte_level() -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Digits(individual_digits=True), *_byte_level()]
+
+
+def _split_by(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
+    return [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[], list[pre_tokenizers.PreTokenizer]]] = {
+    "default": _byte_level,
+    "gpt-2": _byte_level,
+    "smollm": _digits_then_byte_level,
+    "llama-bpe": lambda: _split_by(_LLAMA3_SPLIT),
+    "qwen2": lambda: _split_by(_QWEN2_SPLIT),
+}

@@ -1,0 +1,116 @@
+"""Tensor names: every dialect's spelling to ours and back, for targets, drafts and GGUF files."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from slipstream.errors import CheckpointError
+
+NameDialect = Literal["sglang", "vllm", "speculators"]
+
+# Buffers that old exporters saved and every model recomputes.
+_HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.masked_bias)$")
+_LATER_HIDDEN_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.")
+_LATER_INPUT_NORM = re.compile(r"layers\.([1-9]\d*)\.input_layernorm\.")
+
+_DRAFT_PREFIXES = ("draft_model.", "model.")
+# Leading parts of a draft's names: SafeAILab and SpecForge say midlayer; early EAGLE-3.1 files aux_norm_*.
+_DRAFT_RENAMES = {
+    "midlayer.": "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+    "draft_id_to_target_id": "d2t",
+}
+
+_TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+
+_GGUF_GLOBAL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_GGUF_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HF_GLOBAL = {theirs: ours for ours, theirs in _GGUF_GLOBAL.items()}
+_HF_BLOCK = {theirs: ours for ours, theirs in _GGUF_BLOCK.items()}
+_GGUF_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_HF_NAME = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
+
+
+def is_harmless(name: str) -> bool:
+    """Whether a tensor may be left unread: a buffer that the model computes for itself."""
+    return _HARMLESS.search(name) is not None
+
+
+def canonical_draft_name(name: str) -> str:
+    """Return our name for a tensor of a draft checkpoint, whatever tool wrote it."""
+    for prefix in _DRAFT_PREFIXES:
+        name = name.removeprefix(prefix)
+    for theirs, ours in _DRAFT_RENAMES.items():
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+    # Only the first block has two inputs to norm; SGLang calls the later blocks' single norm hidden_norm.
+    return _LATER_HIDDEN_NORM.sub(r"layers.\1.input_layernorm.", name)
+
+
+def draft_name(canonical: str, dialect: NameDialect) -> str:
+    """Return the name that a dialect's readers expect for a tensor of a draft."""
+    if dialect != "sglang":
+        return canonical
+    if canonical.startswith("layers.0."):
+        return "midlayer." + canonical.removeprefix("layers.0.")
+    return _LATER_INPUT_NORM.sub(r"layers.\1.hidden_norm.", canonical)
+
+
+def canonical_target_name(name: str) -> str:
+    """Return our name for a tensor of a target: `model.layers.N...`, `model.norm.weight`, `lm_head.weight`"""
+    for prefix in _TARGET_PREFIXES:
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix)
+            break
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def canonical_names(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
+    """Map our names to a checkpoint's own, without harmless buffers; one tensor spelled twice is an error."""
+    result: dict[str, str] = {}
+    for name in names:
+        if is_harmless(name):
+            continue
+        ours = rename(name)
+        if ours in result:
+            raise CheckpointError(
+                f"Tensors {result[ours]!r} and {name!r} both stand for {ours!r}; the checkpoint is ambiguous."
+            )
+        result[ours] = name
+    return result
+
+
+def hf_name(gguf_name: str) -> str | None:
+    """Return the Hugging Face name of a llama-family GGUF tensor, or None for a name that is not one."""
+    if match := _GGUF_NAME.fullmatch(gguf_name):
+        number, part, suffix = match.groups()
+        return f"model.layers.{number}.{_GGUF_BLOCK[part]}.{suffix}" if part in _GGUF_BLOCK else None
+    part, _, suffix = gguf_name.rpartition(".")
+    return f"{_GGUF_GLOBAL[part]}.{suffix}" if part in _GGUF_GLOBAL else None
+
+
+def gguf_name(hf_name: str) -> str | None:
+    """Return the GGUF name of a llama-family tensor, or None for a name that has none."""
+    if match := _HF_NAME.fullmatch(hf_name):
+        number, part, suffix = match.groups()
+        return f"blk.{number}.{_HF_BLOCK[part]}.{suffix}" if part in _HF_BLOCK else None
+    part, _, suffix = hf_name.rpartition(".")
+    return f"{_HF_GLOBAL[part]}.{suffix}" if part in _HF_GLOBAL else None

@@ -1,0 +1,145 @@
+"""Open a checkpoint: a Hugging Face folder of one file or many shards, a GGUF file, or a hub id."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.checkpoint.embedded import Progress
+from slipstream.checkpoint.gguf_file import GgufReader
+from slipstream.checkpoint.hub import resolve
+from slipstream.checkpoint.shards import Shard, open_shard
+from slipstream.checkpoint.source import TensorInfo, TensorSource, read_json
+from slipstream.errors import CheckpointError
+
+_NUMBERED = re.compile(r"(?P<stem>.*-)(?P<number>\d+)-of-(?P<total>\d+)(?P<suffix>\.\w+)")
+# In the order tried: transformers' own names first, then whatever else holds tensors.
+_WEIGHT_PATTERNS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
+_INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def open_checkpoint(path_or_id: str | Path | None, progress: Progress | None = None) -> TensorSource:
+    """Open a folder, a .gguf file, a hub id, or the embedded model (None or "embedded")."""
+    path = resolve(path_or_id, progress)
+    return GgufReader(path) if path.suffix == ".gguf" else CheckpointReader(path)
+
+
+class CheckpointReader:
+    """A Hugging Face folder opened for reading.
+
+    Opening reads headers only and checks that files, index and shards agree; tensors are mapped when asked for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: is not a folder, so it cannot be a checkpoint.")
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder}: has no config.json, so it is not a Hugging Face checkpoint folder "
+                f"(adapters and training states are not read)."
+            )
+        self._folder = folder
+        self._config = read_json(folder / "config.json")
+        self._shards: dict[Path, Shard] = {path: open_shard(path) for path in _weight_files(folder)}
+        self._infos = _merge(self._shards)
+        _check_index(folder, self._infos)
+
+    @property
+    def folder(self) -> Path:
+        """The folder itself."""
+        return self._folder
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The parsed config.json: foreign JSON, hence Any."""
+        return self._config
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
+        return sorted(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """Describe one tensor without reading its data."""
+        if name not in self._infos:
+            raise CheckpointError(f"{self._folder}: has no tensor named {name!r}.")
+        return self._infos[name]
+
+    def tensor(self, name: str, device: str = "cpu") -> Tensor:
+        """Read one tensor whole."""
+        return self._shards[self.info(name).file].tensor(name, device)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows `start` to `stop` (excluded) of one tensor, on the CPU."""
+        return self._shards[self.info(name).file].rows(name, start, stop)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = _index_file(folder)
+    if index is not None:
+        names = sorted(set(_weight_map(index).values()))
+        if absent := [name for name in names if not (folder / name).is_file()]:
+            raise CheckpointError(
+                f"{index}: names {', '.join(absent)}, absent from the folder; fetch the missing files."
+            )
+        return [folder / name for name in names]
+    for pattern in _WEIGHT_PATTERNS:
+        if files := sorted(folder.glob(pattern)):
+            _check_numbering(files)
+            return files
+    raise CheckpointError(f"{folder}: holds no weights (no *.safetensors and no pytorch_model*.bin file).")
+
+
+def _index_file(folder: Path) -> Path | None:
+    for name in _INDEX_NAMES:
+        if (folder / name).is_file() and (name == _INDEX_NAMES[0] or not any(folder.glob("*.safetensors"))):
+            return folder / name
+    return None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: field 'weight_map' is missing or empty.")
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _check_numbering(files: list[Path]) -> None:
+    present = {path.name for path in files}
+    for path in files:
+        match = _NUMBERED.fullmatch(path.name)
+        if match is None:
+            continue
+        total, width = int(match["total"]), len(match["number"])
+        expected = (
+            f"{match['stem']}{number:0{width}d}-of-{match['total']}{match['suffix']}" for number in range(1, total + 1)
+        )
+        if absent := [name for name in expected if name not in present]:
+            raise CheckpointError(
+                f"{path.parent}: {path.name} is one of {total} shards, and {', '.join(absent)} is missing."
+            )
+
+
+def _merge(shards: Mapping[Path, Shard]) -> dict[str, TensorInfo]:
+    infos: dict[str, TensorInfo] = {}
+    for path, shard in shards.items():
+        for name, info in shard.infos.items():
+            if name in infos:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is also in {infos[name].file.name}; "
+                    f"remove the file that does not belong to the checkpoint."
+                )
+            infos[name] = info
+    return infos
+
+
+def _check_index(folder: Path, infos: Mapping[str, TensorInfo]) -> None:
+    index = _index_file(folder)
+    if index is None:
+        return
+    for name, file in _weight_map(index).items():
+        if name not in infos:
+            raise CheckpointError(f"{index}: places tensor {name!r} in {file}, which does not hold it.")
+        if infos[name].file.name != file:
+            raise CheckpointError(f"{index}: places tensor {name!r} in {file}, but it is in {infos[name].file.name}.")

@@ -1,0 +1,134 @@
+"""Rotary embedding settings between config.json and RopeSpec, in transformers 4's spelling and 5's."""
+
+import math
+from typing import Any
+
+from slipstream.checkpoint.fields import Fields
+from slipstream.checkpoint.spec import RopeScaling, RopeSpec
+
+DEFAULT_THETA = 10000.0  # what transformers takes for Llama-class models when the field is absent
+_SCALINGS: dict[str, RopeScaling] = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+}
+
+
+def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
+    """Return the rotary settings of a config.
+
+    `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (transformers 4) may both be there, as
+    exporters write both so that either reader is right; when they disagree, neither can be trusted.
+    """
+    new, old = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+    block = new if new.values else old
+    if any(isinstance(value, dict) for value in block.values.values()):
+        raise fields.error("rope_parameters", "differs by layer type, which slipstream does not read.")
+    theta = _theta(fields, new, old)
+    kind = _kind(block)
+    if new.values and old.values and (_kind(new), _factor(new)) != (_kind(old), _factor(old)):
+        raise fields.error(
+            "rope_parameters",
+            f"is {dict(new.values)}, but 'rope_scaling' is {dict(old.values)}; make them agree.",
+        )
+    partial = block if block.has("partial_rotary_factor") else fields
+    rotary_dim = int(head_dim * partial.number("partial_rotary_factor", 1.0))
+    if kind == "none":
+        return RopeSpec(theta, rotary_dim)
+    if kind == "linear":
+        return RopeSpec(theta, rotary_dim, "linear", block.number("factor"))
+    if kind == "llama3":
+        return RopeSpec(
+            theta,
+            rotary_dim,
+            "llama3",
+            factor=block.number("factor"),
+            original_max_position=block.integer("original_max_position_embeddings", max_position),
+            low_freq_factor=block.number("low_freq_factor"),
+            high_freq_factor=block.number("high_freq_factor"),
+        )
+    return _read_yarn(block, theta, rotary_dim, max_position)
+
+
+def write_rope(rope: RopeSpec, head_dim: int) -> dict[str, Any]:
+    """Return the config.json fields of a RopeSpec, in both spellings so that no reader takes its default."""
+    scaling: dict[str, Any] = {}
+    if rope.scaling == "linear":
+        scaling = {"factor": rope.factor}
+    elif rope.scaling == "llama3":
+        scaling = {
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+        }
+    elif rope.scaling == "yarn":
+        scaling = {
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "attention_factor": rope.attention_factor,
+        }
+    kind = "default" if rope.scaling == "none" else rope.scaling
+    result: dict[str, Any] = {
+        "rope_theta": rope.theta,
+        "rope_scaling": {"rope_type": kind, **scaling} if scaling else None,
+        "rope_parameters": {"rope_type": kind, "rope_theta": rope.theta, **scaling},
+    }
+    if rope.rotary_dim != head_dim:
+        result["partial_rotary_factor"] = rope.rotary_dim / head_dim
+        result["rope_parameters"]["partial_rotary_factor"] = rope.rotary_dim / head_dim
+    return result
+
+
+def _theta(fields: Fields, new: Fields, old: Fields) -> float:
+    found = {
+        place.name("rope_theta"): place.number("rope_theta") for place in (new, old, fields) if place.has("rope_theta")
+    }
+    if len(set(found.values())) > 1:
+        spelled = ", ".join(f"{name} = {value:g}" for name, value in found.items())
+        raise fields.error("rope_theta", f"is given twice with different values: {spelled}.")
+    return next(iter(found.values()), DEFAULT_THETA)
+
+
+def _kind(block: Fields) -> RopeScaling:
+    key = "rope_type" if block.has("rope_type") else "type"
+    name = block.text(key, "default")
+    if name not in _SCALINGS:
+        raise block.error(key, f"is {name!r}, which slipstream cannot read. It reads {', '.join(sorted(_SCALINGS))}.")
+    return _SCALINGS[name]
+
+
+def _factor(block: Fields) -> float:
+    return block.number("factor", 1.0)
+
+
+def _read_yarn(block: Fields, theta: float, rotary_dim: int, max_position: int) -> RopeSpec:
+    if not block.flag("truncate", True):
+        raise block.error("truncate", "is false, a YaRN variant that slipstream does not read.")
+    original = block.integer("original_max_position_embeddings", max_position)
+    factor = block.number("factor", max_position / original)
+    if block.has("attention_factor"):
+        attention_factor = block.number("attention_factor")
+    elif block.values.get("mscale") and block.values.get("mscale_all_dim"):
+        attention_factor = _yarn_scale(factor, block.number("mscale")) / _yarn_scale(
+            factor, block.number("mscale_all_dim")
+        )
+    else:
+        attention_factor = _yarn_scale(factor, 1.0)
+    return RopeSpec(
+        theta,
+        rotary_dim,
+        "yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=block.number("beta_fast", 32.0),
+        beta_slow=block.number("beta_slow", 1.0),
+        attention_factor=attention_factor,
+    )
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

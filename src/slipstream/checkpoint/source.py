@@ -1,0 +1,82 @@
+"""What every checkpoint offers, whatever its file format: named tensors, read one at a time."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from slipstream.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as stored: `dtype` in the file format's own spelling (F32, BF16, F8_E4M3, Q4_1, ...)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    nbytes: int
+
+    @property
+    def num_elements(self) -> int:
+        """The number of values, which for a packed format is not the number of stored elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class TensorSource(Protocol):
+    """A checkpoint opened for reading; nothing is read before it is asked for."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder the checkpoint lies in (for messages, and for the tokenizer beside it)."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The parsed config.json, or its equivalent: foreign JSON, hence Any."""
+        ...
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
+        ...
+
+    def info(self, name: str) -> TensorInfo:
+        """Describe one tensor without reading its data."""
+        ...
+
+    def tensor(self, name: str, device: str = "cpu") -> Tensor:
+        """Read one tensor whole."""
+        ...
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows `start` to `stop` (excluded) of one tensor, on the CPU."""
+        ...
+
+
+def check_rows(info: TensorInfo, start: int, stop: int) -> None:
+    """Raise CheckpointError unless rows `start` to `stop` exist in the tensor."""
+    if not info.shape or not 0 <= start <= stop <= info.shape[0]:
+        raise CheckpointError(
+            f"{info.file}: rows {start} to {stop} were asked of tensor {info.name!r}, "
+            f"whose shape is {list(info.shape)}."
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object from a file; anything else is a CheckpointError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__} where an object is needed.")
+    return value

@@ -1,0 +1,221 @@
+"""Text to token ids and back, chats included, from the files beside a checkpoint's weights."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from slipstream.checkpoint.chat_template import ChatTemplate, TemplateValue
+from slipstream.checkpoint.gguf_file import GgufReader
+from slipstream.checkpoint.gguf_tokenizer import gguf_tokenizer
+from slipstream.checkpoint.source import read_json
+from slipstream.errors import CheckpointError, RequestError
+
+_INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that do not make a character (yet)
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer: encoding, decoding, its chat template, and the tokens that end an answer."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        settings: Mapping[str, Any],
+        origin: Path,
+        template: str | None = None,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        """Wrap a `tokenizers` tokenizer.
+
+        Args:
+            fast: truncation and padding left in it are switched off.
+            settings: the fields of tokenizer_config.json, foreign JSON.
+            origin: the folder or file it came from, for messages.
+            template: the chat template's source.
+            eos_token_ids: the ids that end an answer, beside the tokenizer's own eos token.
+        """
+        fast.no_truncation()
+        fast.no_padding()
+        self._fast = fast
+        self._origin = origin
+        self._template = None if template is None else ChatTemplate(template, str(origin))
+        self._named = _named_tokens(settings)
+        added = fast.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        bytes_by_name = (fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_token_ids = frozenset(i for i in bytes_by_name if i is not None)
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._id_of("bos_token")
+        own_eos = self._id_of("eos_token")
+        ids = [*eos_token_ids, *([] if own_eos is None else [own_eos])]
+        self.eos_token_ids = tuple(dict.fromkeys(ids))
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Load from a Hugging Face folder (tokenizer.json and the files beside it) or from a .gguf file.
+
+        An answer ends at the ids of generation_config.json (config.json when that names none), and at the tokenizer's
+        own eos token.
+        """
+        if folder.suffix == ".gguf":
+            built = gguf_tokenizer(GgufReader(folder))
+            return cls(built.tokenizer, built.settings, folder, built.settings.get("chat_template"))
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder}: has no tokenizer.json. Slipstream reads fast tokenizers only; with transformers, "
+                f"AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one."
+            )
+        try:
+            fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise CheckpointError(f"{path}: is not a tokenizer this version can read ({error}).") from error
+        settings = _optional_json(folder / "tokenizer_config.json")
+        return cls(fast, settings, folder, _find_template(folder, settings), _eos_ids(folder))
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the ids of a text; `add_special` lets the tokenizer put its bos, if it has one, in front."""
+        try:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special).ids
+        except TypeError as error:  # what tokenizers makes of a string that is not Unicode text
+            raise RequestError("The text holds half a surrogate pair, which is no character.") from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of ids; bytes that make no character show as U+FFFD."""
+        text: str = self._fast.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint came with a chat template."""
+        return self._template is not None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        **variables: TemplateValue,
+    ) -> str:
+        """Return the text of a chat as the model was trained to see it.
+
+        Args:
+            messages: each with `role` and `content`.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            variables: what this model's template knows besides (`tools`, `enable_thinking`, ...).
+        """
+        if self._template is None:
+            raise CheckpointError(
+                f"{self._origin}: has no chat template (chat_template.jinja, or 'chat_template' in "
+                f"tokenizer_config.json). Give plain text instead of messages."
+            )
+        if not messages:
+            raise RequestError("A chat needs at least one message.")
+        return self._template.render(
+            {
+                "tools": None,
+                "documents": None,
+                **self._named,
+                **variables,
+                "messages": [dict(message) for message in messages],
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        **variables: TemplateValue,
+    ) -> list[int]:
+        """Return the ids of a chat; the template itself writes what special tokens there are."""
+        text = self.render_chat(messages, add_generation_prompt, **variables)
+        return self.encode(text, add_special=False)
+
+    def detokenizer(self, skip_special: bool = True) -> "IncrementalDetokenizer":
+        """Return a fresh detokenizer for one stream of ids."""
+        return IncrementalDetokenizer(self, skip_special)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self._named.get(name)
+        if token is None:
+            return None
+        token_id: int | None = self._fast.token_to_id(token)
+        return token_id
+
+
+class IncrementalDetokenizer:
+    """Turns a stream of ids into a stream of text; the pieces joined are the text of all the ids.
+
+    Text is given out once it can no longer change: a character split over tokens waits for its last byte. Each piece
+    is decoded behind the tokens of the piece before, since decoders treat the first token otherwise (they drop its
+    leading space).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._before: list[int] = []
+        self._waiting: list[int] = []
+        self._in_byte_run = False
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take more ids, and return the text that is now complete (perhaps none)."""
+        pieces: list[str] = []
+        for token_id in ids:
+            self._waiting.append(token_id)
+            if not (self._skip_special and token_id in self._tokenizer.special_token_ids):
+                self._in_byte_run = token_id in self._tokenizer.byte_token_ids
+            text = "" if self._in_byte_run else self._new_text()
+            if text and not text.endswith(_INCOMPLETE):
+                pieces.append(text)
+                self._before, self._waiting = self._waiting, []
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """Return what is left, with U+FFFD for bytes that stayed incomplete."""
+        text = self._new_text()
+        self._before, self._waiting = [], []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._before)
+        return self._decode(self._before + self._waiting)[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special)
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return bos_token, eos_token, ... as strings; files write them plain or as an object with `content`."""
+    named: dict[str, str] = {}
+    for key, value in settings.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if key.endswith("_token") and isinstance(text, str):
+            named[key] = text
+    return named
+
+
+def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates; "default" is the one for plain chats
+        named = {str(item.get("name")): item.get("template") for item in template if isinstance(item, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _eos_ids(folder: Path) -> list[int]:
+    for file in ("generation_config.json", "config.json"):
+        value = _optional_json(folder / file).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if found := [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]:
+            return found
+    return []

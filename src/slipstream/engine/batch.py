@@ -1,0 +1,68 @@
+"""From a plan and its trees to the tensors of one pass.
+
+Each request brings the tokens of its chunk, then the drafted nodes of its tree. The last token of an emitting chunk
+is the tree's root. Node i of a tree lies i places after the root in the order of keys; its rotary position is the
+root's plus its depth.
+
+Shape letters: T query tokens, L rows of logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.scheduler import Scheduled
+from slipstream.models.context import QueryTokens
+from slipstream.speculation.tree import Tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One pass over the target.
+
+    Args:
+        first_rows: for each planned request, the row of its first query token.
+        logit_rows_L: rows whose logits are wanted: root and nodes of each emitting request, in order.
+    """
+
+    token_ids_T: Tensor
+    queries: QueryTokens
+    first_rows: list[int]
+    logit_rows_L: Tensor
+
+
+def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.device) -> Batch:
+    """Lay out the pass. `trees` has a tree for each emitting request, in the order of the plan."""
+    tokens: list[int] = []
+    index: list[int] = []
+    positions: list[int] = []
+    ancestors: list[int] = []
+    counts: list[int] = []
+    first_rows: list[int] = []
+    logit_rows: list[int] = []
+    next_tree = iter(trees)
+    for work in plan:
+        first_rows.append(len(tokens))
+        end = work.start + work.num_tokens
+        tokens += work.request.tokens[work.start : end]
+        index += range(work.start, end)
+        positions += range(work.start, end)
+        ancestors += [-1] * work.num_tokens
+        if work.emits:
+            tree = next(next_tree)
+            root = len(tokens) - 1
+            tokens += tree.tokens[1:]
+            index += range(end, end + len(tree.tokens) - 1)
+            positions += [end - 1 + depth for depth in tree.depths[1:]]
+            ancestors += tree.bits[1:]
+            logit_rows += range(root, len(tokens))
+        counts.append(len(tokens) - first_rows[-1])
+    columns = (torch.tensor(values, dtype=torch.int64, device=device) for values in (index, positions, ancestors))
+    return Batch(
+        torch.tensor(tokens, dtype=torch.int64, device=device),
+        QueryTokens(counts, *columns),
+        first_rows,
+        torch.tensor(logit_rows, dtype=torch.int64, device=device),
+    )

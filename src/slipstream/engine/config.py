@@ -1,0 +1,52 @@
+"""The engine's settings, checked when built and never written to again."""
+
+from dataclasses import dataclass
+
+from slipstream.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much an engine holds and does at once.
+
+    Args:
+        max_context: tokens of a request, prompt and answer together.
+        page_size: tokens a page of the KV cache holds.
+        num_pages: pages of the KV cache; None takes room for `max_requests` requests of an eighth of the context
+            each, and at least one whole context.
+        max_requests: requests that run at once; more wait.
+        max_batch_tokens: query tokens of one step; a longer prompt is computed in chunks.
+        prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
+    """
+
+    max_context: int = 4096
+    page_size: int = 16
+    num_pages: int | None = None
+    max_requests: int = 32
+    max_batch_tokens: int = 512
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "page_size", "max_requests", "max_batch_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.num_pages is not None and self.num_pages < 1:
+            raise ConfigError(f"num_pages is {self.num_pages}; it must be at least 1.")
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def resolve_num_pages(self, extra_tokens: int) -> int:
+        """Return the number of pages to allocate, given the slots a step may need past a request's last token."""
+        one = self.pages_for(self.max_context + extra_tokens)
+        if self.num_pages is None:
+            return max(one, self.max_requests * self.pages_for(self.max_context // 8 + extra_tokens))
+        if self.num_pages < one:
+            raise ConfigError(
+                f"{self.num_pages} pages of {self.page_size} tokens cannot hold one request of max_context "
+                f"{self.max_context} with {extra_tokens} drafted slots ({one} pages). "
+                "Lower max_context or raise num_pages."
+            )
+        return self.num_pages

@@ -1,0 +1,293 @@
+"""The engine: every step drafts, checks against the target in one pass, and keeps what agrees."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.batch import Batch, build_batch
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.output import Detokenizer, Emission
+from slipstream.engine.pages import PageAllocator
+from slipstream.engine.request import FinishReason, Request, Status
+from slipstream.engine.runner import Runner
+from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
+from slipstream.engine.session import Session
+from slipstream.errors import RequestError, SlipstreamError
+from slipstream.kernels import Ops
+from slipstream.models.llama import Hidden
+from slipstream.speculation.accept import Accepted, accept
+from slipstream.speculation.choose import choose
+from slipstream.speculation.drafter import Drafter, Observed
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.statistics import AcceptanceStats
+from slipstream.speculation.tree import Tree, TreeBatch
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["draft", "verify", "host"]
+
+_SUSPICIOUS_PASSES = 200
+_SUSPICIOUS_RATE = 0.03
+
+
+class StepError(SlipstreamError):
+    """A step failed; the requests in it were ended and their pages taken back. The engine lives on."""
+
+    def __init__(self, request_ids: Sequence[int], cause: Exception) -> None:
+        super().__init__(f"A step failed ({type(cause).__name__}: {cause}); {len(request_ids)} requests were ended.")
+        self.request_ids = tuple(request_ids)
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was built."""
+
+    acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
+    phase_seconds: dict[Phase, float] = field(default_factory=lambda: {"draft": 0.0, "verify": 0.0, "host": 0.0})
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+class Engine:
+    """Continuous batching over one target and one drafter. Not thread-safe: one thread adds, steps and aborts."""
+
+    def __init__(self, runner: Runner, drafter: Drafter, config: EngineConfig, ops: Ops, vocab_size: int) -> None:
+        self._runner = runner
+        self._drafter = drafter
+        self._config = config
+        self._ops = ops
+        self._vocab_size = vocab_size
+        self._device = runner.device
+        needs = draft_needs(drafter)
+        self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots))
+        self._scheduler = Scheduler(config, self._pages, needs)
+        self._sessions: dict[int, Session] = {}
+        self._next_id = 0
+        self._warned = False
+        self.stats = EngineStats()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings the engine was built with."""
+        return self._config
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter in use."""
+        return self._drafter
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for pages or a place."""
+        return self._scheduler.num_waiting
+
+    @property
+    def page_usage(self) -> float:
+        """Share of the KV cache's pages that requests hold."""
+        return self._pages.num_in_use / self._pages.num_pages
+
+    @property
+    def has_work(self) -> bool:
+        """Tell whether a step would do anything."""
+        return bool(self._sessions)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        end_tokens: Sequence[int] = (),
+        detokenizer: Detokenizer | None = None,
+        speculate: bool = True,
+    ) -> int:
+        """Queue a prompt and return the request's id. Raises RequestError if it can never run."""
+        self._check_prompt(prompt)
+        if params.stop and detokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give stop_token_ids instead.")
+        ends = () if params.ignore_eos else tuple(end_tokens)
+        request = Request(self._next_id, tuple(prompt), params, seed, (*ends, *params.stop_token_ids), speculate)
+        self._next_id += 1
+        self._sessions[request.request_id] = Session(request, self._vocab_size, self._device, detokenizer)
+        self._scheduler.add(request)
+        return request.request_id
+
+    def abort(self, request_id: int) -> bool:
+        """End a request now and take its pages back; False if it had ended already."""
+        session = self._sessions.get(request_id)
+        if session is None:
+            return False
+        self._end(session.request, FinishReason.ABORT)
+        return True
+
+    def step(self) -> list[Emission]:
+        """Run every scheduled request once: draft, check against the target, keep what agrees."""
+        started, timed = time.perf_counter(), self._timed_seconds()
+        plan = self._scheduler.plan()
+        try:
+            with torch.inference_mode():
+                tree_batch = self._propose(plan)
+                trees = tree_batch.unpack()
+                batch = build_batch(plan, trees, self._device)
+                hidden, logits_LV = self._verify(plan, batch)
+                accepted = self._accept(plan, tree_batch, trees, logits_LV)
+                emissions, kept = self._commit(plan, trees, accepted, logits_LV)
+                self._observe(plan, batch, kept, hidden)
+        except Exception as error:
+            for work in plan:
+                self._end(work.request, FinishReason.ERROR)
+            raise StepError([work.request.request_id for work in plan], error) from error
+        for emission in emissions:
+            if emission.finish_reason is not None:
+                self._end(self._sessions[emission.request_id].request, emission.finish_reason)
+        self.stats.steps += 1
+        self.stats.phase_seconds["host"] += time.perf_counter() - started - (self._timed_seconds() - timed)
+        self._warn_if_useless()
+        return emissions
+
+    def check_invariants(self) -> None:
+        """Assert that pages, queues and sessions agree; tests call it after every step."""
+        self._scheduler.check()
+        running = {request.request_id for request in self._scheduler.running}
+        assert running <= set(self._sessions), "a running request has no session"
+        assert len(self._sessions) == len(running) + self._scheduler.num_waiting, "a request is in no queue"
+
+    def _propose(self, plan: Sequence[Scheduled]) -> TreeBatch:
+        """Return a tree for each emitting request; those that may not draft get a lone root."""
+        emitting = [work for work in plan if work.emits]
+        roots = TreeBatch.lone_roots([work.request.tokens[-1] for work in emitting], self._device)
+        drafting = [row for row, work in enumerate(emitting) if work.drafts]
+        if not drafting:
+            return roots
+        views = [self._session(emitting[row]).view() for row in drafting]
+        with self._timed("draft"):
+            return roots.replace(drafting, self._drafter.propose(views))
+
+    def _verify(self, plan: Sequence[Scheduled], batch: Batch) -> tuple[Hidden, Tensor]:
+        """Run the target once over everything planned."""
+        with self._timed("verify"):
+            hidden = self._runner.forward(batch, [work.request.pages for work in plan])
+            return hidden, self._runner.logits(hidden, batch)
+
+    def _accept(
+        self, plan: Sequence[Scheduled], tree_batch: TreeBatch, trees: Sequence[Tree], logits_LV: Tensor
+    ) -> Accepted:
+        """Let the target choose at every node, and walk the trees along its choices."""
+        emitting = [work for work in plan if work.emits]
+        rows = [row for work, tree in zip(emitting, trees, strict=True) for row in self._session(work).rows(tree)]
+        with self._timed("verify"):
+            chosen_RN = torch.zeros_like(tree_batch.tokens_RN)
+            chosen_RN[tree_batch.valid_RN] = choose(logits_LV, rows, self._ops)
+            return accept(tree_batch, chosen_RN)
+
+    def _commit(
+        self, plan: Sequence[Scheduled], trees: Sequence[Tree], accepted: Accepted, logits_LV: Tensor
+    ) -> tuple[list[Emission], list[list[int]]]:
+        """Hand out what was accepted; return it and, for each planned request, the nodes whose keys stay."""
+        emissions: list[Emission] = []
+        kept: list[list[int]] = []
+        counts = accepted.counts_R.tolist()
+        tokens, nodes = accepted.tokens_RE.tolist(), accepted.nodes_RE.tolist()
+        first_logit = 0
+        for work in plan:
+            path: list[int] = []
+            emitted: list[int] = []
+            if work.emits:
+                row = len(emissions)
+                count, tree = counts[row], trees[row]
+                logits_NV = logits_LV[first_logit : first_logit + len(tree.tokens)]
+                first_logit += len(tree.tokens)
+                room = self._config.max_context - len(work.request.tokens)
+                emission = self._session(work).emit(tree, tokens[row][:count], nodes[row][:count], logits_NV, room)
+                emitted = [token.token_id for token in emission.tokens]
+                path = nodes[row][1 : len(emitted)]
+                self._runner.keep(work.request.pages, work.start + work.num_tokens - 1, path)
+                self._count(work, tree, emission)
+                emissions.append(emission)
+            self._scheduler.commit(work.request, work.num_tokens + len(path), emitted)
+            kept.append(path)
+        return emissions, kept
+
+    def _observe(self, plan: Sequence[Scheduled], batch: Batch, kept: Sequence[Sequence[int]], hidden: Hidden) -> None:
+        """Show the drafter what the target committed, with the target's captured states."""
+        if not self._drafter.has_kv:
+            return
+        observed = []
+        for work, first_row, path in zip(plan, batch.first_rows, kept, strict=True):
+            if work.request.speculate:
+                root_row = first_row + work.num_tokens - 1
+                rows = [*range(first_row, root_row + 1), *(root_row + node for node in path)]
+                followers = work.request.tokens[work.start + 1 : work.start + 1 + len(rows)]
+                observed.append(Observed(work.request.request_id, work.start, followers, rows, work.request.pages))
+        with self._timed("draft"):
+            self._drafter.observe(observed, hidden.captured)
+
+    def _session(self, work: Scheduled) -> Session:
+        return self._sessions[work.request.request_id]
+
+    def _count(self, work: Scheduled, tree: Tree, emission: Emission) -> None:
+        accepted = sum(token.draft_position > 0 for token in emission.tokens)
+        self.stats.acceptance.record(tree.nodes_by_depth(), len(emission.tokens), accepted)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.status is not Status.FINISHED:
+            self.stats.preemptions += request.num_preempted
+            self.stats.cached_tokens += request.num_cached
+            self.stats.prompt_tokens += len(request.prompt)
+            self._scheduler.finish(request, reason)
+        self._drafter.forget(request.request_id)
+        self._sessions.pop(request.request_id, None)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise RequestError("The prompt is empty; give at least one token (a chat template always does).")
+        if len(prompt) >= self._config.max_context:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
+                "needs at least one. Shorten the prompt or raise max_context."
+            )
+        wrong = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"The prompt has token id {wrong}; ids lie between 0 and {self._vocab_size - 1}.")
+
+    def _warn_if_useless(self) -> None:
+        """Say once that a draft accepts next to nothing, and why that usually is."""
+        stats = self.stats.acceptance
+        if self._warned or not self._drafter.has_kv or not stats.offered or stats.offered[0] < _SUSPICIOUS_PASSES:
+            return
+        self._warned = True
+        if stats.rates[0] < _SUSPICIOUS_RATE:
+            logger.warning(
+                "The draft's first token was accepted in %.1f%% of %d passes. It loads but does not fit: it may have "
+                "been trained for another target or another quantization of it, its captured layers may follow the "
+                "other convention (off by one), or its rope theta, norm_output or norm_before_residual are not what "
+                "it was trained with. Decoding stays exact, only slower.",
+                100 * stats.rates[0],
+                stats.offered[0],
+            )
+
+    def _timed_seconds(self) -> float:
+        return self.stats.phase_seconds["draft"] + self.stats.phase_seconds["verify"]
+
+    @contextmanager
+    def _timed(self, phase: Phase) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.stats.phase_seconds[phase] += time.perf_counter() - started
+
+
+def draft_needs(drafter: Drafter) -> DraftNeeds:
+    """Return what a drafter asks of the scheduler."""
+    return DraftNeeds(drafter.max_nodes, drafter.scratch, drafter.has_kv)

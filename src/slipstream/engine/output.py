@@ -1,0 +1,91 @@
+"""From tokens to what a reader gets: text in whole characters, stop strings, and which tokens were drafted."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.engine.request import FinishReason
+from slipstream.speculation.statistics import AcceptanceStats
+
+
+class Detokenizer(Protocol):
+    """Turns a growing list of tokens into text, a whole character at a time."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take more tokens and return the text they complete."""
+        ...
+
+    def finish(self) -> str:
+        """Return what is still held back."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's log probability under the target itself (before penalties and temperature), and the likeliest ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class EmittedToken:
+    """One token of an answer, the text it let out, and where on the draft's path it was guessed (0 = not drafted)."""
+
+    token_id: int
+    text: str
+    draft_position: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What one step gave one request. `stats` are the request's own so far; `tail` is text that waited for the end."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    seed: int
+    tokens: tuple[EmittedToken, ...]
+    stats: AcceptanceStats
+    finish_reason: FinishReason | None = None
+    tail: str = ""
+
+    @property
+    def text(self) -> str:
+        """All text of this step."""
+        return "".join(token.text for token in self.tokens) + self.tail
+
+
+class StopMatcher:
+    """Lets text through up to a stop string, holding back what may still become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """Return the text that is safe to show; sets `stopped` at the first stop string."""
+        if not self._stops:
+            return text
+        self._held += text
+        found = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
+        if found >= 0:
+            self.stopped = True
+            shown, self._held = self._held[:found], ""
+            return shown
+        keep = max(self._overlap(stop) for stop in self._stops)
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return shown
+
+    def finish(self) -> str:
+        """Return what was held back: the answer ended before it became a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _overlap(self, stop: str) -> int:
+        """Return the length of the longest end of the held text that begins `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)

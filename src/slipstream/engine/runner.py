@@ -1,0 +1,53 @@
+"""Runs the target: one pass over a batch, logits for the rows that need them, and keys moved to where they stay."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.batch import Batch
+from slipstream.kernels import Ops
+from slipstream.models.context import KvCache, page_table, paged_context
+from slipstream.models.llama import Hidden, LlamaDecoder
+
+
+class Runner:
+    """The target, its KV cache and its kernels."""
+
+    def __init__(self, model: LlamaDecoder, kv: KvCache, ops: Ops, captured_layers: tuple[int, ...]) -> None:
+        self._model = model
+        self._kv = kv
+        self._ops = ops
+        self._captured_layers = captured_layers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target lives."""
+        return self._kv.layers[0].keys_SGd.device
+
+    def forward(self, batch: Batch, pages: Sequence[Sequence[int]]) -> Hidden:
+        """Run the target over a batch, writing its keys."""
+        table_RP = page_table(pages, batch.token_ids_T.device)
+        ctx = paged_context(self._ops, self._kv, table_RP, batch.queries)
+        hidden: Hidden = self._model(batch.token_ids_T, ctx, self._captured_layers)
+        return hidden
+
+    def logits(self, hidden: Hidden, batch: Batch) -> Tensor:
+        """Return logits of the rows the batch wants, in float32."""
+        return self._model.logits(hidden.last_TD[batch.logit_rows_L], self._ops).float()
+
+    def keep(self, pages: Sequence[int], root: int, nodes: Sequence[int]) -> None:
+        """Move the keys of accepted nodes next to the root's, in path order.
+
+        Args:
+            root: the root's index among the request's keys.
+            nodes: accepted nodes, the first of them a child of the root.
+        """
+        moves = [(root + node, root + depth) for depth, node in enumerate(nodes, start=1) if node != depth]
+        if not moves:
+            return
+        size = self._kv.page_size
+        slots = torch.tensor([[pages[i // size] * size + i % size for i in move] for move in moves])
+        slots = slots.to(self._kv.layers[0].keys_SGd.device)
+        for layer in self._kv.layers:
+            self._ops.move_kv(layer, slots[:, 0], slots[:, 1])

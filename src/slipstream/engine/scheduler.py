@@ -1,0 +1,208 @@
+"""Scheduling: which requests run in a step, over which tokens, with which pages. Plain Python, no torch.
+
+A request's pending tokens are computed in chunks. The chunk that reaches its last known token emits: that token is
+the root of a draft tree, whose nodes take the slots after it.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.pages import PageAllocator, chain_key
+from slipstream.engine.request import FinishReason, Request, Status
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A request's part of a step: compute tokens [start, start + num_tokens); `emits` if that reaches the last one."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    emits: bool
+    drafts: bool
+
+
+@dataclass(frozen=True)
+class DraftNeeds:
+    """What drafting asks of the scheduler: nodes to check beside the root, slots needed past it, keys of its own."""
+
+    max_nodes: int
+    scratch: int
+    has_kv: bool
+
+    @property
+    def extra_slots(self) -> int:
+        """Slots past the last known token that a step may write."""
+        return max(self.max_nodes - 1, self.scratch)
+
+
+class Scheduler:
+    """Owns the queues and the pages of every request."""
+
+    def __init__(self, config: EngineConfig, pages: PageAllocator, needs: DraftNeeds) -> None:
+        self._config = config
+        self._pages = pages
+        self._needs = needs
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not yet started (or preempted)."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that hold pages, oldest first."""
+        return self._running
+
+    def set_needs(self, needs: DraftNeeds) -> None:
+        """Follow a change of tree shape."""
+        self._needs = needs
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self._waiting.append(request)
+
+    def plan(self) -> list[Scheduled]:
+        """Choose this step's work and reserve its pages; running requests go first, the oldest before the newest."""
+        budget = self._config.max_batch_tokens
+        planned: list[Scheduled] = []
+        for request in list(self._running):
+            if budget <= 0:
+                break
+            if request.status is not Status.RUNNING:  # preempted for an older one in this very loop
+                continue
+            work = self._fit(request, budget, planned)
+            if work is not None:
+                planned.append(work)
+                budget -= work.num_tokens
+        while self._waiting and budget > 0 and len(self._running) < self._config.max_requests:
+            admitted = self._admit(self._waiting[0], budget)
+            if admitted is None:
+                break
+            self._waiting.popleft()
+            planned.append(admitted)
+            budget -= admitted.num_tokens
+        return planned
+
+    def commit(self, request: Request, num_tokens: int, emitted: list[int]) -> None:
+        """Record that `num_tokens` more have their keys in the cache and `emitted` were added to the answer."""
+        request.num_committed += num_tokens
+        request.tokens.extend(emitted)
+        assert request.num_committed < len(request.tokens) or not emitted
+        if self._config.prefix_cache:
+            self._register_pages(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request and give its pages back."""
+        if request.status is Status.WAITING:
+            self._waiting.remove(request)
+        elif request.status is Status.RUNNING:
+            self._running.remove(request)
+            self._pages.release(request.pages)
+            request.pages = []
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+
+    def check(self) -> None:
+        """Assert the invariants of queues and pages."""
+        self._pages.check([request.pages for request in self._running])
+        for request in self._running:
+            assert request.status is Status.RUNNING
+            assert request.num_committed <= len(request.pages) * self._config.page_size, "committed past the pages"
+            assert request.num_pending >= 1, "a running request has nothing to compute"
+        for request in self._waiting:
+            assert request.status is Status.WAITING
+            assert not request.pages, "a waiting request holds pages"
+
+    def _fit(self, request: Request, budget: int, planned: list[Scheduled]) -> Scheduled | None:
+        """Plan a running request's next chunk, preempting newer requests while pages are short."""
+        work = self._chunk(request, budget)
+        missing = self._missing_pages(work)
+        while missing > self._pages.num_available:
+            victim = self._running[-1]
+            assert all(work.request is not victim for work in planned), "requests are planned oldest first"
+            self._preempt(victim)
+            if victim is request:
+                return None
+        self._reserve(request, missing)
+        return work
+
+    def _admit(self, request: Request, budget: int) -> Scheduled | None:
+        """Start a waiting request on cached pages where it can, if its first chunk's pages are to be had."""
+        cached = self._cached_prefix(request)
+        self._pages.hold(cached)
+        request.pages = list(cached)
+        request.num_committed = len(cached) * self._config.page_size
+        work = self._chunk(request, budget)
+        missing = self._missing_pages(work)
+        if missing > self._pages.num_available:
+            self._pages.release(cached)
+            request.pages, request.num_committed = [], 0
+            return None
+        request.num_registered = len(cached)
+        request.num_cached = request.num_committed
+        request.status = Status.RUNNING
+        self._running.append(request)
+        self._reserve(request, missing)
+        return work
+
+    def _chunk(self, request: Request, budget: int) -> Scheduled:
+        num_tokens = min(request.num_pending, budget)
+        emits = num_tokens == request.num_pending
+        room = min(
+            request.params.max_tokens - request.num_output,
+            self._config.max_context - len(request.tokens),
+        )
+        drafts = emits and request.speculate and self._needs.max_nodes > 1 and room > 1
+        return Scheduled(request, request.num_committed, num_tokens, emits, drafts)
+
+    def _missing_pages(self, work: Scheduled) -> int:
+        slots = work.start + work.num_tokens + (self._needs.extra_slots if work.drafts else 0)
+        return max(0, self._config.pages_for(slots) - len(work.request.pages))
+
+    def _reserve(self, request: Request, count: int) -> None:
+        pages = self._pages.allocate(count)
+        assert pages is not None, "pages were counted before they were taken"
+        request.pages.extend(pages)
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._pages.release(request.pages)
+        request.restart()
+        self._waiting.appendleft(request)
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Return known pages of the request's beginning; its last token is always left to compute."""
+        if not self._config.prefix_cache:
+            return []
+        full = (len(request.tokens) - 1) // self._config.page_size
+        return self._pages.lookup(self._page_key(request, index) for index in range(full))
+
+    def _register_pages(self, request: Request) -> None:
+        """Name the pages that are full and whose following token is known."""
+        full = request.num_committed // self._config.page_size
+        for index in range(request.num_registered, full):
+            if (index + 1) * self._config.page_size >= len(request.tokens):
+                break
+            self._pages.register(request.pages[index], self._page_key(request, index))
+            request.num_registered = index + 1
+
+    def _page_key(self, request: Request, index: int) -> bytes:
+        """Return a page's key.
+
+        A draft's key at slot t depends on token t + 1, so with a draft a page's content is only the same if the token
+        after it is: that token is part of the key. Pages whose draft keys were never written are told apart.
+        """
+        size = self._config.page_size
+        while len(request.chain_keys) <= index:
+            start = len(request.chain_keys) * size
+            previous = request.chain_keys[-1] if request.chain_keys else b""
+            request.chain_keys.append(chain_key(previous, request.tokens[start : start + size]))
+        key = request.chain_keys[index]
+        if not self._needs.has_kv:
+            return key
+        follower = request.tokens[(index + 1) * size]
+        return chain_key(key + (b"d" if request.speculate else b"-"), [follower])

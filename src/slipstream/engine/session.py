@@ -1,0 +1,98 @@
+"""A request's companion at run time: what its sampling looks back on, its text so far, its acceptance statistics."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.output import Detokenizer, Emission, EmittedToken, StopMatcher, TokenLogprob
+from slipstream.engine.request import FinishReason, Request
+from slipstream.speculation.choose import Row, TokenHistory
+from slipstream.speculation.drafter import DraftView
+from slipstream.speculation.statistics import AcceptanceStats
+from slipstream.speculation.tree import Tree
+
+
+class Session:
+    """What the engine keeps beside a request's plain values."""
+
+    def __init__(
+        self, request: Request, vocab_size: int, device: torch.device, detokenizer: Detokenizer | None
+    ) -> None:
+        self.request = request
+        self.stats = AcceptanceStats()
+        self._detokenizer = detokenizer
+        self._stop = StopMatcher(request.params.stop)
+        looks_back = request.params.counts_tokens or request.params.min_tokens > 0
+        self._history = TokenHistory.start(request.prompt, vocab_size, device) if looks_back else None
+
+    def view(self) -> DraftView:
+        """Return the request as a drafter sees it."""
+        request = self.request
+        return DraftView(request.request_id, request.tokens, request.pages, request.params.temperature, request.seed)
+
+    def rows(self, tree: Tree) -> list[Row]:
+        """Return what decides the target's token at each node of the request's tree."""
+        request = self.request
+        looks_back = self._history is not None
+        return [
+            Row(
+                request.params,
+                request.seed,
+                len(request.tokens) + depth,
+                self._history,
+                tree.path(node) if looks_back else (),
+                request.end_tokens,
+            )
+            for node, depth in enumerate(tree.depths)
+        ]
+
+    def emit(self, tree: Tree, tokens: Sequence[int], nodes: Sequence[int], logits_NV: Tensor, room: int) -> Emission:
+        """Turn a step's accepted tokens into what the reader gets, cut where the answer ends.
+
+        Args:
+            nodes: the node each token was chosen at.
+            logits_NV: the target's logits at every node of the tree.
+            room: tokens that still fit the context.
+        """
+        params = self.request.params
+        allowed = min(params.max_tokens - self.request.num_output, room)
+        emitted: list[EmittedToken] = []
+        reason: FinishReason | None = None
+        for position, (token, node) in enumerate(zip(tokens, nodes, strict=True), start=1):
+            text = self._text(token)
+            drafted = position if position < len(tokens) else 0
+            logprob = None if params.logprobs is None else _logprob(logits_NV[node], token, params.logprobs)
+            emitted.append(EmittedToken(token, text, drafted, logprob))
+            if token in self.request.end_tokens or self._stop.stopped:
+                reason = FinishReason.STOP
+            elif len(emitted) == allowed:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        tail = "" if reason is None or self._detokenizer is None else self._finish_text()
+        if self._history is not None:
+            self._history.extend([token.token_id for token in emitted])
+        accepted = sum(token.draft_position > 0 for token in emitted)
+        self.stats.record(tree.nodes_by_depth(), len(emitted), accepted)
+        request = self.request
+        return Emission(request.request_id, request.prompt, request.seed, tuple(emitted), self.stats, reason, tail)
+
+    def _text(self, token: int) -> str:
+        """Return the text a token lets out; an end token has none."""
+        if self._detokenizer is None or token in self.request.end_tokens:
+            return ""
+        return self._stop.feed(self._detokenizer.push([token]))
+
+    def _finish_text(self) -> str:
+        assert self._detokenizer is not None
+        if self._stop.stopped:
+            return ""
+        return self._stop.feed(self._detokenizer.finish()) + ("" if self._stop.stopped else self._stop.finish())
+
+
+def _logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
+    logprobs_V = torch.log_softmax(logits_V.float(), dim=-1)
+    top = logprobs_V.topk(num_top) if num_top else None
+    pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top is not None else ()
+    return TokenLogprob(token, float(logprobs_V[token]), pairs)

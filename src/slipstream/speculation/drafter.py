@@ -1,0 +1,182 @@
+"""What the engine asks of a drafter, and the two that need no training: none, and n-gram lookup."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.speculation.tree import MAX_NODES, TreeBatch
+
+
+@dataclass(frozen=True)
+class DraftView:
+    """A request as a drafter sees it when a tree is wanted.
+
+    Args:
+        tokens: everything known, the last of which is the tree's root; all but the root are committed.
+        pages: the request's pages, with room for the drafter's own scratch keys after the committed ones.
+    """
+
+    request_id: int
+    tokens: Sequence[int]
+    pages: Sequence[int]
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Positions of a request the target has just committed.
+
+    Args:
+        start: the first of them.
+        next_tokens: for each, the token that follows it.
+        rows: for each, its row in the captured states of the pass.
+    """
+
+    request_id: int
+    start: int
+    next_tokens: Sequence[int]
+    rows: Sequence[int]
+    pages: Sequence[int]
+
+
+class Drafter(Protocol):
+    """Proposes trees; may learn from the target's captured states."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Target states this drafter wants to see (k = blocks applied)."""
+        ...
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of its largest tree, the root included."""
+        ...
+
+    @property
+    def scratch(self) -> int:
+        """Slots past the committed ones that it writes while drafting."""
+        ...
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether it keeps keys of its own in the request's pages (slot t then depends on token t + 1)."""
+        ...
+
+    def propose(self, views: Sequence[DraftView]) -> TreeBatch:
+        """Return a tree for each view, in order."""
+        ...
+
+    def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
+        """Take in what the target committed in this step."""
+        ...
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept for a request (it ended, or starts over)."""
+        ...
+
+
+class NoDrafter:
+    """Drafts nothing: every tree is a lone root."""
+
+    name = "none"
+    captured_layers: tuple[int, ...] = ()
+    max_nodes = 1
+    scratch = 0
+    has_kv = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def propose(self, views: Sequence[DraftView]) -> TreeBatch:
+        """Return lone roots."""
+        return TreeBatch.lone_roots([view.tokens[-1] for view in views], self._device)
+
+    def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
+        """Learn nothing."""
+
+    def forget(self, request_id: int) -> None:
+        """Keep nothing."""
+
+
+class NgramDrafter:
+    """Drafts what followed the last occurrence of the text's own ending (prompt lookup); needs no training."""
+
+    name = "n-gram"
+    captured_layers: tuple[int, ...] = ()
+    scratch = 0
+    has_kv = False
+
+    def __init__(self, length: int, device: torch.device, min_match: int = 2, max_match: int = 4) -> None:
+        if not 1 <= length < MAX_NODES:
+            raise ConfigError(
+                f"An n-gram draft of {length} tokens is impossible; it lies between 1 and {MAX_NODES - 1}."
+            )
+        if not 1 <= min_match <= max_match:
+            raise ConfigError(f"n-gram matches of {min_match} to {max_match} tokens are no range.")
+        self._length = length
+        self._sizes = range(max_match, min_match - 1, -1)
+        self._device = device
+        self._indexes: dict[int, _NgramIndex] = {}
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of a full chain and its root."""
+        return self._length + 1
+
+    def propose(self, views: Sequence[DraftView]) -> TreeBatch:
+        """Return chains; a request whose ending is new gets a lone root."""
+        chains = []
+        for view in views:
+            index = self._indexes.setdefault(view.request_id, _NgramIndex(self._sizes))
+            chains.append([view.tokens[-1], *index.continuation(view.tokens, self._length)])
+        return TreeBatch.chains(chains, self._device)
+
+    def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
+        """Learn nothing: the text itself is the index."""
+
+    def forget(self, request_id: int) -> None:
+        """Drop the request's index."""
+        self._indexes.pop(request_id, None)
+
+
+class _NgramIndex:
+    """Where each n-gram of a growing text last ended, brought up to date as the text grows."""
+
+    def __init__(self, sizes: range) -> None:
+        self._sizes = sizes
+        self._last_end: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def continuation(self, tokens: Sequence[int], length: int) -> list[int]:
+        """Return up to `length` tokens that followed the longest earlier match of the text's ending.
+
+        A match near the end is read on into the draft itself, so a repeating text is continued in full.
+        """
+        self._extend(tokens)
+        end = len(tokens)
+        for size in self._sizes:
+            found = self._last_end.get(tuple(tokens[end - size :])) if end > size else None
+            if found is not None:
+                text = list(tokens)
+                for step in range(length):
+                    text.append(text[found + step])
+                return text[end:]
+        return []
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        """Index n-grams that end before the last token, so that an ending never matches itself."""
+        for end in range(self._indexed + 1, len(tokens)):
+            for size in self._sizes:
+                if end >= size:
+                    self._last_end[tuple(tokens[end - size : end])] = end
+        self._indexed = max(self._indexed, len(tokens) - 1)

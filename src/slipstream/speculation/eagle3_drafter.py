@@ -1,0 +1,174 @@
+"""The EAGLE-3 drafter: keeps the draft's keys in step with the target's, and grows trees from its last slot.
+
+Each step the target commits some positions; `observe` runs the draft over them with the target's true features
+(draft-extend), so nothing the draft imagined is kept. Slot t pairs the features of position t with token t + 1, and
+the last slot's logits are the first level of the next tree.
+
+Shape letters: R requests, W nodes of a level, T slots, D draft width, V draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import Ops, RowSampling
+from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.speculation.drafter import DraftView, Observed
+from slipstream.speculation.grow import Candidates, grow
+from slipstream.speculation.tree import TreeBatch, TreeShape, relative_bits
+
+
+@dataclass(frozen=True)
+class _LastSlot:
+    """What the draft left at a request's last slot: the next step's hidden state, and logits for the first level."""
+
+    length: int
+    feedback_D: Tensor
+    logits_V: Tensor
+
+
+class Eagle3Drafter:
+    """Grows trees with an EAGLE-3 draft. `captured_layers` is already resolved against the target."""
+
+    name = "EAGLE-3"
+    has_kv = True
+
+    def __init__(
+        self, draft: Eagle3Draft, kv: KvCache, shape: TreeShape, captured_layers: tuple[int, ...], ops: Ops
+    ) -> None:
+        self._draft = draft
+        self._kv = kv
+        self._ops = ops
+        self._last: dict[int, _LastSlot] = {}
+        self.shape = shape
+        self.captured_layers = captured_layers
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of a full tree and its root."""
+        return self.shape.num_nodes
+
+    @property
+    def scratch(self) -> int:
+        """Draft keys a tree needs beyond the committed ones."""
+        return self.shape.scratch
+
+    def propose(self, views: Sequence[DraftView]) -> TreeBatch:
+        """Return a tree for each view; a request the draft has not caught up with gets a lone root."""
+        known = [index for index, view in enumerate(views) if self._knows(view)]
+        roots = TreeBatch.lone_roots([view.tokens[-1] for view in views], self._draft.token_ids_V.device)
+        if not known:
+            return roots
+        level = _Levels(self._draft, self._kv, self._ops, [views[index] for index in known], self._last)
+        candidates = grow(self.shape, level.root_scores(), level)
+        return _with_trees(roots, known, candidates, self._draft.token_ids_V)
+
+    def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
+        """Run the draft over the committed positions with the target's true features."""
+        if not observed:
+            return
+        device = captured[0].device
+        rows_T = torch.tensor([row for seen in observed for row in seen.rows], device=device)
+        tokens_T = torch.tensor([token for seen in observed for token in seen.next_tokens], device=device)
+        slots_T = torch.cat([torch.arange(seen.start, seen.start + len(seen.rows), device=device) for seen in observed])
+        queries = QueryTokens([len(seen.rows) for seen in observed], slots_T, slots_T, torch.full_like(slots_T, -1))
+        ctx = paged_context(self._ops, self._kv, page_table([seen.pages for seen in observed], device), queries)
+        fused_TD = self._draft.fuse(tuple(state[rows_T] for state in captured), self._ops)
+        hidden = self._draft(fused_TD, tokens_T, ctx)
+        last_R = ctx.batch.query_starts_R1[1:].long() - 1
+        logits_RV = self._draft.logits(hidden.normed_TD[last_R], self._ops)
+        feedback_RD = hidden.feedback_TD[last_R]
+        for index, seen in enumerate(observed):
+            self._last[seen.request_id] = _LastSlot(seen.start + len(seen.rows), feedback_RD[index], logits_RV[index])
+
+    def forget(self, request_id: int) -> None:
+        """Drop the request's last slot."""
+        self._last.pop(request_id, None)
+
+    def _knows(self, view: DraftView) -> bool:
+        last = self._last.get(view.request_id)
+        return last is not None and last.length == len(view.tokens) - 1
+
+
+class _Levels:
+    """Runs the draft on one level of nodes after another; a level's keys go to scratch slots behind the last slot."""
+
+    def __init__(
+        self, draft: Eagle3Draft, kv: KvCache, ops: Ops, views: Sequence[DraftView], last: dict[int, _LastSlot]
+    ) -> None:
+        device = draft.token_ids_V.device
+        slots = [last[view.request_id] for view in views]
+        self._draft, self._kv, self._ops = draft, kv, ops
+        self._pages_RP = page_table([view.pages for view in views], device)
+        self._lengths_R = torch.tensor([slot.length for slot in slots], device=device)
+        self._temperature_R = torch.tensor([view.temperature for view in views], device=device)
+        self._seed_R = torch.tensor([view.seed for view in views], device=device)
+        self._root_logits_RV = torch.stack([slot.logits_V for slot in slots])
+        self._feedback_RWD = torch.stack([slot.feedback_D for slot in slots])[:, None]
+        self._sees_RWS = torch.zeros(len(views), 1, 0, dtype=torch.bool, device=device)
+        self._depth = 0
+
+    def root_scores(self) -> Tensor:
+        """Return log scores [R, V] of the root's children."""
+        return self._scores(self._root_logits_RV[:, None])[:, 0]
+
+    def __call__(self, entries_RW: Tensor, parents_RW: Tensor) -> Tensor:
+        """Run the draft on this level's nodes and return log scores [R, W, V] of their children."""
+        num_requests, width = entries_RW.shape
+        num_written = self._sees_RWS.shape[-1]
+        self._depth += 1
+        self._hang(parents_RW)
+        hidden_RWD = self._feedback_RWD.gather(1, parents_RW[..., None].expand(-1, -1, self._feedback_RWD.shape[-1]))
+        index_RW = self._lengths_R[:, None] + num_written + torch.arange(width, device=entries_RW.device)
+        position_RW = (self._lengths_R[:, None] + self._depth - 1).expand(-1, width)
+        ancestors_RW = _last_rows_bits(self._sees_RWS)
+        queries = QueryTokens([width] * num_requests, index_RW.flatten(), position_RW.flatten(), ancestors_RW.flatten())
+        ctx = paged_context(self._ops, self._kv, self._pages_RP, queries)
+        tokens_T = self._draft.token_ids_V[entries_RW.flatten()]
+        hidden = self._draft(hidden_RWD.flatten(0, 1), tokens_T, ctx)
+        self._feedback_RWD = hidden.feedback_TD.view(num_requests, width, -1)
+        logits_LV = self._draft.logits(hidden.normed_TD, self._ops)
+        return self._scores(logits_LV.view(num_requests, width, -1))
+
+    def _hang(self, parents_RW: Tensor) -> None:
+        """Record what each of the new nodes sees among the scratch keys: its parent's path, and itself."""
+        inherited_RWS = self._sees_RWS.gather(1, parents_RW[..., None].expand(-1, -1, self._sees_RWS.shape[-1]))
+        itself_RWW = torch.eye(parents_RW.shape[1], dtype=torch.bool, device=parents_RW.device)
+        self._sees_RWS = torch.cat([inherited_RWS, itself_RWW.expand(len(parents_RW), -1, -1)], dim=-1)
+
+    def _scores(self, logits_RWV: Tensor) -> Tensor:
+        """Perturb with the noise the target will use for the same token, so that both tend to choose alike.
+
+        The committed text ends at `length`, the root is at that position, and its children one further on.
+        """
+        num_requests, width, _ = logits_RWV.shape
+        sampling = RowSampling(
+            self._temperature_R.repeat_interleave(width),
+            self._seed_R.repeat_interleave(width),
+            (self._lengths_R + 1 + self._depth).repeat_interleave(width),
+        )
+        perturbed_LV = self._ops.perturb(logits_RWV.flatten(0, 1), self._draft.token_ids_V, sampling)
+        return torch.log_softmax(perturbed_LV, dim=-1).view(num_requests, width, -1)
+
+
+def _last_rows_bits(sees_RWS: Tensor) -> Tensor:
+    """Return attention bits for the last W of S scratch keys, given what each of them sees among all S."""
+    num_requests, width, num_keys = sees_RWS.shape
+    earlier = torch.zeros(num_requests, num_keys - width, num_keys, dtype=torch.bool, device=sees_RWS.device)
+    return relative_bits(torch.cat([earlier, sees_RWS], dim=1))[:, num_keys - width :]
+
+
+def _with_trees(roots: TreeBatch, known: list[int], candidates: Candidates, token_ids_V: Tensor) -> TreeBatch:
+    """Hang the candidates of the known requests on their roots; the others stay lone."""
+    num_requests, num_drafted = len(roots.sizes_R), candidates.entries_RC.shape[1]
+    tokens_RN = torch.zeros(num_requests, 1 + num_drafted, dtype=torch.int64, device=token_ids_V.device)
+    parents_RN = torch.full_like(tokens_RN, -1)
+    tokens_RN[:, :1] = roots.tokens_RN
+    tokens_RN[known, 1:] = token_ids_V[candidates.entries_RC]
+    parents_RN[known, 1:] = candidates.parents_RC + 1
+    sizes_R = roots.sizes_R.clone()
+    sizes_R[known] = 1 + num_drafted
+    return TreeBatch(tokens_RN, parents_RN, sizes_R)

@@ -1,0 +1,87 @@
+"""How a request wants its tokens chosen, checked when built."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slipstream.errors import RequestError
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Everything that decides a request's tokens and when it ends.
+
+    Args:
+        seed: the same seed gives the same text, with any draft or none; None draws one (and the result names it).
+        top_k: 0 keeps the whole vocabulary.
+        stop: strings that end the answer; they are not part of it.
+        ignore_eos: go on past the model's end tokens (measurements want fixed lengths).
+        logprobs: None, or how many alternatives to report beside each token (0 = the token alone).
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("max_tokens", self.max_tokens, 1, 2**31),
+            ("min_tokens", self.min_tokens, 0, self.max_tokens),
+            ("temperature", self.temperature, 0, 100),
+            ("top_k", self.top_k, 0, 2**31),
+            ("top_p", self.top_p, 0, 1),
+            ("min_p", self.min_p, 0, 1),
+            ("presence_penalty", self.presence_penalty, -2, 2),
+            ("frequency_penalty", self.frequency_penalty, -2, 2),
+            ("repetition_penalty", self.repetition_penalty, 0, 10),
+            ("seed", self.seed or 0, -(2**63), 2**63 - 1),
+            ("logprobs", self.logprobs or 0, 0, MAX_TOP_LOGPROBS),
+            ("n", self.n, 1, 128),
+        ):
+            if not (math.isfinite(value) and low <= value <= high):
+                raise RequestError(f"{name} is {value}; it must lie between {low} and {high}.")
+        if self.top_p == 0:
+            raise RequestError("top_p is 0, which keeps no token; use temperature 0 for greedy decoding.")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty is 0; it must be above 0 (1 changes nothing).")
+        if any(not text for text in self.stop):
+            raise RequestError("stop holds an empty string, which would end every answer at once.")
+        for token, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                raise RequestError(f"logit_bias for token {token} is {bias}; it must lie between -100 and 100.")
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Tell whether anything beyond temperature and noise changes the logits."""
+        return self.truncates or self.counts_tokens or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def truncates(self) -> bool:
+        """Tell whether unlikely tokens are ruled out; without temperature that cannot change the best one."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Tell whether tokens already in the text matter."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Return the seed of a request's index-th sample (the first keeps the request's own)."""
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    return mixed - 2**64 if mixed >= 2**63 else mixed

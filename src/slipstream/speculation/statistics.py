@@ -1,0 +1,51 @@
+"""Acceptance statistics: drafted and accepted counts by position, for a request and for an engine."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class AcceptanceStats:
+    """Counts that add up over steps and requests.
+
+    Position p is the p-th drafted token on a path. `offered[p]` counts passes in which something was drafted there,
+    `accepted[p]` those in which it was kept, so accepted / offered is the rate at that position for any tree.
+    """
+
+    passes: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def record(self, nodes_by_depth: list[int], emitted: int, accepted: int) -> None:
+        """Count one target pass: nodes drafted at each depth, tokens emitted, and how many of those were drafted."""
+        self.passes += 1
+        self.emitted += emitted
+        self.drafted += sum(nodes_by_depth)
+        while len(self.offered) < len(nodes_by_depth):
+            self.offered.append(0)
+            self.accepted.append(0)
+        for position, nodes in enumerate(nodes_by_depth):
+            self.offered[position] += nodes > 0
+            self.accepted[position] += position < accepted
+
+    def add(self, other: "AcceptanceStats") -> None:
+        """Take another's counts in."""
+        self.passes += other.passes
+        self.emitted += other.emitted
+        self.drafted += other.drafted
+        longest = max(len(self.offered), len(other.offered))
+        for mine, theirs in ((self.offered, other.offered), (self.accepted, other.accepted)):
+            mine.extend([0] * (longest - len(mine)))
+            for position, count in enumerate(theirs):
+                mine[position] += count
+
+    @property
+    def acceptance_length(self) -> float:
+        """Emitted tokens per target pass, the target's own token included; 1.0 without a draft."""
+        return self.emitted / self.passes if self.passes else 0.0
+
+    @property
+    def rates(self) -> list[float]:
+        """Share of passes that kept a drafted token, by position, of those that drafted one there."""
+        return [kept / tried if tried else 0.0 for kept, tried in zip(self.accepted, self.offered, strict=True)]

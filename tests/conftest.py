@@ -1,0 +1,28 @@
+"""Tiny random models shared by the tests; nothing here is downloaded."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The team's data folder beside the repository; tests that need it skip where it is absent."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("the shared data folder is not beside this clone")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def embedded_folder() -> Path:
+    """The embedded model's folder, fetched and converted on first use."""
+    from slipstream.checkpoint.embedded import embedded_model
+
+    return embedded_model()

@@ -1,0 +1,106 @@
+"""Builders of tiny random targets and drafts."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from slipstream.checkpoint.spec import DraftSpec, ModelSpec, RopeSpec
+from slipstream.engine.build import build_engine
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.engine import Engine
+from slipstream.kernels import select
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.llama import LlamaDecoder
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
+
+VOCAB = 61
+OPS = select(torch.device("cpu"), "reference")
+
+TARGET_SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_eps=1e-5,
+    rope=RopeSpec(theta=10000.0, rotary_dim=8),
+    max_position=256,
+    tie_embeddings=False,
+)
+
+DRAFT_SPEC = DraftSpec(
+    architecture="LlamaForCausalLMEagle3",
+    vocab_size=VOCAB,
+    draft_vocab_size=VOCAB,
+    hidden_size=32,
+    target_hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_eps=1e-5,
+    rope=RopeSpec(theta=10000.0, rotary_dim=8),
+    max_position=256,
+    captured_layers=(1, 2, 4),
+)
+
+
+def randomise(module: nn.Module, seed: int, scale: float) -> None:
+    """Fill every parameter from a seed; norms stay near one."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(noise * scale if parameter.dim() > 1 else 1 + 0.1 * noise)
+
+
+def tiny_target(seed: int = 0, **changes: object) -> LlamaDecoder:
+    """Return a random target whose next token depends on its context (weights large enough to matter)."""
+    model = LlamaDecoder(dataclasses.replace(TARGET_SPEC, **changes))
+    randomise(model, seed, 0.3)
+    return model.eval()
+
+
+def tiny_draft(target: LlamaDecoder, seed: int = 1, **changes: object) -> Eagle3Draft:
+    """Return a random draft for a target, sharing its embedding."""
+    draft = Eagle3Draft(dataclasses.replace(DRAFT_SPEC, **changes))
+    randomise(draft, seed, 0.3)
+    draft.share_embedding(target.embed_tokens)
+    return draft.eval()
+
+
+def follower_draft(target: LlamaDecoder) -> Eagle3Draft:
+    """Return a draft that guesses well: its own block does nothing, and its head is the target's on the last state."""
+    draft = tiny_draft(target, captured_layers=(4, 4, 4))
+    width = target.spec.hidden_size
+    draft.fc.weight.zero_()
+    draft.fc.weight[:, :width].copy_(torch.eye(width))
+    for layer in draft.layers:
+        layer.self_attn.o_proj.weight.mul_(0.1)
+        layer.mlp.down_proj.weight.mul_(0.1)
+    draft.norm.weight.copy_(target.norm.weight)
+    draft.lm_head.weight.copy_(target.lm_head.weight)
+    return draft
+
+
+def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:
+    """Answer prompts together, checking the engine's invariants after every step."""
+    ids = [engine.add(prompt, p, seed) for prompt, p, seed in zip(prompts, params, seeds, strict=True)]
+    answers: dict[int, list[int]] = {i: [] for i in ids}
+    while engine.has_work:
+        for emission in engine.step():
+            answers[emission.request_id] += [token.token_id for token in emission.tokens]
+        engine.check_invariants()
+    return [answers[i] for i in ids]
+
+
+def engine_of(target, draft=None, shape=None, **config) -> Engine:
+    """Return an engine with a small cache."""
+    defaults = {"max_context": 128, "page_size": 4, "max_requests": 8, "max_batch_tokens": 64}
+    return build_engine(target, draft, shape or TreeShape.chain(3), EngineConfig(**{**defaults, **config}), OPS)
