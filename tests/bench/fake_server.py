@@ -100,6 +100,8 @@ class FakeServer:
                 label = f'engine="0",position="{position}"'
                 lines += [f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{label}}} {count}"]
         if self.behaviour.names == "slipstream":
+            lines += [f"slipstream_target_passes_total {self.drafts}", "sglang:spec_accept_length 1.0"]
+            lines += [] if self.behaviour.accepts else ["vllm:spec_decode_num_drafts_total 0"]
             for phase, seconds in self.phase_s.items():
                 lines += [f'slipstream_phase_seconds_total{{phase="{phase}"}} {seconds}']
             for position, count in enumerate(self.drafted):

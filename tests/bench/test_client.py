@@ -70,8 +70,9 @@ def test_acceptance_is_read_from_sglangs_counters_too():
     assert "spec_verify_calls_total" in acceptance.source
 
 
-def test_a_server_that_drafts_nothing_has_no_acceptance():
-    _, _, before, after = exchange_all(Behaviour())
+@pytest.mark.parametrize("names", ["vllm", "slipstream"])
+def test_a_server_that_drafts_nothing_has_no_acceptance(names):
+    _, _, before, after = exchange_all(Behaviour(names=names))
     assert read_acceptance(before, after) is None
 
 

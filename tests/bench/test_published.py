@@ -179,3 +179,15 @@ def test_every_shipped_recipe_is_valid_and_plans(path):
     plan = build_plan(load_recipe(path))
     assert next(plan.points(), None) is not None
     assert plan_text(plan).startswith(plan.loaded.recipe.name)
+
+
+def test_slipstream_is_told_to_draft_nothing_rather_than_left_to_choose(tmp_path):
+    shipped = "/shipped/draft"
+    settings = [f"drafts.bf16.path={shipped}", "arms.eagle3-bf16.optional=false"]
+    rows = plan_rows(build_plan(load_recipe(RECIPES / "embedded.yaml", settings)))
+    commands = {row["arm"]: flags_of(row["argv"]) for row in rows}
+    assert commands["no-spec"][0] == ["slipstream", "serve", "embedded"]
+    assert commands["no-spec"][1]["--draft"] == ["none"]
+    assert commands["ngram"][1]["--draft"] == ["ngram"]
+    chain = {"--draft": [shipped], "--depth": ["3"], "--width": ["1"], "--budget": ["3"]}
+    assert commands["eagle3-bf16"][1].items() >= chain.items()

@@ -60,14 +60,19 @@ def bench(tmp_path):
         (tmp_path / "plain.json").write_text(json.dumps(FAST))
         for name, behaviour in behaviours.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(behaviour))
-            speculation = {"method": "ngram", "num_steps": 2}
-            arms[name] = {"speculation": speculation, "flags": {"behaviour": str(tmp_path / f"{name}.json")}}
+            speculation = {"method": "eagle3", "num_steps": 2}
+            arms[name] = {
+                "draft": "draft",
+                "speculation": speculation,
+                "flags": {"behaviour": str(tmp_path / f"{name}.json")},
+            }
         server = {"port": free_port(), "program": [sys.executable, str(FAKE), "serve"], "start_timeout_s": 20}
         recipe = {
             "name": "faults",
             "about": "test",
             "machine": {"name": "here", "gpus": 0},
             "target": {"id": "fake", "context": 4096, "token_range": [10, 100]},
+            "drafts": {"draft": {"id": "fake-draft", "precision": "bf16"}},
             "servers": {"vllm": server},
             "baseline": "plain",
             "arms": arms,
@@ -103,7 +108,7 @@ def test_every_fault_is_an_invalid_point_with_its_reason_and_a_rerun_completes_o
     assert "not JSON" in reasons["garbage"]
     assert "1 of 20 requests failed: 1x HTTP 503" in reasons["fails"]
     assert "exit status 1" in reasons["absent"] and "cannot find the model" in reasons["absent"]
-    assert "declares ngram drafting, but the server counted no drafts" in reasons["silent"]
+    assert "declares eagle3 drafting, but the server counted no drafts" in reasons["silent"]
     assert all(records[arm].throughput is None for arm in FAULTS)
 
     kept = {path.name: path.read_bytes() for path in (tmp_path / "out/points").iterdir()}

@@ -90,7 +90,8 @@ def test_a_recipe_runs_and_its_report_can_be_read(recipe, tmp_path):
 
 def test_plan_prints_commands_for_a_person_and_for_a_program(recipe):
     text = call("bench", "plan", recipe)
-    assert "--speculative-algorithm NGRAM" in text.output
+    assert "--draft none" in text.output
+    assert "--draft ngram" in text.output
     rows = json.loads(call("bench", "plan", recipe, "--format", "json").output)
     assert len(rows) == 8
     assert rows[0]["argv"][:3] == [sys.executable, str(FAKE), "serve"]

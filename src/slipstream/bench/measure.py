@@ -69,7 +69,9 @@ def judge(
         reasons.append(failures_in_words(failed, len(exchanges)))
     acceptance = read_acceptance(before, after) if before and after else None
     spec = point.launch.speculation
-    if spec and before and after and acceptance is None:
+    if spec and spec.method == "ngram" and acceptance is None:
+        warnings.append("n-gram lookup found nothing to propose")
+    elif spec and before and after and acceptance is None:
         reasons.append(f"the arm declares {spec.method} drafting, but the server counted no drafts")
     elif spec and acceptance is None:
         warnings.append("the server has no /metrics, so acceptance is unknown")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slipstream.records.point import Acceptance, Phases
 
+_VLLM = "vllm:spec_decode_num_"
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
@@ -47,7 +48,9 @@ def parse_metrics(text: str) -> MetricsPage:
 
 def read_acceptance(before: MetricsPage, after: MetricsPage) -> Acceptance | None:
     """Return what was accepted between two scrapes, or None when the server counted no drafts in between."""
-    return _from_vllm_names(before, after) or _from_sglang_names(before, after)
+    if f"{_VLLM}drafts_total" in after.values:
+        return _from_vllm_names(before, after)
+    return _from_sglang_names(before, after)
 
 
 def read_phases(before: MetricsPage, after: MetricsPage) -> Phases | None:
@@ -61,23 +64,25 @@ def read_phases(before: MetricsPage, after: MetricsPage) -> Phases | None:
 
 
 def _from_vllm_names(before: MetricsPage, after: MetricsPage) -> Acceptance | None:
-    prefix = "vllm:spec_decode_num_"
-    drafts = _grown(before, after, f"{prefix}drafts_total")
+    drafts = _grown(before, after, f"{_VLLM}drafts_total")
     if not drafts:
         return None
-    accepted = _grown(before, after, f"{prefix}accepted_tokens_total") or 0.0
-    by_position = _grown_by_position(before, after, f"{prefix}accepted_tokens_per_pos_total")
+    accepted = _grown(before, after, f"{_VLLM}accepted_tokens_total") or 0.0
+    by_position = _grown_by_position(before, after, f"{_VLLM}accepted_tokens_per_pos_total")
     drafted = _grown_by_position(before, after, "slipstream_drafted_tokens_total")
-    source = f"{prefix}drafts_total, accepted_tokens_total"
+    source = f"{_VLLM}drafts_total, accepted_tokens_total"
+    # vLLM does not count passes without a draft (n-gram finds nothing); slipstream counts every pass.
+    passes = _grown(before, after, "slipstream_target_passes_total")
+    source += ", slipstream_target_passes_total" if passes else ""
     if len(drafted) == len(by_position) and drafted:
         source += ", slipstream_drafted_tokens_total"
     else:
         drafted = (drafts,) * len(by_position)
     return Acceptance(
-        length=1 + accepted / drafts,
+        length=1 + accepted / (passes or drafts),
         source=source,
         num_drafts=drafts,
-        num_draft_tokens=_grown(before, after, f"{prefix}draft_tokens_total"),
+        num_draft_tokens=_grown(before, after, f"{_VLLM}draft_tokens_total"),
         num_accepted_tokens=accepted,
         accepted_by_position=by_position,
         drafted_by_position=drafted,

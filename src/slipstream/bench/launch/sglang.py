@@ -23,7 +23,7 @@ class SglangServer:
         argv += ["--port", str(launch.port)]
         argv += ["--context-length", str(launch.context)] if launch.context else []
         argv += render_flags(launch.flags)
-        argv += speculative_flags(launch)
+        argv += _speculative_flags(launch)
         return Command(tuple(argv), launch.env, launch.image)
 
     def reference_client(self, launch: Launch, load: Load) -> Command:
@@ -50,8 +50,8 @@ class SglangServer:
         return f"sglang {document.get('version', 'unknown')}"
 
 
-def speculative_flags(launch: Launch) -> list[str]:
-    """Render speculation in SGLang's flags, which slipstream also understands."""
+def _speculative_flags(launch: Launch) -> list[str]:
+    """Render speculation in SGLang's flags."""
     spec = launch.speculation
     if spec is None:
         return []
