@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import socket
 import sys
 from pathlib import Path
@@ -87,7 +86,7 @@ def bench(tmp_path):
         def run(url=None, arms=()):
             plan = build_plan(load_recipe(path), arms)
             watcher = Quiet()
-            summary = asyncio.run(run_plan(plan, RunOptions(tmp_path / "out", dict(os.environ), url), watcher))
+            summary = asyncio.run(run_plan(plan, RunOptions(tmp_path / "out", url), watcher))
             records = {record.key.arm: record for record in read_records([tmp_path / "out" / "points"]).points}
             return summary, records, watcher
 

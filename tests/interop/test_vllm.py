@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 from pathlib import Path
@@ -45,7 +44,7 @@ def test_the_shipped_recipe_measures_vllm_arm_by_arm(settings, tmp_path):
     plan = build_plan(load_recipe(RECIPE, settings))
     arms = sorted({p.key.arm for p in plan.points() if p.launch.server == "vllm"})
     assert "vllm-no-spec" in arms and "vllm-ngram" in arms
-    options = RunOptions(tmp_path, dict(os.environ))
+    options = RunOptions(tmp_path)
     asyncio.run(run_plan(build_plan(plan.loaded, arms), options, Quiet()))
     records = read_records([tmp_path / "points"]).points
     assert {record.key.arm for record in records} == set(arms)
@@ -64,7 +63,7 @@ def test_vllm_bench_serve_agrees_with_our_client_on_the_same_server(settings, tm
         async with open_session() as session:
             url = point.launch.url()
             log = tmp_path / "vllm.log"
-            server = await ServerProcess.start(server_command(point.launch), url, log, dict(os.environ))
+            server = await ServerProcess.start(server_command(point.launch), url, log)
             try:
                 await server.wait_healthy(session, "/health", 600)
                 client = await Client.connect(session, url)

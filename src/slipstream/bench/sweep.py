@@ -2,7 +2,6 @@
 
 import logging
 import platform
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -56,11 +55,9 @@ class RunOptions:
 
     Args:
         url: measure the server at this address instead of starting one.
-        base_env: the environment that servers inherit.
     """
 
     out: Path
-    base_env: Mapping[str, str]
     url: str | None = None
 
 
@@ -178,7 +175,7 @@ class _Server:
         log_file = self._options.out / "logs" / f"{self._launch.server}-{command.sha256()[:12]}.log"
         self._watcher.server_starting(self._launch, log_file)
         self._failed_starts += 1
-        self._process = await ServerProcess.start(command, self.url, log_file, self._options.base_env)
+        self._process = await ServerProcess.start(command, self.url, log_file)
         try:
             await self._process.wait_healthy(session, kind.health_path, self._launch.start_timeout_s)
         except LaunchError:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,7 +84,7 @@ def run(
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
-        summary = asyncio.run(run_plan(made, RunOptions(folder, dict(os.environ), url), _Screen(progress)))
+        summary = asyncio.run(run_plan(made, RunOptions(folder, url), _Screen(progress)))
     print(
         f"{summary.measured} points measured, {summary.invalid} of them invalid; {summary.skipped} were already there."
     )

@@ -2,8 +2,8 @@
 
 import asyncio
 import os
+import shutil
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
@@ -28,26 +28,24 @@ class ServerProcess:
         self.log = log
 
     @classmethod
-    async def start(cls, command: Command, url: str, log: Path, base_env: Mapping[str, str]) -> "ServerProcess":
-        """Start the command in its own process group; `base_env` lies below its own settings, output goes to `log`."""
+    async def start(cls, command: Command, url: str, log: Path) -> "ServerProcess":
+        """Start the command in its own process group, its settings over our environment; output goes to `log`."""
         await _refuse_if_listening(url)
+        if shutil.which(command.argv[0]) is None:
+            raise LaunchError(f"{command.argv[0]}: cannot be started, there is no such program. Is it installed?")
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             output.write(f"$ {command.shell()}\n".encode())
             output.flush()
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command.argv,
-                    env={**base_env, **command.env},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise LaunchError(
-                    f"{command.argv[0]}: cannot be started ({error.strerror}). Is it installed?"
-                ) from error
+            process = await asyncio.create_subprocess_exec(
+                "env",
+                *(f"{name}={value}" for name, value in command.env.items()),
+                *command.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
         return cls(process, url, log)
 
     def is_alive(self) -> bool:
