@@ -37,6 +37,7 @@ def settings():
         f"servers.vllm.port={free_port()}",
         "concurrency=[1, 4]",
         "seeds=[1, 2]",
+        "schedule.rounds=1",
     ]
 
 

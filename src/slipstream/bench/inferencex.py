@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -84,10 +84,16 @@ class _Entry:
     precision: str
     framework: str
     runner: str
-    multinode: Literal[False]
+    multinode: bool
     scenarios: _Scenarios | None = None
     seq_len_configs: tuple[_Lengths, ...] = ()
-    disagg: Literal[False] = False
+    disagg: bool = False
+    router: object = None
+    kv_p2p_transfer: object = None
+
+    def __post_init__(self) -> None:
+        if self.multinode or self.disagg or self.router is not None:
+            raise ValueError("multinode or disaggregated serving has no counterpart in a slipstream recipe")
 
 
 def entry_keys(path: Path) -> list[str]:
