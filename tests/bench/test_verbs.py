@@ -22,7 +22,7 @@ RECIPES = Path(__file__).parents[2] / "recipes" / "bench"
 app = typer.Typer()
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval.app, name="eval")
-app.add_typer(report.app, name="report")
+app.command()(report.report)
 
 
 def call(*arguments):
@@ -82,10 +82,10 @@ def test_a_recipe_runs_and_its_report_can_be_read(recipe, tmp_path):
     assert "8 points measured, 0 of them invalid; 0 were already there." in done.output
     again = call("bench", "run", recipe, "--out", tmp_path / "out")
     assert "0 points measured, 0 of them invalid; 8 were already there." in again.output
-    made = call("report", tmp_path / "out")
+    made = call("report", tmp_path / "out", "--out", tmp_path / "page")
     assert made.exit_code == 0, made.output
     assert "spec against plain, chat on tp1" in made.output
-    assert (tmp_path / "out/report.html").stat().st_size > 10_000
+    assert (tmp_path / "page/report.html").stat().st_size > 10_000
 
 
 def test_plan_prints_commands_for_a_person_and_for_a_program(recipe):

@@ -4,20 +4,16 @@ import asyncio
 import json
 import logging
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slipstream.bench.inferencex import Unsaid, entry_keys, import_entry
-from slipstream.bench.launch.command import Launch
-from slipstream.bench.plan import Plan, Point, build_plan
-from slipstream.bench.plan_text import plan_rows, plan_text
-from slipstream.bench.recipe_file import RecipeError, load_recipe
-from slipstream.bench.sweep import RunOptions, run_plan
-from slipstream.records.point import PointRecord
-from slipstream.records.store import write_text
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from slipstream.bench.launch.command import Launch
+    from slipstream.bench.plan import Plan, Point
+    from slipstream.records.point import PointRecord
 
 app = typer.Typer(no_args_is_help=True, help="Measure servers against each other: recipes in, records out.")
 
@@ -38,6 +34,8 @@ def plan(
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="For a person or for a program.")] = "text",
 ) -> None:
     """Print every point with the exact command and environment of its server; start nothing."""
+    from slipstream.bench.plan_text import plan_rows, plan_text
+
     made = _plan(recipe, arm, workload, override)
     print(json.dumps(plan_rows(made), indent=1) if form == "json" else plan_text(made), end="")
 
@@ -48,6 +46,9 @@ def validate(
     override: Overrides = None,
 ) -> None:
     """Check recipes and say what is wrong with them."""
+    from slipstream.bench.plan import build_plan
+    from slipstream.bench.recipe_file import RecipeError, load_recipe
+
     broken = 0
     for path in recipes:
         try:
@@ -73,6 +74,11 @@ def run(
     override: Overrides = None,
 ) -> None:
     """Measure every point that has no valid record yet; run it again to fill in what is missing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from slipstream.bench.sweep import RunOptions, run_plan
+
     made = _plan(recipe, arm, workload, override)
     folder = out or Path("out/bench") / made.loaded.recipe.name
     console = Console(stderr=True)
@@ -105,6 +111,10 @@ def import_(
     gpus: Annotated[int, typer.Option(help="Devices of the runner.")] = 8,
 ) -> None:
     """Turn an InferenceX entry into recipes."""
+    from slipstream.bench.inferencex import Unsaid, entry_keys, import_entry
+    from slipstream.bench.recipe_file import RecipeError
+    from slipstream.records.store import write_text
+
     if key is None:
         print("\n".join(entry_keys(master)))
         return
@@ -118,19 +128,22 @@ def import_(
         print(path)
 
 
-def _plan(recipe: Path, arm: list[str] | None, workload: list[str] | None, override: list[str] | None) -> Plan:
+def _plan(recipe: Path, arm: list[str] | None, workload: list[str] | None, override: list[str] | None) -> "Plan":
+    from slipstream.bench.plan import build_plan
+    from slipstream.bench.recipe_file import load_recipe
+
     return build_plan(load_recipe(recipe, override or ()), arm or (), workload or ())
 
 
 class _Screen:
     """Shows a sweep as one bar of points, with a line for every finished point."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: "Progress") -> None:
         self._progress = progress
         self._points = progress.add_task("points", total=None)
         self._requests = progress.add_task("requests", total=None)
 
-    def point_started(self, point: Point, number: int, total: int) -> None:
+    def point_started(self, point: "Point", number: int, total: int) -> None:
         """Show which point runs."""
         key = point.key
         self._progress.update(self._points, total=total, completed=number - 1)
@@ -141,7 +154,7 @@ class _Screen:
         """Move the bar of requests."""
         self._progress.advance(self._requests)
 
-    def point_finished(self, record: PointRecord) -> None:
+    def point_finished(self, record: "PointRecord") -> None:
         """Print the point's main figures, or why it is invalid."""
         key = record.key
         name = f"{key.arm} {key.topology} {key.workload} c{key.concurrency} s{key.seed}"
@@ -155,7 +168,7 @@ class _Screen:
         for warning in record.warnings:
             self._print("  [yellow]warning[/yellow]: ", warning)
 
-    def server_starting(self, launch: Launch, log_file: Path) -> None:
+    def server_starting(self, launch: "Launch", log_file: Path) -> None:
         """Say which server starts and where its log is."""
         self._print("", f"starting {launch.server} on port {launch.port} (log: {log_file})")
 

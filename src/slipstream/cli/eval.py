@@ -2,20 +2,12 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
-from slipstream.bench.client import Client, open_session
-from slipstream.bench.evals.gsm8k import EvalError, load_data
-from slipstream.bench.evals.lossless import Settings
-from slipstream.bench.evals.run import Gsm8kSettings, run_gsm8k, run_lossless
-from slipstream.bench.workload import Prompt, read_prompts
-from slipstream.records.compare import mcnemar
-from slipstream.records.evals import FILTERS, Gsm8kRecord, LosslessRecord, changed
-from slipstream.records.store import read_record, write_record
+if TYPE_CHECKING:
+    from slipstream.records.evals import Gsm8kRecord, LosslessRecord
 
 app = typer.Typer(no_args_is_help=True, help="Check that no answer changed.")
 
@@ -40,10 +32,18 @@ def gsm8k(
     ] = None,
 ) -> None:
     """Score a server on GSM8K as lm-eval does (strict-match and flexible-extract)."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from slipstream.bench.client import Client, open_session
+    from slipstream.bench.evals.gsm8k import load_data
+    from slipstream.bench.evals.run import Gsm8kSettings, run_gsm8k
+    from slipstream.records.store import write_record
+
     settings = Gsm8kSettings(data, shots, max_tokens, chat, limit, concurrency, lm_eval)
     total = len(load_data(data).test[:limit])
 
-    async def run() -> Gsm8kRecord:
+    async def run() -> "Gsm8kRecord":
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("questions", total=total)
             async with open_session() as session:
@@ -76,11 +76,20 @@ def lossless(
     out: Annotated[Path | None, typer.Option(help="Record file [default: out/eval/lossless.ARM.json].")] = None,
 ) -> None:
     """Compare two servers token for token, greedily and with seeds; exit 1 when they differ."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from slipstream.bench.client import Client, open_session
+    from slipstream.bench.evals.lossless import Settings
+    from slipstream.bench.evals.run import run_lossless
+    from slipstream.bench.workload import Prompt, read_prompts
+    from slipstream.records.store import write_record
+
     entries = read_prompts(prompts, chat)[:limit]
     asked = [Prompt(max_tokens, text=text, messages=messages) for text, messages in entries]
     settings = Settings(tuple(seed) if seed else (0, 1), temperature, concurrency)
 
-    async def run() -> LosslessRecord:
+    async def run() -> "LosslessRecord":
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("answers", total=2 * len(asked) * len(settings.samplings()))
             async with open_session() as session:
@@ -105,7 +114,12 @@ def lossless(
         raise typer.Exit(1)
 
 
-def _compare(baseline: Path, record: Gsm8kRecord) -> None:
+def _compare(baseline: Path, record: "Gsm8kRecord") -> None:
+    from slipstream.bench.evals.gsm8k import EvalError
+    from slipstream.records.compare import mcnemar
+    from slipstream.records.evals import FILTERS, Gsm8kRecord, changed
+    from slipstream.records.store import read_record
+
     other = read_record(baseline)
     if not isinstance(other, Gsm8kRecord):
         raise EvalError(f"{baseline}: is not a GSM8K record.")

@@ -5,17 +5,14 @@ from typing import Annotated
 
 import typer
 
-from slipstream.report.build import write_report
 
-app = typer.Typer(help="Turn records into one page that people read.")
-
-
-@app.callback(invoke_without_command=True)
 def report(
     sources: Annotated[list[Path], typer.Argument(metavar="RECORDS...", help="Record files, or folders of them.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to [default: the first folder given].")] = None,
 ) -> None:
     """Write report.html (self-contained), report.md and report.csv."""
+    from slipstream.report.build import write_report
+
     first = sources[0] if sources[0].is_dir() else sources[0].parent
     files = write_report(sources, out or first)
     for line in files.headlines:
