@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from slipstream.bench.recipe_file import RecipeError
 from slipstream.cli import bench, eval, report
+from slipstream.records.store import read_record
 from tests.bench.fake_server import Behaviour, FakeServer
 from tests.bench.test_sweep import DRAFTING, FAKE, FAST, free_port
 
@@ -132,6 +133,21 @@ def test_gsm8k_scores_a_server_and_pairs_it_with_another(tmp_path):
     assert "flexible-extract 1.0000" in first.output
     assert "strict-match     0.8333" in second.output
     assert "against plain, strict: 0 became right, 1 wrong of 6" in second.output
+
+
+def test_a_sweep_asks_gsm8k_on_the_servers_it_measured(recipe, tmp_path):
+    rows = "".join(json.dumps({"question": f"Q{i}?", "answer": f"#### {i}"}) + "\n" for i in range(4))
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    asked = ["--set", "evals.gsm8k={num_shots: 1, limit: 3}", "--set", "concurrency=[1]"]
+    without = call("bench", "run", recipe, "--out", tmp_path / "out", *asked)
+    assert "give its folder with --gsm8k" in without.output
+    done = call("bench", "run", recipe, "--out", tmp_path / "out", "--gsm8k", tmp_path, *asked)
+    assert done.exit_code == 0, done.output
+    assert "0 points measured" in done.output
+    names = sorted(path.name for path in (tmp_path / "out/evals").iterdir())
+    assert names == ["gsm8k.tp1.plain.json", "gsm8k.tp1.spec.json"]
+    assert len(read_record(tmp_path / "out/evals" / names[0]).items) == 3
 
 
 def test_lossless_fails_when_one_token_differs(tmp_path):

@@ -229,6 +229,28 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Gsm8kTask:
+    """How GSM8K is asked on each arm's server, after its points."""
+
+    num_shots: int = 5
+    max_tokens: int = 512
+    chat: bool = False
+    limit: int | None = None
+    concurrency: int = 8
+
+    def __post_init__(self) -> None:
+        if self.num_shots < 0 or self.max_tokens < 1 or self.concurrency < 1:
+            raise ValueError("num_shots is at least 0, max_tokens and concurrency at least 1")
+
+
+@dataclass(frozen=True)
+class Evals:
+    """Accuracy runs that belong to the comparison."""
+
+    gsm8k: Gsm8kTask | None = None
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The whole comparison; `load_recipe` also checks what no single part can see."""
 
@@ -247,6 +269,7 @@ class Recipe:
     topologies: tuple[Topology, ...] = field(default_factory=lambda: (Topology(),))
     traffic: Traffic = Traffic()
     schedule: Schedule = Schedule()
+    evals: Evals = Evals()
 
     def baseline_of(self, arm_name: str) -> str:
         """Return the arm that an arm is compared with."""

@@ -19,6 +19,7 @@ from slipstream.bench.launch.process import LaunchError, ServerProcess
 from slipstream.bench.measure import Measurement, measure_point
 from slipstream.bench.plan import Block, Plan, Point, point_sha256, server_command
 from slipstream.bench.recipe_file import RecipeError
+from slipstream.bench.sweep_evals import EvalTask, missing_evals, run_eval
 from slipstream.records.point import Hardware, PointRecord, Provenance
 from slipstream.records.schema import SchemaError
 from slipstream.records.store import RecordError, read_record, write_record
@@ -55,19 +56,22 @@ class RunOptions:
 
     Args:
         url: measure the server at this address instead of starting one.
+        gsm8k_data: folder with the questions, for recipes that ask them.
     """
 
     out: Path
     url: str | None = None
+    gsm8k_data: Path | None = None
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a sweep ended."""
+    """How a sweep ended; `failed_evals` says which evaluations did not finish and why."""
 
     measured: int
     invalid: int
     skipped: int
+    failed_evals: tuple[str, ...] = ()
 
 
 async def run_plan(plan: Plan, options: RunOptions, watcher: Watcher) -> RunSummary:
@@ -79,9 +83,10 @@ async def run_plan(plan: Plan, options: RunOptions, watcher: Watcher) -> RunSumm
     async with open_session() as session:
         for block in plan.blocks:
             todo = [point for point in block.points if point.key in pending]
-            if todo:
-                await sweep.run_block(session, block, todo)
-    return RunSummary(sweep.measured, sweep.invalid, total - len(pending))
+            evals = missing_evals(block, plan.loaded.recipe, options.out, options.gsm8k_data)
+            if todo or evals:
+                await sweep.run_block(session, block, todo, evals)
+    return RunSummary(sweep.measured, sweep.invalid, total - len(pending), tuple(sweep.failed_evals))
 
 
 def record_path(out: Path, point: Point) -> Path:
@@ -98,10 +103,14 @@ class _Sweep:
         self._hardware = find_hardware()
         self.measured = 0
         self.invalid = 0
+        self.failed_evals: list[str] = []
 
-    async def run_block(self, session: aiohttp.ClientSession, block: Block, todo: list[Point]) -> None:
+    async def run_block(
+        self, session: aiohttp.ClientSession, block: Block, todo: list[Point], evals: list[EvalTask]
+    ) -> None:
         """Measure points on the servers of one block; a server that died is started again for the next point."""
-        needed = {server_command(point.launch).sha256() for point in todo}
+        wanted = [point.launch for point in todo] + [task.launch for task in evals]
+        needed = {server_command(launch).sha256() for launch in wanted}
         launches = {server_command(launch).sha256(): launch for launch in block.launches}
         async with AsyncExitStack() as stack:
             servers = {sha: _Server(launches[sha], self._options, self._watcher) for sha in launches if sha in needed}
@@ -109,6 +118,16 @@ class _Sweep:
                 stack.push_async_callback(server.stop)
             for point in todo:
                 await self._run_point(session, servers[server_command(point.launch).sha256()], point)
+            for task in evals:
+                await self._run_eval(session, servers[server_command(task.launch).sha256()], task)
+
+    async def _run_eval(self, session: aiohttp.ClientSession, server: "_Server", task: EvalTask) -> None:
+        assert self._options.gsm8k_data is not None, "tasks are only made when there are questions"
+        try:
+            client, _ = await server.ensure(session)
+            await run_eval(task, client, self._plan.loaded.recipe, self._options.out, self._options.gsm8k_data)
+        except (LaunchError, ServerError) as error:
+            self.failed_evals.append(f"gsm8k on {task.arm}, {task.topology}: {error}")
 
     async def _run_point(self, session: aiohttp.ClientSession, server: "_Server", point: Point) -> None:
         number = self.measured + 1

@@ -69,6 +69,7 @@ def run(
     recipe: RecipePath,
     out: Annotated[Path | None, typer.Option(help="Folder for records and logs [default: out/bench/NAME].")] = None,
     url: Annotated[str | None, typer.Option(help="Measure the server that already runs here (with one --arm).")] = None,
+    gsm8k: Annotated[Path | None, typer.Option(help="GSM8K's folder, for recipes with evals.gsm8k.")] = None,
     arm: Arms = None,
     workload: Workloads = None,
     override: Overrides = None,
@@ -90,12 +91,16 @@ def run(
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
-        summary = asyncio.run(run_plan(made, RunOptions(folder, url), _Screen(progress)))
+        summary = asyncio.run(run_plan(made, RunOptions(folder, url, gsm8k), _Screen(progress)))
     print(
         f"{summary.measured} points measured, {summary.invalid} of them invalid; {summary.skipped} were already there."
     )
+    for failure in summary.failed_evals:
+        print(f"not evaluated: {failure}")
+    if made.loaded.recipe.evals.gsm8k and gsm8k is None:
+        print("not evaluated: the recipe asks GSM8K; give its folder with --gsm8k.")
     print(f"records: {folder}\nnext: slipstream report {folder}")
-    if summary.invalid:
+    if summary.invalid or summary.failed_evals:
         raise typer.Exit(1)
 
 
