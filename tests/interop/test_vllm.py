@@ -94,7 +94,7 @@ def vllm_bench(point, result):
         vllm_environment() / "vllm", "bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions",
         "--base-url", point.launch.url(), "--model", point.launch.model, "--dataset-name", "custom",
         "--dataset-path", prompts, "--custom-output-len", point.load.workload.output_tokens,
-        "--custom-skip-chat-template", "--num-prompts", point.load.num_requests,
+        "--skip-chat-template", "--num-prompts", point.load.num_requests,
         "--max-concurrency", point.load.concurrency, "--ignore-eos", "--temperature", "0",
         "--save-result", "--result-dir", result.parent, "--result-filename", result.name, "--disable-tqdm",
     ]  # fmt: skip

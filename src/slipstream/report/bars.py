@@ -97,5 +97,6 @@ def _bars(axis: Any, grid: Grid, setting: Setting, metric: Metric, looks: dict[s
         style = {"color": look.color, "hatch": look.hatch, "edgecolor": "white", "linewidth": 0.4}
         axis.bar(xs, heights, width * 0.94, yerr=[below, above] if xs else None, label=arm, error_kw=_WHISKERS, **style)
     axis.set_xticks(range(len(concurrencies)), [str(c) for c in concurrencies])
+    axis.set_xlim(-0.5, len(concurrencies) - 0.5)
     axis.set_xlabel("concurrency", fontsize=8)
     axis.margins(y=0.12)

@@ -28,13 +28,15 @@ def speedup_by_concurrency(grid: Grid) -> Plot | None:
     rows = math.ceil(len(settings) / columns)
     figure, axes = new_figure(2.6 * rows + 0.5, rows, columns)
     for axis, setting in zip(axes.flat, settings, strict=False):
+        ratios: list[float] = []
         for arm in grid.arms(setting):
             cells = [grid.cell(setting, arm, c) for c in grid.concurrencies(setting)]
-            _speedup_line(axis, grid, [cell for cell in cells if cell], looks[arm], arm, lambda cell: cell.concurrency)
+            ratios += _speedup_line(
+                axis, grid, [cell for cell in cells if cell], looks[arm], arm, lambda cell: cell.concurrency
+            )
         _concurrency_axis(axis, grid.concurrencies(setting))
-        axis.axhline(1.0, color="black", linewidth=0.8)
+        _speedup_axis(axis, ratios)
         axis.set_title(setting.title(), fontsize=9, loc="left")
-        axis.set_ylabel("speed-up", fontsize=8)
     hide_unused(axes, len(settings))
     legend_below(figure, axes)
     return Plot(
@@ -46,25 +48,27 @@ def speedup_by_concurrency(grid: Grid) -> Plot | None:
 
 def speedup_by_context(grid: Grid) -> Plot | None:
     """Draw speed-up against prompt length, at the lowest and highest concurrency that several workloads share."""
-    lengths = {round(x) for cell in grid.cells() if (x := cell.mean(input_tokens))}
-    if len(lengths) < 2:
+    lengths: dict[tuple[str, str], list[float]] = {}
+    for cell in grid.cells():
+        lengths.setdefault((cell.setting.recipe, cell.setting.topology), []).append(cell.mean(input_tokens) or 1.0)
+    topologies = [place for place, found in lengths.items() if max(found) >= 2 * min(found)]
+    if not topologies:
         return None
     looks = looks_of(grid.all_arms())
-    topologies = list(dict.fromkeys((s.recipe, s.topology) for s in grid.settings))
     figure, axes = new_figure(2.8 * len(topologies), len(topologies), 2)
     for row, (recipe, topology) in enumerate(topologies):
         settings = [s for s in grid.settings if (s.recipe, s.topology) == (recipe, topology)]
         shared = sorted(set.intersection(*(set(grid.concurrencies(s)) for s in settings)))
         for axis, concurrency in zip(axes[row], [shared[0], shared[-1]] if shared else [], strict=False):
+            ratios: list[float] = []
             for arm in grid.all_arms():
                 cells = [grid.cell(s, arm, concurrency) for s in settings]
                 found = sorted((c for c in cells if c), key=lambda c: c.mean(input_tokens) or 0)
                 if found:
-                    _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
-            axis.axhline(1.0, color="black", linewidth=0.8)
+                    ratios += _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
+            _speedup_axis(axis, ratios)
             _context_axis(axis)
             axis.set_title(f"{topology}, concurrency {concurrency}", fontsize=9, loc="left")
-            axis.set_ylabel("speed-up", fontsize=8)
     legend_below(figure, axes)
     return Plot("Speed-up against prompt length.", to_svg(figure), "Line charts of speed-up against prompt length")
 
@@ -72,7 +76,8 @@ def speedup_by_context(grid: Grid) -> Plot | None:
 def verify_cost_by_context(grid: Grid) -> Plot | None:
     """Draw milliseconds of verification for each accepted token against prompt length: the published 8K analysis."""
     found = [cell for cell in grid.cells() if cell.mean(verify_ms_per_accepted) is not None]
-    if len({round(cell.mean(input_tokens) or 0) for cell in found}) < 2:
+    lengths = [cell.mean(input_tokens) or 1.0 for cell in found]
+    if not lengths or max(lengths) < 2 * min(lengths):
         return None
     looks = looks_of(grid.all_arms())
     loads = sorted({cell.concurrency for cell in found})
@@ -159,10 +164,11 @@ def pareto(grid: Grid) -> Plot | None:
 
 def _speedup_line(
     axis: Any, grid: Grid, cells: list[Cell], look: Look, arm: str, x_of: Callable[[Cell], float]
-) -> None:
+) -> list[float]:
+    """Draw one arm's line with its intervals and return its ratios."""
     found = [(x_of(cell), ratio) for cell in cells if (ratio := grid.speedup(cell, output_per_device))]
     if not found:
-        return  # a baseline
+        return []  # a baseline
     xs = [x for x, _ in found]
     ys = [ratio.ratio for _, ratio in found]
     # One seed has no interval: its whisker would run from nought to infinity.
@@ -179,6 +185,16 @@ def _speedup_line(
         capsize=2,
         markersize=5,
     )
+    return ys
+
+
+def _speedup_axis(axis: Any, ratios: list[float]) -> None:
+    """Show every ratio and 1; a whisker that says nothing may leave the panel."""
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    if ratios:
+        low, high = axis.get_ylim()
+        axis.set_ylim(max(low, 0.6 * min(1.0, *ratios)), min(high, 1.5 * max(1.0, *ratios)))
+    axis.set_ylabel("speed-up", fontsize=8)
 
 
 def _concurrency_axis(axis: Any, concurrencies: list[int]) -> None:

@@ -18,10 +18,12 @@ class Setting:
     recipe: str
     topology: str
     workload: str
+    one_of_several: bool = False
 
     def title(self) -> str:
-        """Return a heading for it."""
-        return f"{self.workload} on {self.topology}"
+        """Return a heading for it; the recipe is named when the report has several."""
+        place = f"{self.workload} on {self.topology}"
+        return f"{self.recipe}: {place}" if self.one_of_several else place
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,19 @@ class Grid:
 
     def __init__(self, records: Sequence[PointRecord]) -> None:
         valid = [record for record in records if record.status == "valid"]
-        self.settings = _ordered(_setting(record) for record in records)
-        self._baseline = {(_setting(record), record.key.arm): record.baseline_arm for record in records}
+        several = len({record.provenance.recipe for record in records}) > 1
+
+        def setting_of(record: PointRecord) -> Setting:
+            return Setting(record.provenance.recipe, record.key.topology, record.key.workload, several)
+
+        self.settings = _ordered(setting_of(record) for record in records)
+        self._baseline = {(setting_of(record), record.key.arm): record.baseline_arm for record in records}
         self._cells: dict[tuple[Setting, str, int], list[PointRecord]] = {}
         for record in sorted(valid, key=lambda r: r.key.seed):
-            self._cells.setdefault((_setting(record), record.key.arm, record.key.concurrency), []).append(record)
+            self._cells.setdefault((setting_of(record), record.key.arm, record.key.concurrency), []).append(record)
         self._arms: dict[Setting, list[str]] = {}
         for setting in self.settings:
-            names = _ordered(r.key.arm for r in _by_start(records) if _setting(r) == setting)
+            names = _ordered(r.key.arm for r in _by_start(records) if setting_of(r) == setting)
             # Each baseline goes before the arms compared with it, and the recipe's own before all.
             self._arms[setting] = sorted(names, key=lambda arm: arm != self._baseline[setting, arm])
 
@@ -184,10 +191,6 @@ def verify_share(record: PointRecord) -> float | None:
 def input_tokens(record: PointRecord) -> float | None:
     """Mean prompt length."""
     return float(record.input_tokens) if record.input_tokens else None
-
-
-def _setting(record: PointRecord) -> Setting:
-    return Setting(record.provenance.recipe, record.key.topology, record.key.workload)
 
 
 def _by_start(records: Sequence[PointRecord]) -> list[PointRecord]:
