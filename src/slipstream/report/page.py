@@ -54,7 +54,7 @@ footer { margin-top: 3rem; font-size: .8rem; color: #555; }
 }
 """
 
-SHORT = 28
+SHORT = 32
 """Cells up to this long never break, so that an arm's name stays on one line."""
 
 
@@ -122,5 +122,5 @@ def _figure(plot: Plot) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Say whether a cell is a figure, possibly with a speed-up behind it."""
-    return cell == "–" or cell[:1].isdigit()
+    """Say whether a cell is a figure (a speed-up may follow), not a sentence that opens with one."""
+    return cell == "–" or (cell[:1].isdigit() and len(cell) < SHORT)
