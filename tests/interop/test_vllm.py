@@ -4,6 +4,7 @@ import asyncio
 import json
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.bench.test_verbs import call
 from tests.interop.environments import vllm_environment
 
 pytestmark = pytest.mark.interop
+SLIPSTREAM = "from slipstream.cli.main import main; main()"
 RECIPE = Path(__file__).parents[2] / "recipes/bench/embedded-vllm.yaml"
 
 
@@ -35,6 +37,8 @@ def settings():
         f"servers.vllm.program=[{vllm_environment() / 'vllm'}, serve]",
         f"servers.vllm.model={model()}",
         f"servers.vllm.port={free_port()}",
+        f"servers.slipstream.program=[{sys.executable}, -c, {SLIPSTREAM!r}, serve]",
+        f"servers.slipstream.port={free_port()}",
         "concurrency=[1, 4]",
         "seeds=[1, 2]",
         "schedule.rounds=1",
@@ -56,8 +60,11 @@ def test_the_shipped_recipe_measures_vllm_arm_by_arm(settings, tmp_path):
     assert made.exit_code == 0, made.output
 
 
-def test_vllm_bench_serve_agrees_with_our_client_on_the_same_server(settings, tmp_path):
-    plan = build_plan(load_recipe(RECIPE, settings), ["vllm-no-spec"], ["chat"])
+@pytest.mark.parametrize("arm", ["vllm-no-spec", "no-spec", "ngram"])
+def test_vllm_bench_serve_agrees_with_our_client_on_the_same_server(settings, tmp_path, arm):
+    if not arm.startswith("vllm"):
+        pytest.importorskip("slipstream.cli.serve")
+    plan = build_plan(load_recipe(RECIPE, settings), [arm], ["chat"])
     point = next(p for p in plan.points() if p.key.concurrency == 4)
 
     async def both():
@@ -74,7 +81,8 @@ def test_vllm_bench_serve_agrees_with_our_client_on_the_same_server(settings, tm
                     result = await measure_point(client, point, plan.loaded.recipe)
                     assert result.reasons == ()
                     ours.append((result.latency.tpot_ms.mean, result.throughput.output_tok_s))
-                    theirs.append(await asyncio.to_thread(vllm_bench, point, tmp_path / f"{seed}.json"))
+                    result = tmp_path / f"{seed}.json"
+                    theirs.append(await asyncio.to_thread(vllm_bench, point, client.model, result))
                 return ours, theirs
             finally:
                 await server.stop()
@@ -85,14 +93,14 @@ def test_vllm_bench_serve_agrees_with_our_client_on_the_same_server(settings, tm
         assert mine == pytest.approx(other, rel=0.05), name
 
 
-def vllm_bench(point, result):
+def vllm_bench(point, served_name, result):
     """Run the other client with the same number of equally long requests; return its mean TPOT and throughput."""
     prompts = result.with_suffix(".jsonl")
     lines = Path(point.load.workload.path).read_text().splitlines()
     prompts.write_text("".join(line + "\n" for line in lines))
     command = [
         vllm_environment() / "vllm", "bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions",
-        "--base-url", point.launch.url(), "--model", point.launch.model, "--dataset-name", "custom",
+        "--base-url", point.launch.url(), "--model", served_name, "--tokenizer", model(), "--dataset-name", "custom",
         "--dataset-path", prompts, "--custom-output-len", point.load.workload.output_tokens,
         "--skip-chat-template", "--num-prompts", point.load.num_requests,
         "--max-concurrency", point.load.concurrency, "--ignore-eos", "--temperature", "0",
