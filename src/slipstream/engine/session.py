@@ -24,6 +24,7 @@ class Session:
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.params.stop)
         looks_back = request.params.counts_tokens or request.params.min_tokens > 0
+        self._grammar = None if request.params.grammar is None else request.params.grammar.start()
         self._history = TokenHistory.start(request.prompt, vocab_size, device) if looks_back else None
 
     def view(self) -> DraftView:
@@ -34,7 +35,7 @@ class Session:
     def rows(self, tree: Tree) -> list[Row]:
         """Return what decides the target's token at each node of the request's tree."""
         request = self.request
-        looks_back = self._history is not None
+        looks_back = self._history is not None or self._grammar is not None
         return [
             Row(
                 request.params,
@@ -43,6 +44,7 @@ class Session:
                 self._history,
                 tree.path(node) if looks_back else (),
                 request.end_tokens,
+                self._grammar,
             )
             for node, depth in enumerate(tree.depths)
         ]
@@ -64,7 +66,9 @@ class Session:
             drafted = position if position < len(tokens) else 0
             logprob = None if params.logprobs is None else _logprob(logits_NV[node], token, params.logprobs)
             emitted.append(EmittedToken(token, text, drafted, logprob))
-            if token in self.request.end_tokens or self._stop.stopped:
+            if self._grammar is not None:
+                self._grammar.advance([token])
+            if token in self.request.end_tokens or self._stop.stopped or self._grammar_is_finished():
                 reason = FinishReason.STOP
             elif len(emitted) == allowed:
                 reason = FinishReason.LENGTH
@@ -77,6 +81,9 @@ class Session:
         self.stats.record(tree.nodes_by_depth(), len(emitted), accepted)
         request = self.request
         return Emission(request.request_id, request.prompt, request.seed, tuple(emitted), self.stats, reason, tail)
+
+    def _grammar_is_finished(self) -> bool:
+        return self._grammar is not None and self._grammar.finished
 
     def _text(self, token: int) -> str:
         """Return the text a token lets out; an end token has none."""
