@@ -114,7 +114,7 @@ class Engine:
         speculate: bool = True,
     ) -> int:
         """Queue a prompt and return the request's id. Raises RequestError if it can never run."""
-        self._check_prompt(prompt)
+        self.check_request(prompt, params)
         if params.stop and detokenizer is None:
             raise RequestError("stop strings need a tokenizer; give stop_token_ids instead.")
         ends = () if params.ignore_eos else tuple(end_tokens)
@@ -123,6 +123,24 @@ class Engine:
         self._sessions[request.request_id] = Session(request, self._vocab_size, self._device, detokenizer)
         self._scheduler.add(request)
         return request.request_id
+
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise RequestError for what can never run. Reads settings only, so any thread may ask."""
+        if not prompt:
+            raise RequestError("The prompt is empty; give at least one token (a chat template always does).")
+        if len(prompt) >= self._config.max_context:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
+                "needs at least one. Shorten the prompt or raise max_context."
+            )
+        for name, ids in (
+            ("The prompt", prompt),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+            if wrong is not None:
+                raise RequestError(f"{name} has token id {wrong}; ids lie between 0 and {self._vocab_size - 1}.")
 
     def abort(self, request_id: int) -> bool:
         """End a request now and take its pages back; False if it had ended already."""
@@ -249,18 +267,6 @@ class Engine:
             self._scheduler.finish(request, reason)
         self._drafter.forget(request.request_id)
         self._sessions.pop(request.request_id, None)
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise RequestError("The prompt is empty; give at least one token (a chat template always does).")
-        if len(prompt) >= self._config.max_context:
-            raise RequestError(
-                f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
-                "needs at least one. Shorten the prompt or raise max_context."
-            )
-        wrong = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
-        if wrong is not None:
-            raise RequestError(f"The prompt has token id {wrong}; ids lie between 0 and {self._vocab_size - 1}.")
 
     def _warn_if_useless(self) -> None:
         """Say once that a draft accepts next to nothing, and why that usually is."""
