@@ -34,6 +34,7 @@ Phase = Literal["draft", "verify", "host"]
 
 _SUSPICIOUS_PASSES = 200
 _SUSPICIOUS_RATE = 0.03
+_SCORED_ROWS = 64  # rows of prompt logits at a time: 64 rows of a vocabulary of 128k take 32 MiB
 
 
 class StepError(SlipstreamError):
@@ -160,6 +161,7 @@ class Engine:
                 trees = tree_batch.unpack()
                 batch = build_batch(plan, trees, self._device)
                 hidden, logits_LV = self._verify(plan, batch)
+                self._score_prompts(plan, batch, hidden)
                 accepted = self._accept(plan, tree_batch, trees, logits_LV)
                 emissions, kept = self._commit(plan, trees, accepted, logits_LV)
                 self._observe(plan, batch, kept, hidden)
@@ -197,7 +199,15 @@ class Engine:
         """Run the target once over everything planned."""
         with self._timed("verify"):
             hidden = self._runner.forward(batch, [work.request.pages for work in plan])
-            return hidden, self._runner.logits(hidden, batch)
+            return hidden, self._runner.logits(hidden, batch.logit_rows_L)
+
+    def _score_prompts(self, plan: Sequence[Scheduled], batch: Batch, hidden: Hidden) -> None:
+        """Give requests that want their prompt's log probabilities those of this chunk."""
+        for work, first_row in zip(plan, batch.first_rows, strict=True):
+            session = self._session(work)
+            rows = [first_row + row for row in session.wanted_prompt_rows(work.start, work.num_tokens)]
+            for start in range(0, len(rows), _SCORED_ROWS):
+                session.score_prompt(self._runner.logits(hidden, rows[start : start + _SCORED_ROWS]))
 
     def _accept(
         self, plan: Sequence[Scheduled], tree_batch: TreeBatch, trees: Sequence[Tree], logits_LV: Tensor

@@ -20,6 +20,7 @@ class SamplingParams:
         stop: strings that end the answer; they are not part of it.
         ignore_eos: go on past the model's end tokens (measurements want fixed lengths).
         logprobs: None, or how many alternatives to report beside each token (0 = the token alone).
+        prompt_logprobs: the same for the prompt's own tokens; such a request computes its whole prompt.
         grammar: what the answer must follow; tokens that break it are ruled out at every node.
     """
 
@@ -38,6 +39,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
 
@@ -54,6 +56,7 @@ class SamplingParams:
             ("repetition_penalty", self.repetition_penalty, 0, 10),
             ("seed", self.seed or 0, -(2**63), 2**63 - 1),
             ("logprobs", self.logprobs or 0, 0, MAX_TOP_LOGPROBS),
+            ("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_TOP_LOGPROBS),
             ("n", self.n, 1, 128),
         ):
             if not (math.isfinite(value) and low <= value <= high):
