@@ -18,15 +18,16 @@ from slipstream.engine.request import FinishReason, Request, Status
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
-from slipstream.errors import RequestError, SlipstreamError
+from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.kernels import Ops
 from slipstream.models.llama import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.choose import choose
 from slipstream.speculation.drafter import Drafter, Observed
 from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.simulate import check_rates, simulate, simulated_count
 from slipstream.speculation.statistics import AcceptanceStats
-from slipstream.speculation.tree import Tree, TreeBatch
+from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Engine:
         self._sessions: dict[int, Session] = {}
         self._next_id = 0
         self._warned = False
+        self._simulated: tuple[float, ...] = ()
         self.stats = EngineStats()
 
     @property
@@ -84,6 +86,11 @@ class Engine:
     def drafter(self) -> Drafter:
         """The drafter in use."""
         return self._drafter
+
+    @property
+    def simulated_acceptance(self) -> tuple[float, ...]:
+        """Rates by position that decide acceptance instead of the target; empty, as it should be, outside measurements."""
+        return self._simulated
 
     @property
     def num_running(self) -> int:
@@ -134,6 +141,8 @@ class Engine:
                 f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
                 "needs at least one. Shorten the prompt or raise max_context."
             )
+        if params.grammar is not None and self._simulated:
+            raise RequestError("response_format needs the target's own tokens, and this engine simulates acceptance.")
         for name, ids in (
             ("The prompt", prompt),
             ("logit_bias", params.logit_bias),
@@ -150,6 +159,27 @@ class Engine:
             return False
         self._end(session.request, FinishReason.ABORT)
         return True
+
+    def set_tree(self, shape: TreeShape) -> None:
+        """Draft trees of another shape from the next step on; ConfigError if this drafter or the cache cannot."""
+        one = self._config.pages_for(self._config.max_context + max(shape.num_nodes - 1, shape.scratch))
+        if one > self._pages.num_pages:
+            raise ConfigError(
+                f"{shape}: with its drafted slots one whole context takes {one} pages, and the cache has "
+                f"{self._pages.num_pages}. Choose a smaller tree, or start with more pages."
+            )
+        self._drafter.reshape(shape)
+        self._scheduler.set_needs(draft_needs(self._drafter))
+
+    def simulate_acceptance(self, rates: Sequence[float]) -> None:
+        """Keep drafted tokens by these rates from the next step on, whatever the target says; () ends it.
+
+        For measurements: the answers are not the target's. Requests with a grammar are refused meanwhile.
+        """
+        check_rates(rates)
+        if rates and any(session.request.params.grammar is not None for session in self._sessions.values()):
+            raise ConfigError("A request with a grammar is under way; acceptance cannot be simulated until it ends.")
+        self._simulated = tuple(rates)
 
     def step(self) -> list[Emission]:
         """Run every scheduled request once: draft, check against the target, keep what agrees."""
@@ -218,6 +248,10 @@ class Engine:
         with self._timed("verify"):
             chosen_RN = torch.zeros_like(tree_batch.tokens_RN)
             chosen_RN[tree_batch.valid_RN] = choose(logits_LV, rows, self._ops)
+            if self._simulated and emitting:
+                requests = [work.request for work in emitting]
+                counts = [simulated_count(self._simulated, r.seed, len(r.tokens)) for r in requests]
+                return simulate(trees, chosen_RN, counts)
             return accept(tree_batch, chosen_RN)
 
     def _commit(

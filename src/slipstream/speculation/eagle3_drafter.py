@@ -88,6 +88,10 @@ class Eagle3Drafter:
         """Drop the request's last slot."""
         self._last.pop(request_id, None)
 
+    def reshape(self, shape: TreeShape) -> None:
+        """Grow trees of another shape."""
+        self.shape = shape
+
     def _knows(self, view: DraftView) -> bool:
         last = self._last.get(view.request_id)
         return last is not None and last.length == len(view.tokens) - 1
