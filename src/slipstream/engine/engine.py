@@ -83,13 +83,18 @@ class Engine:
         return self._config
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids lie below this."""
+        return self._vocab_size
+
+    @property
     def drafter(self) -> Drafter:
         """The drafter in use."""
         return self._drafter
 
     @property
     def simulated_acceptance(self) -> tuple[float, ...]:
-        """Rates by position that decide acceptance instead of the target; empty, as it should be, outside measurements."""
+        """Rates by position that decide acceptance instead of the target; empty outside measurements."""
         return self._simulated
 
     @property

@@ -58,6 +58,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def shape(self) -> TreeShape | None:
+        """The shape of its trees; None if it drafts nothing."""
+        ...
+
+    @property
     def max_nodes(self) -> int:
         """Nodes of its largest tree, the root included."""
         ...
@@ -93,6 +98,7 @@ class NoDrafter:
     """Drafts nothing: every tree is a lone root."""
 
     name = "none"
+    shape: TreeShape | None = None
     captured_layers: tuple[int, ...] = ()
     max_nodes = 1
     scratch = 0
@@ -132,6 +138,11 @@ class NgramDrafter:
         self._sizes = range(max_match, min_match - 1, -1)
         self._device = device
         self._indexes: dict[int, _NgramIndex] = {}
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """A chain."""
+        return TreeShape.chain(self._length)
 
     @property
     def max_nodes(self) -> int:

@@ -43,7 +43,7 @@ class Eagle3Drafter:
         self._kv = kv
         self._ops = ops
         self._last: dict[int, _LastSlot] = {}
-        self.shape = shape
+        self.shape: TreeShape = shape
         self.captured_layers = captured_layers
 
     @property

@@ -6,6 +6,7 @@ Shape letters: R requests, N nodes, E emitted tokens at most.
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ def check_rates(rates: Sequence[float]) -> None:
     """Raise unless the rates can be shares of passes: between 0 and 1, and no later one above an earlier."""
     if any(not 0 <= rate <= 1 for rate in rates):
         raise ConfigError(f"simulated acceptance rates {list(rates)}: each lies between 0 and 1.")
-    if any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False)):
+    if any(later > earlier for earlier, later in itertools.pairwise(rates)):
         raise ConfigError(
             f"simulated acceptance rates {list(rates)}: a token is only kept if the one before it was, so no rate can "
             "be above the one before."
