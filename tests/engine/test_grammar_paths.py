@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, engine_of, follower_draft, run, tiny_draft, tiny_target
 from torch import Tensor
 
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
+from tiny import VOCAB, engine_of, follower_draft, run, tiny_draft, tiny_target
 
 
 class Residues:

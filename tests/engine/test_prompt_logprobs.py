@@ -1,10 +1,10 @@
 """A prompt's own log probabilities are the target's, however the prompt is cut into chunks."""
 
 import pytest
-from tiny import engine_of, follower_draft, tiny_target
 
 from slipstream.engine.engine import Engine
 from slipstream.speculation.sampling import SamplingParams
+from tiny import engine_of, follower_draft, tiny_target
 
 PROMPT = [7, 3, 19, 3, 44, 60, 0, 12, 12, 31, 5, 9, 40, 2]
 PARAMS = SamplingParams(max_tokens=6, prompt_logprobs=2)
@@ -59,7 +59,7 @@ def test_a_preempted_request_scores_its_prompt_once():
                 found[emission.request_id] = [None if s is None else s.token_id for s in emission.prompt_logprobs]
         engine.check_invariants()
     assert engine.stats.preemptions > 0
-    assert found == dict.fromkeys(ids, [None, *PROMPT[1:]])
+    assert found == {key: [None, *PROMPT[1:]] for key in ids}
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score():

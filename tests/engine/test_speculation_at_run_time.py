@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, engine_of, follower_draft, run, tiny_target
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.simulate import simulated_count
 from slipstream.speculation.tree import TreeShape
+from tiny import VOCAB, engine_of, follower_draft, run, tiny_target
 
 SHAPES = [TreeShape.chain(1), TreeShape.chain(5), TreeShape(depth=3, width=3, budget=11), TreeShape(depth=2, width=2)]
 
