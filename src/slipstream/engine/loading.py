@@ -1,6 +1,7 @@
 """From what a user names to an engine that runs: checkpoint, draft, kernels, caches, and a summary of the choices."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,8 @@ class LoadOptions:
             and none for any other).
         dtype: "auto" is float32 on a CPU and bfloat16 on a GPU.
         max_context: None takes what the model allows, up to 4096.
+        memory_fraction: share of the device's memory for weights and KV cache; it decides the number of pages,
+            unless `engine` names one. None leaves that to the engine's settings.
     """
 
     model: str | Path = EMBEDDED
@@ -44,6 +47,7 @@ class LoadOptions:
     dtype: str = "auto"
     kernels: KernelChoice = "auto"
     max_context: int | None = None
+    memory_fraction: float | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
@@ -69,6 +73,9 @@ def load(options: LoadOptions) -> Loaded:
     max_context = options.max_context or min(_DEFAULT_CONTEXT, target.spec.max_position)
     config = dataclasses.replace(options.engine, max_context=max_context)
     draft, draft_line = _draft(options, target, dtype)
+    if options.memory_fraction is not None and config.num_pages is None:
+        room = options.memory_fraction * _total_memory(device)
+        config = dataclasses.replace(config, num_pages=_pages_that_fit(room, target, draft, options.tree, config))
     engine = build_engine(target, draft, options.tree, config, ops)
     num_pages = config.resolve_num_pages(max(engine.drafter.max_nodes - 1, engine.drafter.scratch))
     kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(dtype)
@@ -81,6 +88,35 @@ def load(options: LoadOptions) -> Loaded:
         f"kernels: {ops.promise}",
     )
     return Loaded(engine, Tokenizer.load(path), target, str(options.model), summary)
+
+
+def _pages_that_fit(
+    room: float,
+    target: LlamaDecoder,
+    draft: Eagle3Draft | Literal["ngram"] | None,
+    shape: TreeShape,
+    config: EngineConfig,
+) -> int:
+    """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
+    models = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
+    dtype = target.embed_tokens.weight.dtype
+    page_bytes = config.page_size * sum(model.kv_shape.bytes_per_token(dtype) for model in models)
+    weights = {p.data_ptr(): p.numel() * p.itemsize for model in models for p in model.parameters()}
+    extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
+    useful = config.max_requests * config.pages_for(config.max_context + extra_slots)
+    fitting = int((room - sum(weights.values())) // page_bytes)
+    if fitting < 1:
+        raise ConfigError(
+            f"memory_fraction leaves {room / 2**30:.1f} GiB, and the weights alone take "
+            f"{sum(weights.values()) / 2**30:.1f} GiB. Raise it."
+        )
+    return min(fitting, useful)
+
+
+def _total_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _device(name: str) -> torch.device:
