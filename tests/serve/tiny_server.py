@@ -45,23 +45,34 @@ def tiny_engine(**config: object) -> Engine:
     return engine_of(target, follower_draft(target), TreeShape(depth=3, width=2, budget=6), **config)
 
 
+def free_port() -> int:
+    """Return a port nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
 class Running:
     """A server in a thread, on a free port of the loopback address."""
 
     def __init__(self, engine: Engine, **settings: object) -> None:
         self.engine = engine
         self.tokenizer = tiny_tokenizer()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self.config = ServeConfig("tiny", port=port, **settings)
+        self._socket = socket.create_server(("127.0.0.1", int(settings.pop("port", 0))))
+        # Small, so that a client that does not read is noticed after kilobytes instead of megabytes.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        self.config = ServeConfig("tiny", port=self._socket.getsockname()[1], **settings)
         self.app = build_app(engine, self.tokenizer, self.config, started=1)
         self.worker = self.app.state.service.worker
         self.server = server_for(self.app, self.config)
-        self.server.capture_signals = contextlib.nullcontext
-        self.url = f"http://127.0.0.1:{port}"
-        self._thread = threading.Thread(target=self.server.run)
+        self.url = f"http://127.0.0.1:{self.config.port}"
+        self._thread = threading.Thread(target=self.serve_here)
+
+    def serve_here(self) -> None:
+        """Serve on this thread until a signal comes."""
+        self.server.run(sockets=[self._socket])
 
     def __enter__(self) -> "Running":
+        self.server.capture_signals = contextlib.nullcontext  # signals belong to the main thread
         self._thread.start()
         with httpx.Client() as client:
             for _ in range(500):
@@ -92,3 +103,16 @@ class Running:
         self.on_engine(lambda engine: engine.check_invariants())
         assert self.engine.num_running == 0
         assert self.engine.page_usage == 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    import torch
+
+    from slipstream.serve.logs import set_up_logs
+
+    torch.set_num_threads(1)
+    set_up_logs("info", as_json=True)
+    running = Running(tiny_engine(), port=int(sys.argv[1]), drain_timeout_s=float(sys.argv[2]))
+    running.serve_here()

@@ -21,6 +21,7 @@ from slipstream.serve import admin
 from slipstream.serve.answers import Json, Wants
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.convert import Converter
+from slipstream.serve.docs_page import docs_page
 from slipstream.serve.errors import HttpError
 from slipstream.serve.gate import Gate
 from slipstream.serve.generate import Generator
@@ -170,6 +171,11 @@ def _add_information(app: FastAPI, service: Service) -> None:
     async def playground() -> HTMLResponse:
         """Return the playground."""
         return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        """Describe the API."""
+        return HTMLResponse(docs_page(app.openapi()), headers=_PAGE_HEADERS)
 
     @app.get("/v1/models", tags=["information"])
     async def models() -> Json:
