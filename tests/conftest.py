@@ -18,3 +18,11 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the shared data folder is not beside this clone")
     return folder
+
+
+@pytest.fixture(scope="session")
+def embedded_folder() -> Path:
+    """The embedded model's folder, fetched and converted on first use."""
+    from slipstream.checkpoint.embedded import embedded_model
+
+    return embedded_model()

@@ -105,6 +105,14 @@ def test_a_corrupt_header_is_refused_by_name(tmp_path):
         CheckpointReader(folder)
 
 
+def test_a_header_whose_shapes_do_not_fit_its_data_is_refused(tmp_path):
+    folder = write_folder(tmp_path, {"model.safetensors": {"a": torch.ones(8, 8)}})
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"[8,8]", b"[8,9]"))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: safetensors cannot open it"):
+        CheckpointReader(folder)
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_a_missing_shard_is_named(tmp_path, tensors, index):
     folder = write_folder(tmp_path, two_shards(tensors), index)

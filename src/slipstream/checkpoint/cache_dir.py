@@ -8,9 +8,8 @@ from pathlib import Path
 def default_cache_dir() -> Path:
     """Return the user's cache folder for slipstream (not created).
 
-    The one place where the environment is read: on Linux the XDG convention *is* an environment variable,
-    and a
-    user who set it expects to be obeyed. Everything that uses the cache also takes an explicit folder.
+    The one place where the environment is read: on Linux the XDG convention *is* an environment variable, and a user
+    who set it expects to be obeyed. Everything that uses the cache also takes an explicit folder.
     """
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "slipstream"

@@ -41,21 +41,17 @@ def spelled(layers: tuple[int, ...], convention: CaptureConvention) -> list[int]
 def read_captures(fields: Fields, speculators: bool, target_layers: int | None) -> Captures | None:
     """Return the captured layers a draft's config names, or None when it leaves them to the default.
 
-    The ids mean one of two things: "block_output" (i = the output of block i, counted from 0; SpecForge,
-    SGLang,
-    NVIDIA, DeepSpec) or "blocks_applied" (k = the state after k blocks; speculators, vLLM). Decided by the
-    first
-    rule that applies:
+    The ids mean one of two things: "block_output" (i = the output of block i, counted from 0; SpecForge, SGLang,
+    NVIDIA, DeepSpec) or "blocks_applied" (k = the state after k blocks; speculators, vLLM). Decided by the first rule
+    that applies:
 
-    1. `slipstream.captured_layers`, our own block, is blocks_applied; an explicit `capture_convention` field
-    wins
+    1. `slipstream.captured_layers`, our own block, is blocks_applied; an explicit `capture_convention` field wins
        over everything that follows.
     2. speculators' dialect is blocks_applied; `target_layer_ids` (DeepSpec) is block_output.
     3. An id equal to the target's number of layers can only be blocks_applied.
-    4. First id 1 is block_output, first id 2 is blocks_applied: both are the default "second block" of their
-    world.
-    5. Otherwise ids inside `eagle_config` are block_output (SpecForge, NVIDIA), ids at the top level
-       blocks_applied (vLLM); as this is a guess, it is logged as a warning.
+    4. First id 1 is block_output, first id 2 is blocks_applied: both are the default "second block" of their world.
+    5. Otherwise ids inside `eagle_config` are block_output (SpecForge, NVIDIA), ids at the top level blocks_applied
+       (vLLM); as this is a guess, it is logged as a warning.
     """
     ours = fields.nested(OUR_BLOCK)
     if ours.has("captured_layers"):
@@ -86,33 +82,36 @@ def read_captures(fields: Fields, speculators: bool, target_layers: int | None) 
     raw = place.integers(key)
     if not raw:
         raise place.error(key, "is an empty list; leave it out for the default layers.")
-    convention, reason = _convention(fields, eagle, speculators, key, (place is fields, raw, target_layers))
-    return _checked(fields, Captures(raw, place.name(key), convention, reason), target_layers)
+    decided = _stated(fields, eagle)
+    if decided is None and speculators:
+        decided = "blocks_applied", "the speculators dialect means that"
+    if decided is None and key == "target_layer_ids":
+        decided = "block_output", "target_layer_ids means that"
+    if decided is None:
+        decided = _told_by_ids(raw, target_layers) or _guess(fields, raw, at_top=place is fields)
+    return _checked(fields, Captures(raw, place.name(key), *decided), target_layers)
 
 
-def _convention(
-    fields: Fields,
-    eagle: Fields,
-    speculators: bool,
-    key: str,
-    ids: tuple[bool, tuple[int, ...], int | None],
-) -> tuple[CaptureConvention, str]:
-    at_top, raw, target_layers = ids
-    explicit = fields if fields.has(CONVENTION) else eagle
-    if explicit.has(CONVENTION):
-        value = explicit.text(CONVENTION)
-        for convention in _CONVENTIONS:
-            if value == convention:
-                return convention, f"{explicit.name(CONVENTION)} says so"
-        raise explicit.error(CONVENTION, f"is {value!r}; it can be {' or '.join(_CONVENTIONS)}.")
-    if speculators:
-        return "blocks_applied", "the speculators dialect means that"
-    if key == "target_layer_ids":
-        return "block_output", "target_layer_ids means that"
+def _stated(fields: Fields, eagle: Fields) -> tuple[CaptureConvention, str] | None:
+    place = fields if fields.has(CONVENTION) else eagle
+    if not place.has(CONVENTION):
+        return None
+    value = place.text(CONVENTION)
+    for convention in _CONVENTIONS:
+        if value == convention:
+            return convention, f"{place.name(CONVENTION)} says so"
+    raise place.error(CONVENTION, f"is {value!r}; it can be {' or '.join(_CONVENTIONS)}.")
+
+
+def _told_by_ids(raw: tuple[int, ...], target_layers: int | None) -> tuple[CaptureConvention, str] | None:
     if target_layers is not None and max(raw) == target_layers:
         return "blocks_applied", f"id {target_layers} is the target's number of layers"
     if raw[0] in (1, 2):
         return ("block_output" if raw[0] == 1 else "blocks_applied"), f"the first id is {raw[0]}"
+    return None
+
+
+def _guess(fields: Fields, raw: tuple[int, ...], at_top: bool) -> tuple[CaptureConvention, str]:
     guess: CaptureConvention = "blocks_applied" if at_top else "block_output"
     log.warning(
         "%s: captured layers %s do not tell their convention; taken as %s because of where they stand. "

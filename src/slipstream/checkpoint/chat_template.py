@@ -39,7 +39,7 @@ class ChatTemplate:
             return self._template.render(**variables)
         except _RefusedError as error:
             raise RequestError(f"The model's chat template refuses these messages: {error}") from error
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError(
                 f"{self._origin}: the chat template fails on these messages "
                 f"({type(error).__name__}: {error}). Each message needs a 'role' and a 'content'."

@@ -1,10 +1,11 @@
-"""Read a target's config.json into a ModelSpec, and write one; what reads drafts is named here too."""
+"""Read a target's config.json into a ModelSpec, and write one; the functions for drafts are named here too."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.draft_config import DraftDialect, DraftOrigin, draft_config, draft_spec
+from slipstream.checkpoint.draft_config import draft_spec
+from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
 from slipstream.checkpoint.fields import Fields, config_file, dtype_name
 from slipstream.checkpoint.rope import read_rope, write_rope
 from slipstream.checkpoint.spec import ModelSpec

@@ -1,20 +1,18 @@
-"""Read a draft's config.json, in any dialect, into one DraftSpec, and write the dialect an engine reads."""
+"""Read a draft's config.json, in any dialect, into one DraftSpec."""
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.checkpoint.captures import CONVENTION, LAYER_IDS, OUR_BLOCK, read_captures, spelled
+from slipstream.checkpoint.captures import read_captures
 from slipstream.checkpoint.fields import Fields, config_file, dtype_name
-from slipstream.checkpoint.rope import read_rope, write_rope
+from slipstream.checkpoint.rope import read_rope
 from slipstream.checkpoint.spec import DraftSpec
 from slipstream.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-DraftDialect = Literal["sglang", "vllm", "speculators"]
 Family = Literal["llama", "qwen3"]
 
 # Architecture names met in config.json, by the kind of block they stand for.
@@ -61,22 +59,18 @@ _EAGLE_SWITCHES = {
 }
 
 
-@dataclass(frozen=True)
-class DraftOrigin:
-    """The target a draft was made for, which speculators' dialect records."""
-
-    target: str
-    target_architecture: str = "LlamaForCausalLM"
-    speculative_tokens: int = 3
+def is_draft(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes an EAGLE-3 draft rather than a whole model."""
+    names = config.get("architectures") or [""]
+    marks = ("speculators_model_type", "draft_vocab_size", "eagle_config")
+    return "eagle3" in str(names[0]).lower() or any(config.get(key) is not None for key in marks)
 
 
 def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | None) -> DraftSpec:
     """Read a draft's config.json (already parsed), whichever tool wrote it.
 
-    `target_layers` is the target's number of blocks where known: it bounds the captured layers and helps to
-    tell
-    their convention (see `captures.read_captures`). Absent `norm_before_residual` is False, except in
-    speculators'
+    `target_layers` is the target's number of blocks where known: it bounds the captured layers and helps to tell
+    their convention (see `captures.read_captures`). Absent `norm_before_residual` is False, except in speculators'
     dialect, where it is True as vLLM reads it.
     """
     fields = Fields(config, config_file(source))
@@ -122,45 +116,6 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
         sliding_window=_sliding_window(block),
         dtype=dtype_name(fields if fields.has("dtype") or fields.has("torch_dtype") else block, "bfloat16"),
     )
-
-
-def draft_config(spec: DraftSpec, dialect: DraftDialect, origin: DraftOrigin | None = None) -> dict[str, Any]:
-    """Return a config.json that the named engine reads as this draft and nothing else.
-
-    Every flag is written even at its default, both rope spellings are there, the captured layers follow the
-    reader's convention, and a `slipstream` block carries the canonical ones. What the reader cannot express
-    (a normed residual or query/key norms in SGLang) is an error, as it would be served wrongly in silence.
-
-    Args:
-        spec: the draft.
-        dialect: sglang (SpecForge's flat form), vllm (flat), or speculators (nested; vLLM reads it too).
-        origin: the target's name, needed by the speculators dialect only.
-    """
-    if dialect == "sglang":
-        _refuse_for_sglang(spec)
-    flags: dict[str, Any] = {
-        "draft_vocab_size": spec.draft_vocab_size,
-        "target_hidden_size": spec.target_hidden_size,
-        "num_aux_hidden_states": spec.num_features,
-        "norm_before_residual": spec.residual == "normed",
-        "norm_before_fc": spec.feature_norm == "concat",
-        "fc_norm": spec.feature_norm == "per_layer",
-        "norm_output": spec.feedback == "post_norm",
-        "tie_word_embeddings": False,
-        "dtype": spec.dtype,
-        "torch_dtype": spec.dtype,
-        OUR_BLOCK: {"captured_layers": list(spec.captured_layers) if spec.captured_layers else None},
-    }
-    if dialect == "speculators":
-        return _speculators_config(spec, flags, origin)
-    convention: Literal["block_output", "blocks_applied"] = "block_output" if dialect == "sglang" else "blocks_applied"
-    eagle: dict[str, Any] = {"use_aux_hidden_state": True, "norm_before_fc": spec.feature_norm == "concat"}
-    config = {"architectures": [_architecture(spec, dialect)], **_block_config(spec), **flags}
-    if spec.captured_layers is not None:
-        eagle[LAYER_IDS] = spelled(spec.captured_layers, convention)
-        if dialect == "vllm":  # one of its two runners reads the top level, the other eagle_config
-            config[LAYER_IDS] = spelled(spec.captured_layers, convention)
-    return {**config, "eagle_config": eagle, CONVENTION: convention}
 
 
 def _present(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,65 +199,3 @@ def _sliding_window(block: Fields) -> int | None:
         raise block.error("layer_types", "mixes kinds of attention, which slipstream does not read in a draft.")
     windowed = kinds == {"sliding_attention"} if kinds else block.flag("use_sliding_window", True)
     return block.integer("sliding_window") if windowed and block.has("sliding_window") else None
-
-
-def _refuse_for_sglang(spec: DraftSpec) -> None:
-    problems = {
-        "a normed residual (norm_before_residual)": spec.residual == "normed",
-        "query and key norms": spec.qk_norm,
-        "the embedding output (0 blocks applied) as a captured layer": 0 in (spec.captured_layers or ()),
-    }
-    for what, found in problems.items():
-        if found:
-            raise CheckpointError(
-                f"This draft has {what}, which SGLang's EAGLE-3 loader would skip in silence. "
-                f"Export it in the vllm or speculators dialect."
-            )
-
-
-def _architecture(spec: DraftSpec, dialect: DraftDialect) -> str:
-    if dialect == "sglang":
-        return "LlamaForCausalLMEagle3"
-    return "Eagle3Qwen3ForCausalLM" if spec.qk_norm else "Eagle3LlamaForCausalLM"
-
-
-def _block_config(spec: DraftSpec) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3" if spec.qk_norm else "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.rms_eps,
-        "max_position_embeddings": spec.max_position,
-        "attention_bias": spec.qkv_bias,
-        "mlp_bias": spec.mlp_bias,
-        "sliding_window": spec.sliding_window,
-        "use_sliding_window": spec.sliding_window is not None,
-        **write_rope(spec.rope, spec.head_dim),
-    }
-
-
-def _speculators_config(spec: DraftSpec, flags: dict[str, Any], origin: DraftOrigin | None) -> dict[str, Any]:
-    if origin is None:
-        raise CheckpointError("The speculators dialect records the target's name: give the draft's origin.")
-    nested = {"architectures": [_architecture(spec, "vllm")], **_block_config(spec)}
-    config: dict[str, Any] = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": nested,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": origin.speculative_tokens}],
-            "verifier": {"name_or_path": origin.target, "architectures": [origin.target_architecture]},
-        },
-        **flags,
-    }
-    if spec.captured_layers is not None:
-        config[LAYER_IDS] = list(spec.captured_layers)
-    return config

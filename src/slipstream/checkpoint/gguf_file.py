@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from torch import Tensor
 
+from slipstream.checkpoint.gguf_header import GgufTensor, read_gguf_header
 from slipstream.checkpoint.names import hf_name
 from slipstream.checkpoint.source import TensorInfo, check_rows
 from slipstream.errors import CheckpointError
@@ -20,8 +20,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# llama.cpp rotates neighbouring pairs for these and stores q and k rows in that order; the others rotate
-# halves.
+# llama.cpp rotates neighbouring pairs for these and stores q and k rows in that order; the others rotate halves.
 _PERMUTED = ("llama", "mistral")
 _ROPE_FREQS = "rope_freqs.weight"
 
@@ -37,19 +36,15 @@ class RawTensor(NamedTuple):
 class GgufReader:
     """A GGUF file opened for reading (memory-mapped).
 
-    `tensor` and `rows` give float32 in the layout transformers expects: names translated, and the query and
-    key
-    rows of llama-family files put back in half-rotation order. `raw` gives the stored blocks under the same
-    names.
+    `tensor` and `rows` give float32 in the layout transformers expects: names translated, and the query and key rows
+    of llama-family files put back in half-rotation order. `raw` gives the stored blocks under the same names.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._file = GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise CheckpointError(f"{path}: is truncated or not a GGUF file ({error}).") from error
-        self._fields = {name: field.contents() for name, field in self._file.fields.items()}
+        header = read_gguf_header(path)
+        self._fields = header.metadata
+        self._stored = header.tensors
         self._kind = self.text("general.architecture")
         if self._kind not in _ARCHITECTURES:
             raise CheckpointError(
@@ -93,7 +88,7 @@ class GgufReader:
     def info(self, name: str) -> TensorInfo:
         """Describe one tensor as stored."""
         tensor = self._tensor(name)
-        return TensorInfo(name, _shape(tensor), tensor.tensor_type.name, self._path, int(tensor.n_bytes))
+        return TensorInfo(name, tensor.shape, tensor.quant_type.name, self._path, tensor.data.nbytes)
 
     def tensor(self, name: str, device: str = "cpu") -> Tensor:
         """Read one tensor whole, dequantised to float32."""
@@ -123,15 +118,15 @@ class GgufReader:
         heads = self._permuted_heads(name)
         if heads is not None:
             data = data[_unpermute(torch.arange(data.shape[0]), heads).numpy()]
-        return RawTensor(data, tensor.tensor_type.name, _shape(tensor))
+        return RawTensor(data, tensor.quant_type.name, tensor.shape)
 
-    def _tensor(self, name: str) -> ReaderTensor:
+    def _tensor(self, name: str) -> GgufTensor:
         if name not in self._tensors:
             raise CheckpointError(f"{self._path}: has no tensor named {name!r}.")
         return self._tensors[name]
 
     def _dequantize(self, name: str, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        kind = self._tensor(name).tensor_type
+        kind = self._tensor(name).quant_type
         try:
             # A copy in every case: float tensors would otherwise stay views of the read-only file.
             return np.array(dequantize(data, kind), dtype=np.float32)
@@ -149,10 +144,10 @@ class GgufReader:
             return int(self._config["num_key_value_heads"])
         return None
 
-    def _translate(self) -> dict[str, ReaderTensor]:
-        tensors: dict[str, ReaderTensor] = {}
+    def _translate(self) -> dict[str, GgufTensor]:
+        tensors: dict[str, GgufTensor] = {}
         unknown: list[str] = []
-        for tensor in self._file.tensors:
+        for tensor in self._stored.values():
             name = hf_name(tensor.name)
             if name is not None:
                 tensors[name] = tensor
@@ -210,10 +205,8 @@ class GgufReader:
             return scaling
         if kind != "none":
             raise CheckpointError(f"{self._path}: rope scaling {kind!r} is not read from GGUF.")
-        for tensor in self._file.tensors:
-            if tensor.name == _ROPE_FREQS:
-                return self._llama3_scaling(np.asarray(tensor.data, np.float64), theta, rotary_dim)
-        return None
+        divisors = self._stored.get(_ROPE_FREQS)
+        return None if divisors is None else self._llama3_scaling(divisors.data.astype(np.float64), theta, rotary_dim)
 
     def _llama3_scaling(self, factors: np.ndarray[Any, Any], theta: float, rotary_dim: int) -> dict[str, Any]:
         """Recover Llama 3's rope scaling, of which GGUF keeps only the resulting divisors."""
@@ -240,10 +233,6 @@ class GgufReader:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{self._path}: metadata key '{self._kind}.{key}' is missing or no number.")
         return value
-
-
-def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def _unpermute(values: Tensor, heads: int) -> Tensor:

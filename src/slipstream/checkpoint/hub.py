@@ -1,10 +1,14 @@
 """Turn what a user names (a folder, a .gguf file, a hub id, "embedded") into a path on this machine."""
 
+import logging
 import re
 from pathlib import Path
 
-from slipstream.checkpoint.embedded import embedded_model
+from slipstream.checkpoint.embedded import Progress, embedded_model
+from slipstream.checkpoint.source import read_json
 from slipstream.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -12,15 +16,14 @@ _PATTERNS = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
 _PICKLE_PATTERNS = ["*.json", "*.jinja", "pytorch_model*.bin", "tokenizer.model"]
 
 
-def resolve(path_or_id: str | Path | None) -> Path:
+def resolve(path_or_id: str | Path | None, progress: Progress | None = None) -> Path:
     """Return the local folder (or .gguf file) behind a path or a hub id.
 
-    A path that exists wins. None and the word "embedded" mean the embedded model. A hub id is looked up in
-    the
-    Hugging Face cache first, and fetched only when it is not there.
+    A path that exists wins. None and the word "embedded" mean the embedded model (`progress` hears of its making). A
+    hub id is looked up in the Hugging Face cache first, and fetched only when it is not there.
     """
     if path_or_id is None or str(path_or_id) == EMBEDDED:
-        return embedded_model()
+        return embedded_model(progress)
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
@@ -34,7 +37,7 @@ def resolve(path_or_id: str | Path | None) -> Path:
 
 
 def _from_hub(repo_id: str) -> Path:
-    from huggingface_hub import snapshot_download  # half a second, and only hub ids need it
+    from huggingface_hub import snapshot_download  # a quarter of a second, and only hub ids need it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -42,7 +45,7 @@ def _from_hub(repo_id: str) -> Path:
         if _is_complete(folder):
             return folder
     except LocalEntryNotFoundError:
-        pass
+        log.info("%s is not in the Hugging Face cache; asking the hub", repo_id)
     except HFValidationError as error:
         raise CheckpointError(f"{repo_id}: is neither a folder here nor a hub id ({error}).") from error
     try:
@@ -51,18 +54,28 @@ def _from_hub(repo_id: str) -> Path:
             folder = Path(snapshot_download(repo_id, allow_patterns=_PICKLE_PATTERNS))
     except HfHubHTTPError as error:
         raise CheckpointError(
-            f"{repo_id}: the Hugging Face hub answers {error.response.status_code}. Check the name; for a "
-            f"gated or private repository accept its terms and run `hf auth login`; or name a local folder."
+            f"{repo_id}: the Hugging Face hub answers {error.response.status_code}. Check the name; for a gated or "
+            f"private repository accept its terms and run `hf auth login`; or name a local folder."
         ) from error
     except (LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{repo_id}: there is no such folder, it is not in the Hugging Face cache, and the hub cannot be "
             f"reached. Go online once (`hf download {repo_id}`), or name a local folder or .gguf file."
         ) from error
+    if not _is_complete(folder):
+        # Without network, huggingface_hub hands out a broken-off download as if it were whole.
+        raise CheckpointError(
+            f"{repo_id}: what is in the Hugging Face cache lacks its config or weights, and no more could be fetched. "
+            f"Go online once (`hf download {repo_id}`); if that changes nothing, it is not a model repository."
+        )
     return folder
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a cached snapshot has config and weights; a tokenizer-only download does not count."""
+    """Whether a cached snapshot has config and all weights; a tokenizer-only or broken-off download does not count."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(read_json(index).get("weight_map", {}).values())
+        return (folder / "config.json").is_file() and all((folder / name).is_file() for name in named)
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     return (folder / "config.json").is_file() and bool(weights)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.checkpoint.embedded import Progress
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.shards import Shard, open_shard
@@ -19,17 +20,16 @@ _WEIGHT_PATTERNS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 _INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
-def open_checkpoint(path_or_id: str | Path | None) -> TensorSource:
+def open_checkpoint(path_or_id: str | Path | None, progress: Progress | None = None) -> TensorSource:
     """Open a folder, a .gguf file, a hub id, or the embedded model (None or "embedded")."""
-    path = resolve(path_or_id)
+    path = resolve(path_or_id, progress)
     return GgufReader(path) if path.suffix == ".gguf" else CheckpointReader(path)
 
 
 class CheckpointReader:
     """A Hugging Face folder opened for reading.
 
-    Opening reads headers only and checks that files, index and shards agree; tensors are mapped when asked
-    for.
+    Opening reads headers only and checks that files, index and shards agree; tensors are mapped when asked for.
     """
 
     def __init__(self, folder: Path) -> None:

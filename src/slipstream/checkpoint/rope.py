@@ -18,8 +18,7 @@ _SCALINGS: dict[str, RopeScaling] = {
 def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
     """Return the rotary settings of a config.
 
-    `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (transformers 4) may both be there,
-    as
+    `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (transformers 4) may both be there, as
     exporters write both so that either reader is right; when they disagree, neither can be trusted.
     """
     new, old = fields.nested("rope_parameters"), fields.nested("rope_scaling")

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,13 +51,10 @@ class SafetensorsShard:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.infos = _read_header(path)
-
-    @cached_property
-    def _file(self) -> Any:  # safe_open has no public type
         try:
-            return safe_open(self._path, framework="pt", device="cpu")
+            self._file: Any = safe_open(path, framework="pt", device="cpu")  # its stub is untyped
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._path}: safetensors cannot open it ({error}).") from error
+            raise CheckpointError(f"{path}: safetensors cannot open it ({error}); fetch the file again.") from error
 
     def tensor(self, name: str, device: str) -> Tensor:
         """Read one tensor whole; on the CPU it maps the file rather than copying it."""

@@ -43,6 +43,8 @@ class Tokenizer:
         self._named = _named_tokens(settings)
         added = fast.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        bytes_by_name = (fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_token_ids = frozenset(i for i in bytes_by_name if i is not None)
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of("bos_token")
         own_eos = self._id_of("eos_token")
@@ -53,8 +55,8 @@ class Tokenizer:
     def load(cls, folder: Path) -> Self:
         """Load from a Hugging Face folder (tokenizer.json and the files beside it) or from a .gguf file.
 
-        An answer ends at the ids of generation_config.json (config.json when that names none), and at the
-        tokenizer's own eos token.
+        An answer ends at the ids of generation_config.json (config.json when that names none), and at the tokenizer's
+        own eos token.
         """
         if folder.suffix == ".gguf":
             built = gguf_tokenizer(GgufReader(folder))
@@ -74,7 +76,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a text; `add_special` lets the tokenizer put its bos, if it has one, in front."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special).ids
+        try:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special).ids
+        except TypeError as error:  # what tokenizers makes of a string that is not Unicode text
+            raise RequestError("The text holds half a surrogate pair, which is no character.") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -152,11 +157,9 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Turns a stream of ids into a stream of text; the pieces joined are the text of all the ids.
 
-    Text is given out once it can no longer change: a character split over tokens waits for its last byte.
-    Each
-    piece is decoded behind the tokens of the piece before, since decoders treat the first token otherwise
-    (they
-    drop its leading space).
+    Text is given out once it can no longer change: a character split over tokens waits for its last byte. Each piece
+    is decoded behind the tokens of the piece before, since decoders treat the first token otherwise (they drop its
+    leading space).
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -164,13 +167,16 @@ class IncrementalDetokenizer:
         self._skip_special = skip_special
         self._before: list[int] = []
         self._waiting: list[int] = []
+        self._in_byte_run = False
 
     def push(self, ids: Iterable[int]) -> str:
         """Take more ids, and return the text that is now complete (perhaps none)."""
         pieces: list[str] = []
         for token_id in ids:
             self._waiting.append(token_id)
-            text = self._new_text()
+            if not (self._skip_special and token_id in self._tokenizer.special_token_ids):
+                self._in_byte_run = token_id in self._tokenizer.byte_token_ids
+            text = "" if self._in_byte_run else self._new_text()
             if text and not text.endswith(_INCOMPLETE):
                 pieces.append(text)
                 self._before, self._waiting = self._waiting, []

@@ -23,11 +23,9 @@ class FolderExistsError(CheckpointError):
 class CheckpointWriter:
     """Writes one checkpoint folder; use it in a `with` block.
 
-    Everything goes to a hidden folder beside the final one, which is renamed into place when the block ends.
-    If
-    the block raises, or the disk is full, the hidden folder is removed and what was there before stays. At
-    most
-    one shard's tensors are held in memory.
+    Everything goes to a hidden folder beside the final one, which is renamed into place when the block ends. If the
+    block raises, or the disk is full, the hidden folder is removed and what was there before stays. At most one
+    shard's tensors are held in memory.
     """
 
     def __init__(self, folder: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES, overwrite: bool = False) -> None:
@@ -119,6 +117,8 @@ class CheckpointWriter:
         path = self._work / f"shard-{len(self._shards)}.safetensors"
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
+            # safetensors gives the file to its owner alone; the user's umask, as the folder shows it, decides.
+            path.chmod(self._work.stat().st_mode & 0o666)
         except (SafetensorError, OSError) as error:
             raise self._failure(error) from error
         self._shards.append(list(self._pending))

@@ -46,14 +46,14 @@ def serve(
     speculative_num_draft_tokens: o.SpeculativeNumDraftTokens = None,
     speculative_config: o.SpeculativeConfig = None,
 ) -> None:
-    """Serve a model over an OpenAI-compatible API, with exact speculative decoding.
+    r"""Serve a model over an OpenAI-compatible API, with exact speculative decoding.
 
     Examples:
       slipstream serve
 
       slipstream serve path/to/target --draft path/to/draft --depth 5 --width 4 --budget 16
 
-      slipstream serve --model-path T --speculative-algorithm EAGLE3 --speculative-draft-model-path D \\
+      slipstream serve --model-path T --speculative-algorithm EAGLE3 --speculative-draft-model-path D \
         --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
     """
     from slipstream.engine.config import EngineConfig

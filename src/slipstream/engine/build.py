@@ -31,7 +31,7 @@ def build_engine(
         raise ConfigError(
             f"max_context is {config.max_context}; the target was made for at most {target.spec.max_position} tokens."
         )
-    dtype, device = target.embed_tokens.weight.dtype, target.embed_tokens.weight.device
+    dtype, device = target.embed_tokens.dtype, target.embed_tokens.device
     extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
     num_pages = config.resolve_num_pages(extra_slots)
 
@@ -50,7 +50,7 @@ def _drafter(
     cache: Callable[[KvShape], KvCache],
     ops: Ops,
 ) -> Drafter:
-    device: torch.device = target.embed_tokens.weight.device
+    device: torch.device = target.embed_tokens.device
     if draft is None:
         return NoDrafter(device)
     if draft == "ngram":

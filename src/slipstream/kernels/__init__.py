@@ -1,20 +1,39 @@
 """One door to the kernels: `select` picks a backend; nothing else in the package names one."""
 
-from typing import Literal
+import logging
+from typing import Literal, get_args
 
 import torch
 
 from slipstream.errors import KernelError
+from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Ops, RowSampling
 from slipstream.kernels.reference.ops import ReferenceOps
 
-__all__ = ["AttentionBatch", "KernelChoice", "KvLayer", "Ops", "RowSampling", "select"]
+__all__ = ["KERNEL_CHOICES", "AttentionBatch", "KernelChoice", "KvLayer", "Ops", "RowSampling", "select"]
 
-KernelChoice = Literal["auto", "reference"]
+KernelChoice = Literal["auto", "cpu", "reference"]
+KERNEL_CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
+_LOG = logging.getLogger(__name__)
 
 
 def select(device: torch.device, choice: KernelChoice = "auto") -> Ops:
     """Return the backend for a device: the fastest that runs there, or the one asked for."""
-    if choice not in ("auto", "reference"):
-        raise KernelError(f"There is no kernel path {choice!r}; it is 'auto' or 'reference'.")
-    return ReferenceOps(device)
+    if choice not in KERNEL_CHOICES:
+        raise KernelError(f"There is no kernel path {choice!r}; it is {' or '.join(KERNEL_CHOICES)}.")
+    if choice == "cpu" and device.type != "cpu":
+        raise KernelError(f"The 'cpu' kernels cannot run on device {device}; choose 'auto' or 'reference'.")
+    if choice == "reference" or device.type != "cpu":
+        return ReferenceOps(device)
+    try:
+        return CpuOps(torch.get_num_threads())
+    except KernelError as error:
+        if choice == "cpu":
+            raise
+        _LOG.warning(
+            "Using torch in place of the CPU kernels: %s A pass over 4 rows then costs 2 to 4 times a pass over one, "
+            "so a draft gains little, and bits change with the number of rows. With a C++ compiler, install the "
+            "package again to build them.",
+            error,
+        )
+        return ReferenceOps(device)

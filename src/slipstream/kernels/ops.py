@@ -47,8 +47,11 @@ class AttentionBatch:
 class Layer(Protocol):
     """A decoder block as the kernels see it."""
 
-    def __call__(self, hidden_TD: Tensor, ctx: Any) -> Tensor:
-        """Apply the block. `ctx` is the models' ForwardContext, which lies a package higher and is passed through."""
+    def __call__(self, hidden_TD: Tensor, ctx: Any, embedding_TD: Tensor | None = None) -> Tensor:
+        """Apply the block; a draft's blocks also take the embeddings of their tokens.
+
+        `ctx` is the models' ForwardContext, which lies a package higher and is passed through.
+        """
         ...
 
 
@@ -73,6 +76,17 @@ class Ops(Protocol):
 
     def packed_linear(self, x_TD: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
         """Multiply by a weight as stored, in its format's own arithmetic."""
+        ...
+
+    def prepare(self, weight: PackedWeight) -> PackedWeight:
+        """Return the weight in the layout this backend reads fastest, for `packed_linear` and `packed_rows`.
+
+        Called once per weight when a model is loaded, after rows were joined; the result belongs to this backend.
+        """
+        ...
+
+    def packed_rows(self, weight: PackedWeight, row_ids_T: Tensor) -> Tensor:
+        """Return rows of a packed table as float32 numbers, for embeddings kept as stored."""
         ...
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -102,9 +116,17 @@ class Ops(Protocol):
         ...
 
     def run_layers(
-        self, layers: Sequence[Layer], hidden_TD: Tensor, ctx: Any, captured_layers: Sequence[int]
+        self,
+        layers: Sequence[Layer],
+        hidden_TD: Tensor,
+        ctx: Any,
+        captured_layers: Sequence[int],
+        embedding_TD: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Apply blocks in order; also return the hidden states seen after k blocks, for each k captured."""
+        """Apply blocks in order; also return the hidden states seen after k blocks, for each k captured.
+
+        `embedding_TD` is given for a draft, whose blocks take it beside the hidden state.
+        """
         ...
 
     def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:

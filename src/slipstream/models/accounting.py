@@ -35,8 +35,10 @@ def places(model: nn.Module) -> dict[str, Place]:
                 if module.bias is not None:
                     found[f"{name}.bias"] = Place(module, "bias", start, (height,))
                 start += height
-        elif isinstance(module, RMSNorm | Embedding):
+        elif isinstance(module, RMSNorm):
             found[f"{path}.weight"] = Place(module, "weight", 0, tuple(module.weight.shape))
+        elif isinstance(module, Embedding):
+            found[f"{path}.weight"] = Place(module, "weight", 0, module.shape)
     return found
 
 

@@ -18,8 +18,9 @@ from slipstream.models.rope import Rotary
 class Eagle3Layer(nn.Module):
     """A block of the draft. The first sees [embedding ; hidden]; later ones are ordinary blocks."""
 
-    def __init__(self, spec: DraftSpec, layer_index: int) -> None:
+    def __init__(self, spec: DraftSpec, layer_index: int, rotary: Rotary) -> None:
         super().__init__()
+        self._rotary = (rotary,)  # a tuple, so that the shared table is not registered once per layer
         self.first = layer_index == 0
         self.normed_residual = spec.residual == "normed"
         width = spec.hidden_size
@@ -29,11 +30,15 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, spec.rms_eps)
         self.mlp = MLP(width, spec.intermediate_size, spec.mlp_bias)
 
-    def forward(
-        self, hidden_TD: Tensor, embedding_TD: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext
-    ) -> Tensor:
+    @property
+    def rotary(self) -> Rotary:
+        """The draft's table of rotary positions."""
+        return self._rotary[0]
+
+    def forward(self, hidden_TD: Tensor, ctx: ForwardContext, embedding_TD: Tensor) -> Tensor:
         """Return the stream after this block, before any final norm."""
         ops = ctx.ops
+        rotary = self.rotary(ctx.positions_T)
         if self.hidden_norm is not None:
             normed_TD = self.hidden_norm(hidden_TD, ops)
             x = torch.cat([self.input_layernorm(embedding_TD, ops), normed_TD], dim=-1)
@@ -69,7 +74,7 @@ class Eagle3Draft(nn.Module):
         )
         self.input_norm = RMSNorm(feature_width, spec.rms_eps) if spec.feature_norm == "concat" else None
         self.fc = Linear(feature_width, {"fc": spec.hidden_size})
-        self.layers = nn.ModuleList(Eagle3Layer(spec, index) for index in range(spec.num_layers))
+        self.layers = nn.ModuleList(Eagle3Layer(spec, index, self.rotary) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.lm_head = Linear(spec.hidden_size, {"lm_head": spec.draft_vocab_size})
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
@@ -96,10 +101,8 @@ class Eagle3Draft(nn.Module):
 
     def forward(self, hidden_TD: Tensor, token_ids_T: Tensor, ctx: ForwardContext) -> DraftHidden:
         """Run one draft step over T slots; `hidden_TD` is fused features or an earlier step's feedback."""
-        rotary = self.rotary(ctx.positions_T)
-        embedding_TD = self.embed_tokens(token_ids_T)
-        for layer in self.layers:
-            hidden_TD = layer(hidden_TD, embedding_TD, rotary, ctx)
+        embedding_TD = self.embed_tokens(token_ids_T, ctx.ops)
+        hidden_TD, _ = ctx.ops.run_layers(list(self.layers), hidden_TD, ctx, (), embedding_TD)
         normed_TD = self.norm(hidden_TD, ctx.ops)
         return DraftHidden(normed_TD, normed_TD if self.spec.feedback == "post_norm" else hidden_TD)
 
@@ -118,4 +121,5 @@ def _attention_shape(spec: DraftSpec, input_size: int) -> AttentionShape:
         head_dim=spec.head_dim,
         qkv_bias=spec.qkv_bias,
         qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
+        window=spec.sliding_window,
     )

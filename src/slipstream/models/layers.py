@@ -113,12 +113,38 @@ class MLP(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id."""
+    """Rows of a table by token id; the table is dense or, once `pack` was called, kept as a checkpoint stores it."""
+
+    weight: nn.Parameter | None
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
+        self.shape = (vocab_size, width)
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        self.packed: PackedWeight | None = None
 
-    def forward(self, token_ids_T: Tensor) -> Tensor:
+    def pack(self, packed: PackedWeight) -> None:
+        """Give up the dense table for a packed one of the same shape."""
+        assert (packed.out_features, packed.in_features) == self.shape
+        self.weight = None
+        self.packed = packed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the rows looked up."""
+        return torch.float32 if self.weight is None else self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table lies."""
+        if self.weight is not None:
+            return self.weight.device
+        assert self.packed is not None
+        return self.packed.codes.device
+
+    def forward(self, token_ids_T: Tensor, ops: Ops) -> Tensor:
         """Look the tokens up."""
-        return nn.functional.embedding(token_ids_T, self.weight)
+        if self.weight is not None:
+            return nn.functional.embedding(token_ids_T, self.weight)
+        assert self.packed is not None
+        return ops.packed_rows(self.packed, token_ids_T)

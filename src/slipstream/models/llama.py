@@ -23,9 +23,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
 
+    @property
+    def rotary(self) -> Rotary:
+        """The model's table of rotary positions."""
+        return self._rotary[0]
+
     def forward(self, hidden_TD: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the stream after this block."""
-        rotary = self._rotary[0](ctx.positions_T)
+        rotary = self.rotary(ctx.positions_T)
         hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD, ctx.ops), rotary, ctx)
         out_TD: Tensor = hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD, ctx.ops), ctx.ops)
         return out_TD
@@ -60,7 +65,8 @@ class LlamaDecoder(nn.Module):
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext, captured_layers: Sequence[int] = ()) -> Hidden:
         """Run the blocks; `captured_layers` counts blocks applied (0 = the embedding)."""
-        last_TD, captured = ctx.ops.run_layers(list(self.layers), self.embed_tokens(token_ids_T), ctx, captured_layers)
+        embedding_TD = self.embed_tokens(token_ids_T, ctx.ops)
+        last_TD, captured = ctx.ops.run_layers(list(self.layers), embedding_TD, ctx, captured_layers)
         return Hidden(last_TD, tuple(captured))
 
     def logits(self, last_LD: Tensor, ops: Ops) -> Tensor:

@@ -8,16 +8,30 @@ from slipstream.checkpoint.names import canonical_draft_name, canonical_names, c
 from slipstream.checkpoint.source import TensorSource
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import CheckpointError, DraftMismatchError
+from slipstream.kernels import Ops
 from slipstream.models.accounting import Place, check_tensors, places
 from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.layers import Embedding, Linear, RMSNorm
 from slipstream.models.llama import LlamaDecoder
+from slipstream.models.packing import check_uniform, checkpoint_modules, packed_source
 from slipstream.models.rope import Rotary
+from slipstream.quant.packed import join_rows
 
 
 def load_target(
-    source: TensorSource, dtype: torch.dtype, device: torch.device, max_position: int | None = None
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_position: int | None = None,
+    ops: Ops | None = None,
 ) -> LlamaDecoder:
-    """Read a Llama-class target. `max_position` bounds the rotary table (default: what the model allows)."""
+    """Read a Llama-class target.
+
+    Args:
+        dtype: of the weights that are stored dense.
+        max_position: bounds the rotary table (default: what the model allows).
+        ops: the kernels packed weights are laid out for; without them a GGUF's blocks are expanded to `dtype`.
+    """
     spec = model_spec(source.config, source.folder)
     with torch.device("meta"):
         model = LlamaDecoder(spec, max_position)
@@ -26,21 +40,25 @@ def load_target(
     if spec.tie_embeddings:
         wanted.pop("lm_head.weight")
         _check_tied_head(source, names)
-    _fill(model, source, names, wanted, dtype, device)
+    _Filler(source, names, ops, dtype, device).fill(model, wanted)
     if spec.tie_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
+        model.lm_head.weight, model.lm_head.packed = model.embed_tokens.weight, model.embed_tokens.packed
     return model.eval()
 
 
 def load_draft(
-    source: TensorSource, target: LlamaDecoder, dtype: torch.dtype, max_position: int | None = None
+    source: TensorSource,
+    target: LlamaDecoder,
+    dtype: torch.dtype,
+    max_position: int | None = None,
+    ops: Ops | None = None,
 ) -> Eagle3Draft:
     """Read an EAGLE-3 draft for a target; what the draft leaves out (embedding, full-size head) is the target's."""
     spec = draft_spec(source.config, source.folder, target.spec.num_layers)
     check_pair(spec, target.spec, str(source.folder))
     with torch.device("meta"):
         draft = Eagle3Draft(spec, max_position)
-    device = target.embed_tokens.weight.device
+    device = target.embed_tokens.device
     names = canonical_names(source.names(), canonical_draft_name)
     wanted = places(draft)
     shares_embedding = "embed_tokens.weight" not in names and spec.hidden_size == target.spec.hidden_size
@@ -52,7 +70,7 @@ def load_draft(
         wanted.pop("lm_head.weight")
         draft.lm_head = target.lm_head
     token_ids_V = _draft_tokens(source, names, spec)
-    _fill(draft, source, names, wanted, dtype, device)
+    _Filler(source, names, ops, dtype, device).fill(draft, wanted)
     draft.token_ids_V = token_ids_V.to(device)
     return draft.eval()
 
@@ -113,28 +131,68 @@ def _draft_tokens(source: TensorSource, names: dict[str, str], spec: DraftSpec) 
     return tokens_V
 
 
-def _fill(
-    model: nn.Module,
-    source: TensorSource,
-    names: dict[str, str],
-    wanted: dict[str, Place],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Check the accounts, then give every parameter its memory and its values."""
-    check_tensors(source, names, {name: place.shape for name, place in wanted.items()})
-    for module in model.modules():
-        if isinstance(module, Rotary):
-            module.fill(device)
-    for name, place in wanted.items():
-        values = source.tensor(names[name])
+class _Filler:
+    """Checks a checkpoint's accounts, then gives every parameter of a model its memory and its values."""
+
+    def __init__(
+        self, source: TensorSource, names: dict[str, str], ops: Ops | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._source = source
+        self._names = names
+        self._ops = ops
+        self._dtype = dtype
+        self._device = device
+        self._packs = packed_source(source, ops)
+        self._modules = checkpoint_modules(names)
+
+    def fill(self, model: nn.Module, wanted: dict[str, Place]) -> None:
+        """Take `wanted` (our tensor names to places) from the checkpoint, and nothing else may be in it."""
+        packed = {name: stored for name, place in wanted.items() if (stored := self._stored(name, place)) is not None}
+        shapes = {name: place.shape for name, place in wanted.items() if name not in packed}
+        for name, stored in packed.items():
+            module = name.removesuffix(".weight")
+            shapes |= {f"{module}.{suffix}": shape for suffix, shape in stored.items()}
+        check_tensors(self._source, self._names, shapes)
+        for part in model.modules():
+            if isinstance(part, Rotary):
+                part.fill(self._device)
+        for name, place in wanted.items():
+            if name not in packed:
+                self._copy(name, place)
+        self._pack({name: wanted[name] for name in packed})
+
+    def _stored(self, name: str, place: Place) -> dict[str, tuple[int, ...]] | None:
+        """Return what a packed weight is stored as; None for a dense one."""
+        module = self._modules.get(name.removesuffix(".weight"))
+        if self._packs is None or module is None or place.parameter != "weight" or isinstance(place.module, RMSNorm):
+            return None
+        return self._packs.stored(module, place.shape)
+
+    def _copy(self, name: str, place: Place) -> None:
+        values = self._source.tensor(self._names[name])
         if not bool(torch.isfinite(values).all()):
             raise CheckpointError(
-                f"{source.info(names[name]).file}: tensor {names[name]} holds NaN or infinite values; the file is "
-                "damaged or the training run diverged."
+                f"{self._source.info(self._names[name]).file}: tensor {self._names[name]} holds NaN or infinite "
+                "values; the file is damaged or the training run diverged."
             )
         parameter = getattr(place.module, place.parameter)
         if parameter.is_meta:
-            parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+            empty = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+            parameter = nn.Parameter(empty, requires_grad=False)
             setattr(place.module, place.parameter, parameter)
         parameter[place.start : place.start + place.shape[0]].copy_(values)
+
+    def _pack(self, packed: dict[str, Place]) -> None:
+        """Join the parts of each layer in order and hand them over in the kernels' layout."""
+        assert self._packs is not None or not packed
+        parts: dict[Linear | Embedding, list[str]] = {}
+        for name, place in packed.items():
+            assert not isinstance(place.module, RMSNorm)
+            parts.setdefault(place.module, []).append(name)
+        for module, names in parts.items():
+            expected = len(module.parts) if isinstance(module, Linear) else 1
+            check_uniform(str(self._source.folder), names[0], len(names) == expected)
+            assert self._packs is not None
+            read = [self._packs.read(self._modules[name.removesuffix(".weight")], packed[name].shape) for name in names]
+            joined = join_rows(read).to(self._device)
+            module.pack(joined if self._ops is None else self._ops.prepare(joined))

@@ -1,6 +1,6 @@
 """A linear layer's weight as it is stored: codes and scales in a number format, never expanded in memory."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ class PackedWeight:
     codes: Tensor
     scales: dict[str, Tensor] = field(default_factory=dict)
 
+    def to(self, device: torch.device) -> "PackedWeight":
+        """Return the weight on another device."""
+        scales = {name: scale.to(device) for name, scale in self.scales.items()}
+        return replace(self, codes=self.codes.to(device), scales=scales)
+
     @property
     def nbytes(self) -> int:
         """Return the bytes this weight takes."""
@@ -32,6 +37,8 @@ class PackedWeight:
 def join_rows(parts: list[PackedWeight]) -> PackedWeight:
     """Stack weights that share a format and an input, as q, k and v do; each keeps its own per-tensor scales by row."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     assert all(part.format == first.format and part.in_features == first.in_features for part in parts)
     scales = {}
     for name in first.scales:

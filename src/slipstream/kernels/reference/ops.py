@@ -10,7 +10,7 @@ from slipstream.errors import KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
 from slipstream.kernels.reference.attention import attention
 from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel
-from slipstream.kernels.reference.packed import PACKED_LINEARS
+from slipstream.kernels.reference.packed import PACKED_LINEARS, PACKED_ROWS
 from slipstream.quant.packed import PackedWeight
 
 
@@ -35,6 +35,10 @@ class ReferenceOps:
         """Torch picks its product kernels by the number of rows, so no."""
         return False
 
+    def prepare(self, weight: PackedWeight) -> PackedWeight:
+        """Return the weight as it is: torch has no layout of its own."""
+        return weight
+
     def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Multiply by a dense weight stored [out, in]."""
         return torch.nn.functional.linear(x_TD, weight_ND, bias_N)
@@ -48,6 +52,13 @@ class ReferenceOps:
             )
         y_TN = product(x_TD, weight)
         return y_TN if bias_N is None else y_TN + bias_N
+
+    def packed_rows(self, weight: PackedWeight, row_ids_T: Tensor) -> Tensor:
+        """Return rows of a packed table as float32 numbers."""
+        rows = PACKED_ROWS.get(weight.format)
+        if rows is None:
+            raise KernelError(f"No rows can be read from format {weight.format!r}; only from {sorted(PACKED_ROWS)}.")
+        return rows(weight, row_ids_T)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Scale each row to unit root mean square in float32, then by `weight_D`."""
@@ -84,12 +95,17 @@ class ReferenceOps:
         return attention(q_THd, layer, batch, scale, window)
 
     def run_layers(
-        self, layers: Sequence[Layer], hidden_TD: Tensor, ctx: Any, captured_layers: Sequence[int]
+        self,
+        layers: Sequence[Layer],
+        hidden_TD: Tensor,
+        ctx: Any,
+        captured_layers: Sequence[int],
+        embedding_TD: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Apply the blocks one by one, keeping the hidden states that are captured."""
         seen = {0: hidden_TD}
         for applied, layer in enumerate(layers, start=1):
-            hidden_TD = layer(hidden_TD, ctx)
+            hidden_TD = layer(hidden_TD, ctx) if embedding_TD is None else layer(hidden_TD, ctx, embedding_TD)
             if applied in captured_layers:
                 seen[applied] = hidden_TD
         return hidden_TD, [seen[k] for k in captured_layers]

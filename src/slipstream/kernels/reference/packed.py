@@ -4,7 +4,19 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from slipstream.kernels.reference.gguf import gguf_linear, gguf_rows
 from slipstream.quant.packed import PackedWeight
 
-PACKED_LINEARS: dict[str, Callable[[Tensor, PackedWeight], Tensor]] = {}
+PACKED_LINEARS: dict[str, Callable[[Tensor, PackedWeight], Tensor]] = {
+    "q4_0": gguf_linear,
+    "q4_1": gguf_linear,
+    "q8_0": gguf_linear,
+}
 """x_TD and a weight to y_TN, without bias."""
+
+PACKED_ROWS: dict[str, Callable[[PackedWeight, Tensor], Tensor]] = {
+    "q4_0": gguf_rows,
+    "q4_1": gguf_rows,
+    "q8_0": gguf_rows,
+}
+"""A table and row ids to float32 rows, for the formats embeddings are stored in."""

@@ -1,0 +1,151 @@
+"""What a checkpoint holds, in plain values: for `slipstream inspect`, records and reports."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint.captures import Captures, read_captures
+from slipstream.checkpoint.config import draft_spec, model_spec
+from slipstream.checkpoint.draft_config import is_draft
+from slipstream.checkpoint.fields import Fields, config_file
+from slipstream.checkpoint.source import TensorInfo, TensorSource
+from slipstream.checkpoint.spec import DraftSpec, ModelSpec
+from slipstream.errors import CheckpointError
+
+_INTEGER_BITS = {"U8": 8, "I8": 8, "I16": 16, "I32": 32, "I64": 64}
+_NOT_PARAMETERS = ("d2t", "t2d", "_scale", "_scale_2", "_zero_point", "_shape", "input_scale")
+
+
+@dataclass(frozen=True)
+class DtypeRow:
+    """The tensors of one stored type; `num_parameters` counts packed values singly."""
+
+    dtype: str
+    num_tensors: int
+    num_parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A checkpoint at a glance.
+
+    Args:
+        spec: None when slipstream cannot run the architecture; `problem` then says why.
+        captures: a draft's captured layers, as the file spells them and as slipstream reads them; None for a target,
+            and for a draft that leaves them to its target's default.
+        quantization: the scheme in a few words, None when the weights are plain.
+    """
+
+    path: Path
+    kind: str
+    architecture: str
+    spec: ModelSpec | DraftSpec | None
+    problem: str | None
+    num_parameters: int
+    nbytes: int
+    dtypes: tuple[DtypeRow, ...]
+    tensors: tuple[TensorInfo, ...]
+    files: tuple[Path, ...]
+    quantization: str | None
+    captures: Captures | None
+
+
+def summarise(source: TensorSource, target_layers: int | None = None) -> CheckpointSummary:
+    """Describe a checkpoint from its headers alone; `target_layers` helps to read a draft's captured layers."""
+    config = source.config
+    draft = is_draft(config)
+    spec: ModelSpec | DraftSpec | None = None
+    captures, problem = None, None
+    try:
+        if draft:
+            spec = draft_spec(config, source.folder, target_layers)
+            fields = Fields(config, config_file(source.folder))
+            captures = read_captures(fields, fields.has("speculators_model_type"), target_layers)
+        else:
+            spec = model_spec(config, source.folder)
+    except CheckpointError as error:
+        problem = str(error)
+    tensors = tuple(source.info(name) for name in source.names())
+    rows = _dtype_rows(tensors, _weight_bits(config.get("quantization_config")))
+    architectures = config.get("architectures") or ["unknown"]
+    files = tuple(sorted({tensor.file for tensor in tensors}))
+    return CheckpointSummary(
+        path=files[0] if len(files) == 1 and files[0].suffix == ".gguf" else source.folder,
+        kind="draft" if draft else "target",
+        architecture=str(architectures[0]),
+        spec=spec,
+        problem=problem,
+        num_parameters=sum(row.num_parameters for row in rows),
+        nbytes=sum(row.nbytes for row in rows),
+        dtypes=rows,
+        tensors=tensors,
+        files=files,
+        quantization=_quantization(config.get("quantization_config"), rows),
+        captures=captures,
+    )
+
+
+def _dtype_rows(tensors: Iterable[TensorInfo], weight_bits: int | None) -> tuple[DtypeRow, ...]:
+    rows: dict[str, DtypeRow] = {}
+    for tensor in tensors:
+        old = rows.get(tensor.dtype, DtypeRow(tensor.dtype, 0, 0, 0))
+        rows[tensor.dtype] = DtypeRow(
+            tensor.dtype,
+            old.num_tensors + 1,
+            old.num_parameters + _num_parameters(tensor, weight_bits),
+            old.nbytes + tensor.nbytes,
+        )
+    return tuple(sorted(rows.values(), key=lambda row: -row.nbytes))
+
+
+def _num_parameters(tensor: TensorInfo, weight_bits: int | None) -> int:
+    if tensor.name.endswith(_NOT_PARAMETERS) or tensor.dtype == "BOOL":
+        return 0
+    stored_bits = _INTEGER_BITS.get(tensor.dtype)
+    if stored_bits is None or weight_bits is None:
+        return tensor.num_elements
+    return tensor.num_elements * (stored_bits // weight_bits)
+
+
+def _weight_bits(quantization: Any) -> int | None:  # foreign JSON
+    """Return the bits of one weight in a quantised checkpoint whose packing hides them, where it says so."""
+    text = str(_weight_part(quantization))
+    for digits, bits in (("4", 4), ("6", 6), ("8", 8)):
+        if any(f"{kind}{digits}" in text for kind in ("int", "fp", "num_bits': ")):
+            return bits
+    return None
+
+
+def _weight_part(quantization: Any) -> Any:  # foreign JSON
+    if not isinstance(quantization, Mapping):
+        return None
+    groups = quantization.get("config_groups")
+    if isinstance(groups, Mapping) and groups:
+        first = next(iter(groups.values()))
+        return first.get("weights") if isinstance(first, Mapping) else None
+    whole = quantization.get("global_quant_config")
+    if not isinstance(whole, Mapping):
+        return None
+    weight = whole.get("weight")
+    # Two-stage schemes list the outer format first and the stored one last.
+    return weight[-1] if isinstance(weight, list) and weight else weight
+
+
+def _quantization(quantization: Any, rows: tuple[DtypeRow, ...]) -> str | None:  # foreign JSON
+    if not isinstance(quantization, Mapping):
+        packed = [row for row in rows if row.dtype.startswith(("Q", "IQ"))]
+        return f"GGUF, mostly {packed[0].dtype}" if packed else None
+    words = [str(quantization.get("quant_method", "unknown method"))]
+    weight = _weight_part(quantization)
+    if isinstance(weight, Mapping):
+        keys = ("dtype", "num_bits", "type", "qscheme", "strategy", "group_size")
+        details = " ".join(f"{weight[key]}" for key in keys if weight.get(key) is not None)
+        words.append(f"weights {details}")
+    elif quantization.get("bits") is not None:
+        words.append(f"{quantization['bits']} bits")
+    left_out = quantization.get("exclude") or quantization.get("ignore") or ()
+    if left_out:
+        words.append(f"{len(left_out)} patterns left out")
+    return ", ".join(words)

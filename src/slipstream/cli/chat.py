@@ -1,0 +1,91 @@
+"""`slipstream chat`: talk to a model; tokens the draft guessed are tinted."""
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.cli import options
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+    from slipstream.speculation.sampling import SamplingParams
+    from slipstream.speculation.statistics import AcceptanceStats
+
+DRAFTED_STYLE = "green"
+
+
+def chat(
+    model: options.Model = "embedded",
+    draft: options.Draft = "auto",
+    depth: options.Depth = 3,
+    width: options.Width = 1,
+    budget: options.Budget = 0,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: options.Kernels = "auto",
+) -> None:
+    """Chat with a model. Green tokens were guessed by the draft and confirmed by the target.
+
+    Lines that start with a slash are commands: /reset forgets the conversation, /quit ends it.
+    """
+    from slipstream.engine.llm import LLM
+    from slipstream.engine.loading import LoadOptions
+    from slipstream.speculation.sampling import SamplingParams
+
+    console = Console()
+    if model == "embedded":
+        options.fetch_embedded(console)
+    tree = options.tree_shape(depth, width, budget)
+    llm = LLM(LoadOptions(model, draft, tree, device, dtype, options.kernel_choice(kernels)))
+    for line in llm.summary:
+        console.print(Text(line, style="dim"))
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = console.input("[bold cyan]you>[/bold cyan] ").strip()
+        except EOFError:
+            break
+        if line in ("/quit", "/exit"):
+            break
+        if line == "/reset":
+            messages.clear()
+        elif line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _answer(console, llm, messages, params)})
+
+
+def _answer(console: Console, llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams") -> str:
+    """Stream one answer, then a line of statistics; Ctrl-C ends the answer, not the chat."""
+    started = time.perf_counter()
+    pieces: list[str] = []
+    stats: AcceptanceStats | None = None
+    try:
+        for emission in llm.stream(messages, params):
+            for token in emission.tokens:
+                console.print(Text(token.text, style=DRAFTED_STYLE if token.draft_position else ""), end="")
+            console.print(Text(emission.tail), end="")
+            pieces.append(emission.text)
+            stats = emission.stats
+    except KeyboardInterrupt:
+        console.print(Text(" (stopped)", style="dim"), end="")
+    console.print()
+    if stats is not None:
+        console.print(Text(statistics_line(stats, time.perf_counter() - started), style="dim"))
+    return "".join(pieces)
+
+
+def statistics_line(stats: "AcceptanceStats", seconds: float) -> str:
+    """Say in one line what speculation did."""
+    line = f"{stats.emitted} tokens in {seconds:.1f} s, {stats.emitted / seconds:.1f} tokens/s"
+    if stats.rates:
+        rates = " ".join(f"{rate:.0%}" for rate in stats.rates)
+        line += f"; {stats.acceptance_length:.2f} tokens a pass; accepted by position: {rates}"
+    return line

@@ -1,0 +1,87 @@
+"""`slipstream inspect`: what a checkpoint holds, without loading it."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from slipstream.checkpoint.spec import RopeSpec
+    from slipstream.checkpoint.summary import CheckpointSummary
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id, or 'embedded'.")] = "embedded",
+    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
+    target_layers: Annotated[
+        int | None, typer.Option(help="The target's number of layers, to read a draft's captured layers by.")
+    ] = None,
+) -> None:
+    """Show a checkpoint's architecture, dtype table, sizes, quantization and captured layers."""
+    from slipstream.checkpoint.reader import open_checkpoint
+    from slipstream.checkpoint.summary import summarise
+
+    console = Console()
+    summary = summarise(open_checkpoint(path), target_layers)
+    console.print(_overview(summary))
+    console.print(_dtypes(summary))
+    if tensors:
+        console.print(_tensors(summary))
+
+
+def _overview(summary: "CheckpointSummary") -> Table:
+    table = Table(title=str(summary.path), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("kind", summary.kind)
+    table.add_row("architecture", summary.architecture)
+    table.add_row("parameters", f"{summary.num_parameters / 1e6:,.1f} M")
+    table.add_row("size", f"{_megabytes(summary.nbytes)} in {len(summary.files)} file(s)")
+    table.add_row("quantization", summary.quantization or "none")
+    if summary.captures is not None:
+        captures = summary.captures
+        table.add_row("captured layers", f"after {list(captures.layers)} blocks (file says {list(captures.raw)})")
+    if summary.spec is not None:
+        for name in _SHOWN:
+            value = getattr(summary.spec, name, None)
+            if value is not None:
+                table.add_row(name.replace("_", " "), _rope(value) if name == "rope" else str(value))
+    if summary.problem is not None:
+        table.add_row("cannot run", summary.problem)
+    return table
+
+
+def _rope(rope: "RopeSpec") -> str:
+    stretched = "" if rope.scaling == "none" else f", {rope.scaling} scaling by {rope.factor:g}"
+    return f"theta {rope.theta:g}, {rope.rotary_dim} dimensions{stretched}"
+
+
+_SHOWN = (
+    "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
+    "draft_vocab_size", "max_position", "rope", "tie_embeddings", "feedback", "residual", "feature_norm",
+)  # fmt: skip
+
+
+def _dtypes(summary: "CheckpointSummary") -> Table:
+    table = Table(title="stored types", title_justify="left")
+    table.add_column("dtype")
+    for name in ("tensors", "parameters", "size"):
+        table.add_column(name, justify="right")
+    for row in summary.dtypes:
+        table.add_row(row.dtype, str(row.num_tensors), f"{row.num_parameters:,}", _megabytes(row.nbytes))
+    return table
+
+
+def _tensors(summary: "CheckpointSummary") -> Table:
+    table = Table(title="tensors", title_justify="left")
+    for name in ("name", "dtype", "shape"):
+        table.add_column(name, overflow="fold")
+    table.add_column("size", justify="right")
+    for tensor in summary.tensors:
+        table.add_row(tensor.name, tensor.dtype, str(list(tensor.shape)), _megabytes(tensor.nbytes))
+    return table
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"

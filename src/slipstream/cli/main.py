@@ -1,0 +1,61 @@
+"""The `slipstream` command. A verb imports what it needs only when it is chosen, so that help is quick."""
+
+import logging
+import sys
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from slipstream import __version__
+from slipstream.cli.chat import chat
+from slipstream.cli.demo import demo
+from slipstream.cli.doctor import doctor
+from slipstream.cli.generate import generate
+from slipstream.cli.inspect import inspect
+from slipstream.errors import SlipstreamError
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
+app.command()(chat)
+app.command()(demo)
+app.command()(doctor)
+app.command()(generate)
+app.command()(inspect)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def slipstream(
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what is chosen and why."),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    """EAGLE-3 speculative decoding, end to end: the same text, sooner.
+
+    Start with [bold]slipstream demo[/bold]: it answers a few prompts with and without a draft, side by side.
+    """
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_time=False)],
+    )
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's ends in a sentence, not a traceback."""
+    try:
+        app()
+    except SlipstreamError as error:
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {_plain(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _plain(text: str) -> str:
+    """Keep rich from reading brackets in a message as markup."""
+    return text.replace("[", "\\[")

@@ -1,0 +1,66 @@
+"""Options that several verbs share, and how they become an engine with a progress bar while it loads."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.kernels import KernelChoice
+    from slipstream.speculation.tree import TreeShape
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="A folder, a .gguf file, a hub id, or 'embedded'.", show_default=True)
+]
+Draft = Annotated[
+    str,
+    typer.Option("--draft", "-d", help="A draft's folder or hub id, 'ngram', 'none', or 'auto' (the shipped one)."),
+]
+Depth = Annotated[int, typer.Option(help="Drafted tokens on the longest path.")]
+Width = Annotated[int, typer.Option(help="Nodes expanded on each level; 1 is a chain.")]
+Budget = Annotated[int, typer.Option(help="Drafted nodes to check in one pass; 0 checks every candidate.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens of the answer at most.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this share.")]
+TopK = Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any draft or none.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, or cuda[:N].")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Kernels = Annotated[str, typer.Option(help="auto, or a kernel path by name (see `slipstream doctor`).")]
+
+
+def tree_shape(depth: int, width: int, budget: int) -> "TreeShape":
+    """Return the tree the options ask for."""
+    from slipstream.speculation.tree import TreeShape
+
+    return TreeShape(depth=depth, width=width, budget=budget)
+
+
+def kernel_choice(name: str) -> "KernelChoice":
+    """Return the kernel path asked for, or say which there are."""
+    from slipstream.kernels import KERNEL_CHOICES
+
+    for choice in KERNEL_CHOICES:
+        if name == choice:
+            return choice
+    raise typer.BadParameter(f"--kernels {name}: it is {' or '.join(KERNEL_CHOICES)}.")
+
+
+def fetch_embedded(console: Console) -> "Path":
+    """Return the embedded model's folder, with a progress bar on the first run."""
+    from slipstream.checkpoint.embedded import embedded_model
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn(),
+        console=console, transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("embedded model", total=1.0)
+
+        def report(stage: str, fraction: float) -> None:
+            bar.update(task, description=stage, completed=fraction)
+
+        return embedded_model(report)

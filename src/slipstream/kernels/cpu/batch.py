@@ -1,0 +1,70 @@
+"""A pass's tensors as the library's structures: attention batches and layers of keys and values."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu.library import NativeBatch, NativeKv
+from slipstream.kernels.ops import AttentionBatch, KvLayer
+
+
+@dataclass(frozen=True)
+class DescribedBatch:
+    """The structure and the tensors it points into, which live as long as it does."""
+
+    native: NativeBatch
+    tensors: tuple[Tensor | None, ...]
+
+
+def describe_batch(batch: AttentionBatch, slots_T: Tensor | None, positions_T: Tensor | None) -> DescribedBatch:
+    """Point at a batch; tensors of another type or layout are converted first."""
+    tensors = (
+        _plain(batch.query_starts_R1, torch.int32),
+        _plain(batch.kv_lens_R, torch.int32),
+        _plain(batch.page_table_RP, torch.int32),
+        _plain(batch.kv_index_T, torch.int64),
+        _plain(batch.ancestors_T, torch.int64),
+        None if slots_T is None else _plain(slots_T, torch.int64),
+        None if positions_T is None else _plain(positions_T, torch.int64),
+    )
+    native = NativeBatch(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        batch.page_table_RP.shape[1],
+        batch.kv_lens_R.shape[0],
+        batch.kv_index_T.shape[0],
+        batch.page_size,
+    )
+    return DescribedBatch(native, tensors)
+
+
+def kv_is_plain(layer: KvLayer) -> bool:
+    """Tell whether the library can use these keys and values: float32, heads side by side."""
+    keys_SGd, values_SGd = layer.keys_SGd, layer.values_SGd
+    plain_strides = keys_SGd.stride()[1:] == (keys_SGd.shape[2], 1)
+    return (
+        keys_SGd.dtype == values_SGd.dtype == torch.float32
+        and plain_strides
+        and keys_SGd.stride() == values_SGd.stride()
+    )
+
+
+def describe_kv(layers: Sequence[KvLayer]) -> "ctypes.Array[NativeKv]":
+    """Point at the keys and values of layers that are plain; the tensors must outlive the description."""
+    return (NativeKv * len(layers))(
+        *(
+            NativeKv(
+                layer.keys_SGd.data_ptr(),
+                layer.values_SGd.data_ptr(),
+                layer.keys_SGd.stride(0),
+                layer.keys_SGd.shape[0],
+            )
+            for layer in layers
+        )
+    )
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).contiguous()

@@ -1,0 +1,209 @@
+"""The compiled library as Python sees it: its structures (mirrors of native/abi.h and native/table.h) and its calls."""
+
+import ctypes
+import weakref
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Literal
+
+from slipstream.errors import KernelError
+
+LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
+ABI = 1
+
+Isa = Literal["portable", "avx2", "avx512"]
+ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
+
+FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "q4_1": 3, "q4_0": 4, "q8_0": 5, "w8a8_int8": 6, "w4a8": 7}
+
+
+class NativeLinear(Structure):
+    """A weight: dense rows, or panels of 16 rows."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("format", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class NativeLayer(Structure):
+    """One decoder block."""
+
+    _fields_ = (
+        ("qkv", NativeLinear),
+        ("o", NativeLinear),
+        ("gate_up", NativeLinear),
+        ("down", NativeLinear),
+        ("input_norm", c_void_p),
+        ("hidden_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("eps", c_float),
+        ("qk_eps", c_float),
+        ("scale", c_float),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rotary_half", c_int32),
+        ("positions", c_int32),
+        ("window", c_int32),
+        ("normed_residual", c_int32),
+        ("intermediate", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class NativeBatch(Structure):
+    """AttentionBatch with slots and positions."""
+
+    _fields_ = (
+        ("query_starts", c_void_p),
+        ("kv_lens", c_void_p),
+        ("page_table", c_void_p),
+        ("kv_index", c_void_p),
+        ("ancestors", c_void_p),
+        ("slots", c_void_p),
+        ("positions", c_void_p),
+        ("page_table_stride", c_int64),
+        ("requests", c_int32),
+        ("tokens", c_int32),
+        ("page_size", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class NativeKv(Structure):
+    """Keys and values of one layer."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("slot_stride", c_int64), ("num_slots", c_int64))
+
+
+class NativeStack(Structure):
+    """Blocks, their keys and values, and the states to capture."""
+
+    _fields_ = (
+        ("layers", c_void_p),
+        ("kv", c_void_p),
+        ("captured", c_void_p),
+        ("captured_out", c_void_p),
+        ("num_layers", c_int32),
+        ("num_captured", c_int32),
+        ("width", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class NativeSampling(Structure):
+    """Temperature, seed and position of each row."""
+
+    _fields_ = (("temperature", c_void_p), ("seed", c_void_p), ("position", c_void_p))
+
+
+class NativeAttention(Structure):
+    """The shape of one attention call."""
+
+    _fields_ = (
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+    )
+
+
+class NativeRotation(Structure):
+    """The shape of one rotation, and its tables."""
+
+    _fields_ = (
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("stride", c_int64),
+        ("tokens", c_int64),
+        ("heads", c_int32),
+        ("head_dim", c_int32),
+        ("half", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+_RETURNS_STATUS: dict[str, tuple[object, ...]] = {
+    "slip_linear": (c_void_p, POINTER(NativeLinear), c_void_p, c_int64, c_int32, c_void_p),
+    "slip_attention": (
+        c_void_p,
+        POINTER(NativeBatch),
+        POINTER(NativeKv),
+        POINTER(NativeAttention),
+        c_void_p,
+        c_void_p,
+    ),
+    "slip_run_layers": (c_void_p, POINTER(NativeStack), POINTER(NativeBatch), c_void_p, c_void_p),
+    "slip_rms_norm": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_float),
+    "slip_silu_mul": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32),
+    "slip_rotate": (c_void_p, POINTER(NativeRotation), c_void_p, c_void_p),
+    "slip_choose": (c_void_p, c_void_p, c_int64, c_int64, POINTER(NativeSampling), c_void_p),
+    "slip_perturb": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, POINTER(NativeSampling), c_void_p),
+    "slip_write_slots": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    "slip_repack": (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    "slip_gather_rows": (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
+}
+
+_STATUS = {
+    1: "ran out of memory",
+    2: "was given an index outside its pages, slots, positions or rows",
+}
+
+
+def load_library(path: Path = LIBRARY_PATH) -> ctypes.CDLL:
+    """Load the library and declare its calls; a KernelError says why it cannot be had."""
+    if not path.exists():
+        raise KernelError(f"{path} does not exist: the CPU kernels were not built when the package was installed.")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelError(f"{path} cannot be loaded ({error}).") from error
+    library.slip_abi.restype = c_int32
+    if library.slip_abi() != ABI:
+        raise KernelError(f"{path} was built from other sources (interface {library.slip_abi()}, not {ABI}).")
+    library.slip_best_isa.restype = c_int32
+    library.slip_engine_create.argtypes = (c_int32, c_int32)
+    library.slip_engine_create.restype = c_void_p
+    library.slip_engine_destroy.argtypes = (c_void_p,)
+    library.slip_engine_destroy.restype = None
+    library.slip_panel_bytes.argtypes = (c_int32, c_int64, c_int64)
+    library.slip_panel_bytes.restype = c_int64
+    for name, arguments in _RETURNS_STATUS.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = c_int32
+    return library
+
+
+class NativeEngine:
+    """Threads, scratch memory and the kernels of one instruction set; calls are made through `library`."""
+
+    def __init__(self, threads: int, isa: Isa | None = None, path: Path = LIBRARY_PATH) -> None:
+        self.library = load_library(path)
+        best = self.library.slip_best_isa()
+        wanted = best if isa is None else ISAS.index(isa)
+        if wanted > best:
+            raise KernelError(f"This CPU cannot run the {isa} kernels; the best it can run are {ISAS[best]}.")
+        self.isa: Isa = ISAS[wanted]
+        self.threads = threads
+        self.handle: int = self.library.slip_engine_create(threads, wanted)
+        if not self.handle:
+            raise KernelError(f"The CPU kernels could not start {threads} threads.")
+        weakref.finalize(self, self.library.slip_engine_destroy, self.handle)
+
+
+def check(status: int) -> None:
+    """Raise what a call's status means."""
+    if status:
+        raise KernelError(f"A CPU kernel {_STATUS.get(status, f'failed with status {status}')}.")

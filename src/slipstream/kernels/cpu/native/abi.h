@@ -1,0 +1,86 @@
+// The plain C structures that Python fills in and the kernels read; mirrored field by field in ../library.py.
+#pragma once
+#include <cstdint>
+
+namespace slip {
+
+enum Format : int32_t { F32 = 0, BF16 = 1, F16 = 2, Q4_1 = 3, Q4_0 = 4, Q8_0 = 5, W8A8 = 6, W4A8 = 7 };
+
+enum Isa : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
+
+// A weight [n, k]. Dense formats are rows as stored; the others are panels of 16 rows (see panels.h).
+struct Linear {
+    const void* weight;
+    const float* scale;  // one per row, for W8A8 and W4A8
+    const float* bias;   // may be null
+    int32_t format;
+    int32_t n;
+    int32_t k;
+    int32_t reserved;
+};
+
+struct Layer {
+    Linear qkv, o, gate_up, down;
+    const float* input_norm;
+    const float* hidden_norm;  // set for the first block of an EAGLE-3 draft, whose input is [embedding ; hidden]
+    const float* post_norm;
+    const float* q_norm;  // null without qk-norm
+    const float* k_norm;
+    const float* cos;  // [positions, rotary_half]
+    const float* sin;
+    float eps;
+    float qk_eps;
+    float scale;
+    int32_t heads;
+    int32_t kv_heads;
+    int32_t head_dim;
+    int32_t rotary_half;
+    int32_t positions;
+    int32_t window;  // 0: none
+    int32_t normed_residual;
+    int32_t intermediate;
+    int32_t reserved;
+};
+
+// AttentionBatch, plus where each token's key goes and its rotary position.
+struct Batch {
+    const int32_t* query_starts;
+    const int32_t* kv_lens;
+    const int32_t* page_table;
+    const int64_t* kv_index;
+    const int64_t* ancestors;
+    const int64_t* slots;
+    const int64_t* positions;
+    int64_t page_table_stride;
+    int32_t requests;
+    int32_t tokens;
+    int32_t page_size;
+    int32_t reserved;
+};
+
+// The keys and values of one layer: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
+struct Kv {
+    float* keys;
+    float* values;
+    int64_t slot_stride;
+    int64_t num_slots;
+};
+
+struct Stack {
+    const Layer* layers;
+    const Kv* kv;
+    const int32_t* captured;     // how many blocks come before each captured state
+    float* const* captured_out;  // [tokens, width] each
+    int32_t num_layers;
+    int32_t num_captured;
+    int32_t width;
+    int32_t reserved;
+};
+
+struct Sampling {
+    const float* temperature;
+    const int64_t* seed;
+    const int64_t* position;
+};
+
+}  // namespace slip

@@ -1,0 +1,375 @@
+// Paged attention over trees of query tokens.
+//
+// The keys a token sees are counted in order: its r-th visible key has rank r. Scores are dot products over the head's
+// values from first to last; the softmax's sum runs over 16 lanes by rank and one tree; values are added by rank. So a
+// token's bits depend only on the keys it sees: not on pages, on what else shares the pass, nor on where in the tree
+// its ancestors are stored (a tree's node gets the bits that plain decoding gives it).
+#pragma once
+#include "abi.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace slip {
+namespace SLIP_NAMESPACE {
+
+constexpr int kBlockRows = 48;
+constexpr int kMaxRows = 256;  // of one block of queries; ../ops.py refuses larger groups of heads
+#if SLIP_ISA == 2
+constexpr int kScoreRows = 6, kValueRows = 8;
+#else
+constexpr int kScoreRows = 4, kValueRows = 3;
+#endif
+
+struct TokenView {
+    const int64_t* slots;  // of its request's keys, by index
+    const int64_t* tail;   // of its visible keys from rank `tail_start`
+    uint64_t bits;
+    int32_t index;
+    int32_t tail_start;
+    int32_t regular;  // below this rank, rank and index are the same
+    int32_t count;    // visible keys, whatever the window
+
+    int64_t slot(int rank) const { return rank < tail_start ? slots[rank] : tail[rank - tail_start]; }
+    int first_rank(int window) const {
+        const int first = window > 0 ? index - window + 1 : 0;
+        if (first <= regular) return first > 0 ? first : 0;
+        int rank = tail_start;
+        for (int key = tail_start; key < first; ++key) rank += static_cast<int>((bits >> (index - key)) & 1u);
+        return rank;
+    }
+};
+
+struct QueryBlock {
+    int32_t first;
+    int32_t tokens;
+};
+
+// What a batch means for attention, worked out once for all layers.
+struct Plan {
+    TokenView* tokens;
+    QueryBlock* blocks;
+    int num_blocks;
+    int max_rows;
+    int padded_keys;
+};
+
+struct PlanRoom {
+    int64_t keys, tokens, blocks;
+};
+
+SLIP_INLINE int block_tokens(int group) { return kBlockRows / group > 0 ? kBlockRows / group : 1; }
+
+static PlanRoom plan_room(const Batch& batch, int group) {
+    PlanRoom room{0, batch.tokens, 0};
+    for (int r = 0; r < batch.requests; ++r) {
+        const int tokens = batch.query_starts[r + 1] - batch.query_starts[r];
+        room.blocks += (tokens + block_tokens(group) - 1) / block_tokens(group);
+        room.keys += batch.kv_lens[r];
+    }
+    return room;
+}
+
+static TokenView view_token(const Batch& batch, int token, const int64_t* slots, int64_t* tail) {
+    TokenView view{slots, tail, static_cast<uint64_t>(batch.ancestors[token]), static_cast<int32_t>(batch.kv_index[token]), 0, 0, 0};
+    view.tail_start = view.index > 63 ? view.index - 63 : 0;
+    view.regular = view.count = view.tail_start;
+    for (int key = view.tail_start; key <= view.index; ++key) {
+        if (!((view.bits >> (view.index - key)) & 1u)) continue;
+        if (view.count == key) view.regular = key + 1;
+        tail[view.count++ - view.tail_start] = slots[key];
+    }
+    return view;
+}
+
+static Plan make_plan(const Batch& batch, int group, int64_t* slots, int64_t* tails, TokenView* views, QueryBlock* blocks) {
+    Plan plan{views, blocks, 0, 0, 16};
+    for (int r = 0; r < batch.requests; ++r) {
+        const int32_t* pages = batch.page_table + r * batch.page_table_stride;
+        for (int key = 0; key < batch.kv_lens[r]; ++key)
+            slots[key] = static_cast<int64_t>(pages[key / batch.page_size]) * batch.page_size + key % batch.page_size;
+        const int begin = batch.query_starts[r], end = batch.query_starts[r + 1];
+        for (int t = begin; t < end; ++t) {
+            views[t] = view_token(batch, t, slots, tails + 64 * static_cast<int64_t>(t));
+            const int padded = (views[t].count + 15) / 16 * 16;
+            if (padded > plan.padded_keys) plan.padded_keys = padded;
+        }
+        for (int t = begin; t < end; t += block_tokens(group)) {
+            const int tokens = end - t < block_tokens(group) ? end - t : block_tokens(group);
+            plan.blocks[plan.num_blocks++] = {t, tokens};
+            if (tokens * group > plan.max_rows) plan.max_rows = tokens * group;
+        }
+        slots += batch.kv_lens[r];
+    }
+    return plan;
+}
+
+struct AttentionArgs {
+    Plan plan;
+    Kv kv;
+    const float* q;  // already multiplied by the softmax scale
+    float* out;
+    int64_t q_stride, out_stride;
+    int heads, kv_heads, head_dim, window;
+    float* scores;  // rows of padded_keys floats
+    float* inverse;
+};
+
+// One kv head's rows of one block of queries; row = token * group + head within the group.
+struct Unit {
+    const AttentionArgs& args;
+    QueryBlock block;
+    int kv_head;
+    float* scores;
+    float* inverse;
+
+    int group() const { return args.heads / args.kv_heads; }
+    int rows() const { return block.tokens * group(); }
+    const TokenView& view(int token) const { return args.plan.tokens[block.first + token]; }
+    int first_rank() const {
+        int first = view(0).first_rank(args.window);
+        for (int t = 1; t < block.tokens; ++t) {
+            const int rank = view(t).first_rank(args.window);
+            first = rank < first ? rank : first;
+        }
+        return first & ~15;
+    }
+    int shared_ranks() const {  // below this rank every row sees the same keys
+        int shared = view(0).regular;
+        for (int t = 1; t < block.tokens; ++t) shared = view(t).regular < shared ? view(t).regular : shared;
+        return shared;
+    }
+    int last_rank() const {
+        int last = 0;
+        for (int t = 0; t < block.tokens; ++t) last = view(t).count > last ? view(t).count : last;
+        return last;
+    }
+    float* row_scores(int row) const { return scores + static_cast<int64_t>(row) * args.plan.padded_keys; }
+    const float* row_query(int row) const {
+        const int token = block.first + row / group(), head = kv_head * group() + row % group();
+        return args.q + token * args.q_stride + static_cast<int64_t>(head) * args.head_dim;
+    }
+    const float* values(int64_t slot) const { return args.kv.values + slot * args.kv.slot_stride + kv_head * args.head_dim; }
+    const float* keys(int64_t slot) const { return args.kv.keys + slot * args.kv.slot_stride + kv_head * args.head_dim; }
+};
+
+#if SLIP_ISA == 2
+SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
+    __m512 a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows[i] + at);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            const __m512d x = _mm512_castps_pd(b[i + j]), y = _mm512_castps_pd(b[i + j + 2]);
+            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+        }
+    for (int j = 0; j < 4; ++j) {
+        const __m512 low0 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88), high0 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xDD);
+        const __m512 low1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512 high1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xDD);
+        vstore(out + 16 * j, _mm512_shuffle_f32x4(low0, low1, 0x88));
+        vstore(out + 16 * (8 + j), _mm512_shuffle_f32x4(low0, low1, 0xDD));
+        vstore(out + 16 * (4 + j), _mm512_shuffle_f32x4(high0, high1, 0x88));
+        vstore(out + 16 * (12 + j), _mm512_shuffle_f32x4(high0, high1, 0xDD));
+    }
+}
+#else
+SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
+    for (int i = 0; i < 16; ++i)
+        for (int lane = 0; lane < 16; ++lane) out[16 * i + lane] = rows[lane][at + i];
+}
+#endif
+
+static void transpose_keys(const float* const* rows, int head_dim, float* out) {
+    int at = 0;
+    for (; at + 16 <= head_dim; at += 16) transpose16(rows, at, out + 16 * at);
+    for (; at < head_dim; ++at)
+        for (int lane = 0; lane < 16; ++lane) out[16 * at + lane] = rows[lane][at];
+}
+
+template <int R>
+static void score_rows(const Unit& unit, const int* rows, int num_rows, const float* keys, int base) {
+    int done = 0;
+    for (; done + R <= num_rows; done += R) {
+        const float* q[R];
+        V sum[R];
+        for (int r = 0; r < R; ++r) {
+            q[r] = unit.row_query(rows[done + r]);
+            sum[r] = vzero();
+        }
+        for (int i = 0; i < unit.args.head_dim; ++i) {
+            const V key = vload(keys + 16 * i);
+            for (int r = 0; r < R; ++r) sum[r] = vfma(vset(q[r][i]), key, sum[r]);
+        }
+        for (int r = 0; r < R; ++r) vstore(unit.row_scores(rows[done + r]) + base, sum[r]);
+    }
+    if constexpr (R > 1) {
+        if (done < num_rows) score_rows<R - 1>(unit, rows + done, num_rows - done, keys, base);
+    }
+}
+
+// Scores of ranks 16 begin .. 16 end.
+static void score_tiles(const Unit& unit, int begin, int end, float* transposed) {
+    const float* pointers[16];
+    int rows[kMaxRows];
+    const int group = unit.group();
+    for (int tile = begin; tile < end; ++tile) {
+        const int base = 16 * tile;
+        int num_rows = 0;
+        const TokenView* longest = nullptr;
+        for (int t = 0; t < unit.block.tokens; ++t) {
+            const TokenView& view = unit.view(t);
+            if (view.count <= base) continue;
+            if (view.regular >= (view.count < base + 16 ? view.count : base + 16)) {
+                for (int h = 0; h < group; ++h) rows[num_rows++] = t * group + h;
+                if (!longest || view.count > longest->count) longest = &view;
+                continue;
+            }
+            int own[kMaxRows];
+            for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(view.slot(base + lane < view.count ? base + lane : view.count - 1));
+            for (int h = 0; h < group; ++h) own[h] = t * group + h;
+            transpose_keys(pointers, unit.args.head_dim, transposed);
+            score_rows<kScoreRows>(unit, own, group, transposed, base);
+        }
+        if (!longest) continue;
+        for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(longest->slot(base + lane < longest->count ? base + lane : longest->count - 1));
+        transpose_keys(pointers, unit.args.head_dim, transposed);
+        score_rows<kScoreRows>(unit, rows, num_rows, transposed, base);
+    }
+}
+
+// Turn a row's scores into weights, zero from the block's first rank to the row's own; keep one over their sum.
+static void softmax_row(const Unit& unit, int row) {
+    const TokenView& view = unit.view(row / unit.group());
+    const int first = view.first_rank(unit.args.window), from = unit.first_rank(), count = view.count;
+    float* scores = unit.row_scores(row);
+    for (int rank = from; rank < first; ++rank) scores[rank] = -__builtin_inff();
+    for (int rank = count; rank < (count + 15) / 16 * 16; ++rank) scores[rank] = -__builtin_inff();
+    V largest = vset(-__builtin_inff());
+    for (int rank = from; rank < count; rank += 16) largest = vmax(largest, vload(scores + rank));
+    const V top = vset(vmax_lane(largest));
+    V sum = vzero();
+    for (int rank = from; rank < count; rank += 16) {
+        V weight = vexp(vsub(vload(scores + rank), top));
+        if (rank < first || rank + 16 > count) {
+            vstore(scores + rank, weight);
+            for (int lane = 0; lane < 16; ++lane)
+                if (rank + lane < first || rank + lane >= count) scores[rank + lane] = 0.0f;
+            weight = vload(scores + rank);
+        }
+        vstore(scores + rank, weight);
+        sum = vadd(sum, weight);
+    }
+    unit.inverse[row] = count > first ? 1.0f / vsum(sum) : 0.0f;
+}
+
+template <int R, int C>
+static void value_rows(const Unit& unit, int row, int at, int width, int from, int shared) {
+    V sum[R][C];
+    const float* weights[R];
+    for (int r = 0; r < R; ++r) {
+        weights[r] = unit.row_scores(row + r);
+        for (int c = 0; c < C; ++c) sum[r][c] = vzero();
+    }
+    auto load = [&](const float* p, int c) { return width >= 16 ? vload(p + at + 16 * c) : vload_n(p + at, width); };
+    const int64_t* slots = unit.view(0).slots;
+    for (int rank = from; rank < shared; ++rank) {
+        const float* p = unit.values(slots[rank]);
+        V value[C];
+        for (int c = 0; c < C; ++c) value[c] = load(p, c);
+        for (int r = 0; r < R; ++r) {
+            const V weight = vset(weights[r][rank]);
+            for (int c = 0; c < C; ++c) sum[r][c] = vfma(weight, value[c], sum[r][c]);
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        const int token = (row + r) / unit.group();
+        const TokenView& view = unit.view(token);
+        for (int rank = shared > from ? shared : from; rank < view.count; ++rank) {
+            const float* p = unit.values(view.slot(rank));
+            for (int c = 0; c < C; ++c) sum[r][c] = vfma(vset(weights[r][rank]), load(p, c), sum[r][c]);
+        }
+        const int head = unit.kv_head * unit.group() + (row + r) % unit.group();
+        float* out = unit.args.out + (unit.block.first + token) * unit.args.out_stride +
+                     static_cast<int64_t>(head) * unit.args.head_dim + at;
+        for (int c = 0; c < C; ++c) {
+            const V value = vmul(sum[r][c], vset(unit.inverse[row + r]));
+            if (width >= 16) vstore(out + 16 * c, value);
+            else vstore_n(out, value, width);
+        }
+    }
+}
+
+template <int R, int C>
+static void value_columns(const Unit& unit, int row, int at, int width, int from, int shared) {
+    const int rows = unit.rows();
+    for (; row + R <= rows; row += R) value_rows<R, C>(unit, row, at, width, from, shared);
+    if constexpr (R > 1) {
+        if (row < rows) value_columns<R - 1, C>(unit, row, at, width, from, shared);
+    }
+}
+
+// Values at .. at + 32 of every row's output.
+static void value_chunk(const Unit& unit, int chunk) {
+    const int from = unit.first_rank(), shared = unit.shared_ranks();
+    int at = 32 * chunk;
+    const int end = at + 32 < unit.args.head_dim ? at + 32 : unit.args.head_dim;
+    if (end - at == 32) return value_columns<kValueRows, 2>(unit, 0, at, 32, from, shared);
+    for (; at < end; at += 16) value_columns<kValueRows, 1>(unit, 0, at, end - at < 16 ? end - at : 16, from, shared);
+}
+
+struct AttentionRoom {
+    bool together;  // the team shares each unit; otherwise a member takes a unit from start to end
+    int64_t scores, inverse, transposed;  // floats
+};
+
+static AttentionRoom attention_room(int num_blocks, int max_rows, int padded_keys, int kv_heads, int head_dim, int team) {
+    const int64_t units = static_cast<int64_t>(num_blocks) * kv_heads;
+    const bool together = team > 1 && units < 4 * team;
+    const int64_t copies = together ? units : team;
+    return {together, copies * max_rows * padded_keys, copies * max_rows, static_cast<int64_t>(team) * 16 * head_dim};
+}
+
+SLIP_INLINE Unit make_unit(const AttentionArgs& args, int index, int copy) {
+    return {args, args.plan.blocks[index / args.kv_heads], index % args.kv_heads,
+            args.scores + static_cast<int64_t>(copy) * args.plan.max_rows * args.plan.padded_keys,
+            args.inverse + static_cast<int64_t>(copy) * args.plan.max_rows};
+}
+
+// Every member calls this; the caller puts a barrier after it. Uses at most 3 phases.
+static void attend(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
+    const int units = args.plan.num_blocks * args.kv_heads, chunks = (args.head_dim + 31) / 32;
+    float* transposed = transposed_room + static_cast<int64_t>(team.id) * 16 * args.head_dim;
+    if (!together) {
+        team.pieces(units, 1, [&](int index, int) {
+            const Unit unit = make_unit(args, index, team.id);
+            score_tiles(unit, unit.first_rank() / 16, (unit.last_rank() + 15) / 16, transposed);
+            for (int row = 0; row < unit.rows(); ++row) softmax_row(unit, row);
+            for (int chunk = 0; chunk < chunks; ++chunk) value_chunk(unit, chunk);
+        });
+        return;
+    }
+    constexpr int kTiles = 4;
+    const int groups = (args.plan.padded_keys / 16 + kTiles - 1) / kTiles;
+    team.pieces(units * groups, 1, [&](int index, int) {
+        const Unit unit = make_unit(args, index / groups, index / groups);
+        const int first = unit.first_rank() / 16, last = (unit.last_rank() + 15) / 16;
+        const int begin = index % groups * kTiles, end = begin + kTiles;
+        score_tiles(unit, begin > first ? begin : first, end < last ? end : last, transposed);
+    });
+    team.barrier();
+    team.pieces(units * args.plan.max_rows, 1, [&](int index, int) {
+        const Unit unit = make_unit(args, index / args.plan.max_rows, index / args.plan.max_rows);
+        if (index % args.plan.max_rows < unit.rows()) softmax_row(unit, index % args.plan.max_rows);
+    });
+    team.barrier();
+    team.pieces(units * chunks, 1, [&](int index, int) {
+        value_chunk(make_unit(args, index / chunks, index / chunks), index % chunks);
+    });
+}
+
+}  // namespace SLIP_NAMESPACE
+}  // namespace slip

@@ -1,0 +1,3 @@
+#define SLIP_ISA 2
+#define SLIP_NAMESPACE avx512
+#include "kernels.h"

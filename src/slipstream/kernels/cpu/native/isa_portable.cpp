@@ -1,0 +1,3 @@
+#define SLIP_ISA 0
+#define SLIP_NAMESPACE portable
+#include "kernels.h"

@@ -1,0 +1,227 @@
+// A stack of decoder blocks as one job: every member of the team walks through all of it, meeting at barriers.
+#pragma once
+#include "attention.h"
+#include "panels.h"
+#include "pointwise.h"
+#include "scratch.h"
+
+namespace slip {
+namespace SLIP_NAMESPACE {
+
+constexpr int kPhasesPerLayer = 12;
+
+SLIP_INLINE int piece_size(int panels, int team) {
+    const int piece = panels / (8 * team);
+    return piece < 1 ? 1 : piece > 8 ? 8 : piece;
+}
+
+// All the memory a stack needs, laid out once per call.
+struct Workspace {
+    float* normed;  // one copy, or one per member when few rows make repeating cheaper than meeting
+    char* codes;
+    float* qkv;
+    float* attended;
+    float* gate_up;
+    float* activated;
+    int64_t normed_size, codes_size;
+    AttentionArgs attention;
+    bool together;
+    float* transposed;
+    bool repeat;
+};
+
+SLIP_INLINE void copy_row(float* to, const float* from, int n) { std::memcpy(to, from, sizeof(float) * static_cast<size_t>(n)); }
+
+struct Walk {
+    const Stack& stack;
+    const Batch& batch;
+    const Workspace& room;
+    float* hidden;
+    const float* embedding;
+    Team& team;
+
+    int tokens() const { return batch.tokens; }
+    int copy() const { return room.repeat ? team.id : 0; }
+    float* normed() const { return room.normed + copy() * room.normed_size; }
+    char* codes() const { return room.codes + copy() * room.codes_size; }
+
+    // Run body(row) for the rows this member is to prepare, and meet if the rows were shared out.
+    template <class Body>
+    void each_row(Body body) {
+        if (room.repeat) {
+            for (int row = 0; row < tokens(); ++row) body(row);
+        } else {
+            for (int row = team.id; row < tokens(); row += team.size) body(row);
+            team.barrier();
+        }
+    }
+
+    Activations prepare(const Linear& w, const float* x, int64_t stride) {
+        const Activations a = activations(w, x, stride, tokens(), codes());
+        each_row([&](int row) { prepare_rows(w, a, row, row + 1); });
+        return a;
+    }
+
+    void multiply(const Linear& w, const Activations& a, const Output& out) {
+        team.pieces(num_panels(w), piece_size(num_panels(w), team.size),
+                    [&](int begin, int end) { product(w, a, tokens(), begin, end, out); });
+        team.barrier();
+    }
+
+    Activations block_input(const Layer& layer) {
+        const int width = stack.width;
+        float* x = normed();
+        const Linear& w = layer.qkv;
+        const Activations a = activations(w, x, w.k, tokens(), codes());
+        if (layer.hidden_norm) {
+            for (int row = team.id; row < tokens(); row += team.size) {
+                float* stream = hidden + static_cast<int64_t>(row) * width;
+                float* to = room.normed + static_cast<int64_t>(row) * w.k;
+                rms_norm_row(embedding + static_cast<int64_t>(row) * width, layer.input_norm, to, width, layer.eps);
+                rms_norm_row(stream, layer.hidden_norm, to + width, width, layer.eps);
+                if (layer.normed_residual) copy_row(stream, to + width, width);
+            }
+            team.barrier();
+            return prepare(w, room.normed, w.k);
+        }
+        each_row([&](int row) {
+            rms_norm_row(hidden + static_cast<int64_t>(row) * width, layer.input_norm, x + static_cast<int64_t>(row) * w.k, width, layer.eps);
+            prepare_rows(w, a, row, row + 1);
+        });
+        return a;
+    }
+
+    void rotate_and_write(const Layer& layer, const Kv& kv) {
+        const int d = layer.head_dim, heads = layer.heads + 2 * layer.kv_heads;
+        for (int item = team.id; item < tokens() * heads; item += team.size) {
+            const int row = item / heads, head = item % heads;
+            float* x = room.qkv + static_cast<int64_t>(row) * layer.qkv.n + head * d;
+            const int64_t at = batch.slots[row] * kv.slot_stride;
+            const bool query = head < layer.heads, value = head >= layer.heads + layer.kv_heads;
+            if (value) {
+                copy_row(kv.values + at + (head - layer.heads - layer.kv_heads) * d, x, d);
+                continue;
+            }
+            const float* norm = query ? layer.q_norm : layer.k_norm;
+            if (norm) rms_norm_row(x, norm, x, d, layer.qk_eps);
+            const int64_t angle = batch.positions[row] * layer.rotary_half;
+            float* to = query ? x : kv.keys + at + (head - layer.heads) * d;
+            rotate_head(x, layer.cos + angle, layer.sin + angle, to, layer.rotary_half, d);
+            if (query) scale_span(x, layer.scale, d);
+        }
+        team.barrier();
+    }
+
+    void feed_forward(const Layer& layer) {
+        const Linear& w = layer.gate_up;
+        const int width = stack.width, n = layer.intermediate;
+        float* x = normed();
+        const Activations a = activations(w, x, width, tokens(), codes());
+        each_row([&](int row) {
+            rms_norm_row(hidden + static_cast<int64_t>(row) * width, layer.post_norm, x + static_cast<int64_t>(row) * width, width, layer.eps);
+            prepare_rows(w, a, row, row + 1);
+        });
+        const Output out{room.gate_up, 2 * static_cast<int64_t>(n), false};
+        if (n % 16 == 0) {
+            const int panels = n / 16;
+            team.pieces(panels, piece_size(panels, team.size), [&](int begin, int end) {
+                product(w, a, tokens(), begin, end, out);
+                product(w, a, tokens(), panels + begin, panels + end, out);
+                for (int row = 0; row < tokens(); ++row) activate(row, n, 16 * begin, 16 * end);
+            });
+            team.barrier();
+        } else {
+            multiply(w, a, out);
+            for (int row = team.id; row < tokens(); row += team.size) activate(row, n, 0, n);
+            team.barrier();
+        }
+        multiply(layer.down, prepare(layer.down, room.activated, n), {hidden, width, true});
+    }
+
+    void activate(int row, int n, int begin, int end) {
+        const float* gate = room.gate_up + 2 * static_cast<int64_t>(n) * row;
+        silu_mul_span(gate + begin, gate + n + begin, room.activated + static_cast<int64_t>(n) * row + begin, end - begin);
+    }
+
+    void capture(int applied) {
+        for (int i = 0; i < stack.num_captured; ++i) {
+            if (stack.captured[i] != applied) continue;
+            for (int row = team.id; row < tokens(); row += team.size)
+                copy_row(stack.captured_out[i] + static_cast<int64_t>(row) * stack.width, hidden + static_cast<int64_t>(row) * stack.width, stack.width);
+        }
+    }
+
+    void run() {
+        for (int index = 0; index < stack.num_layers; ++index) {
+            const Layer& layer = stack.layers[index];
+            capture(index);  // the stream is next written after the barriers below
+            multiply(layer.qkv, block_input(layer), {room.qkv, layer.qkv.n, false});
+            rotate_and_write(layer, stack.kv[index]);
+            AttentionArgs attention = room.attention;
+            attention.kv = stack.kv[index];
+            attention.q_stride = layer.qkv.n;
+            attention.window = layer.window;
+            attend(attention, room.together, room.transposed, team);
+            team.barrier();
+            multiply(layer.o, prepare(layer.o, room.attended, layer.o.k), {hidden, stack.width, true});
+            feed_forward(layer);
+        }
+        capture(stack.num_layers);
+    }
+};
+
+static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const Batch& batch, float* hidden, const float* embedding) {
+    if (batch.tokens == 0 || stack.num_layers == 0) return;
+    const Layer& first = stack.layers[0];
+    const int tokens = batch.tokens, group = first.heads / first.kv_heads;
+    int64_t normed = 0, codes = 0, qkv = 0, wide = 0;
+    for (int i = 0; i < stack.num_layers; ++i) {
+        const Layer& layer = stack.layers[i];
+        for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
+            const int64_t need = (activation_bytes(tokens, w->k) + 63) / 64 * 64;
+            codes = need > codes ? need : codes;
+        }
+        normed = layer.qkv.k > normed ? layer.qkv.k : normed;
+        normed = stack.width > normed ? stack.width : normed;
+        qkv = layer.qkv.n > qkv ? layer.qkv.n : qkv;
+        wide = layer.intermediate > wide ? layer.intermediate : wide;
+    }
+    const PlanRoom plan_size = plan_room(batch, group);
+    const int team = pool.size();
+    Workspace room{};
+    room.repeat = team > 1 && tokens < 2 * team;
+    const int copies = room.repeat ? team : 1;
+    room.normed_size = (normed * tokens + 15) / 16 * 16;
+    room.codes_size = codes;
+    for (int pass = 0; pass < 2; ++pass) {  // measure, then lay out
+        scratch.begin(pass == 1);
+        int64_t* slots = scratch.take<int64_t>(plan_size.keys + 1);
+        int64_t* tails = scratch.take<int64_t>(64 * plan_size.tokens);
+        TokenView* views = scratch.take<TokenView>(plan_size.tokens);
+        QueryBlock* blocks = scratch.take<QueryBlock>(plan_size.blocks + 1);
+        room.normed = scratch.take<float>(copies * room.normed_size);
+        room.codes = scratch.take<char>(copies * room.codes_size);
+        room.qkv = scratch.take<float>(qkv * tokens);
+        room.attended = scratch.take<float>(static_cast<int64_t>(first.heads) * first.head_dim * tokens);
+        room.gate_up = scratch.take<float>(2 * wide * tokens);
+        room.activated = scratch.take<float>(wide * tokens);
+        int64_t longest = 0;
+        for (int r = 0; r < batch.requests; ++r) longest = batch.kv_lens[r] > longest ? batch.kv_lens[r] : longest;
+        const int rows = block_tokens(group) * group, padded = static_cast<int>((longest + 31) / 16 * 16);
+        const AttentionRoom size = attention_room(static_cast<int>(plan_size.blocks), rows, padded, first.kv_heads, first.head_dim, team);
+        room.together = size.together;
+        float* scores = scratch.take<float>(size.scores);
+        float* inverse = scratch.take<float>(size.inverse);
+        room.transposed = scratch.take<float>(size.transposed);
+        if (pass == 0) continue;
+        const Plan plan = make_plan(batch, group, slots, tails, views, blocks);
+        room.attention = {plan, {}, room.qkv, room.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
+                          first.heads, first.kv_heads, first.head_dim, 0, scores, inverse};
+    }
+    pool.run(kPhasesPerLayer * stack.num_layers, [&](Team& members) {
+        Walk{stack, batch, room, hidden, embedding, members}.run();
+    });
+}
+
+}  // namespace SLIP_NAMESPACE
+}  // namespace slip

@@ -1,0 +1,154 @@
+// The C interface: an engine (threads, scratch memory, the kernels of one instruction set) and calls on it.
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+#include "abi.h"
+#include "pool.h"
+#include "repack.h"
+#include "scratch.h"
+#include "table.h"
+
+#define SLIP_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using namespace slip;
+
+struct Engine {
+    Engine(int threads, const Table& functions) : pool(threads), table(functions) {}
+    Pool pool;
+    Scratch scratch;
+    const Table& table;
+};
+
+const Table& table_of(int isa) {
+#if defined(__x86_64__)
+    if (isa == AVX512) return avx512::table();
+    if (isa == AVX2) return avx2::table();
+#endif
+    (void)isa;
+    return portable::table();
+}
+
+// Tell whether every index a batch holds lies inside what it points into.
+bool valid(const Batch& b, const Kv& kv, bool writes, int64_t positions) {
+    if (b.tokens < 0 || b.requests < 0 || b.page_size < 1) return false;
+    if (b.requests > 0 && (b.query_starts[0] != 0 || b.query_starts[b.requests] != b.tokens)) return false;
+    if (b.requests == 0 && b.tokens > 0) return false;
+    for (int r = 0; r < b.requests; ++r) {
+        if (b.query_starts[r + 1] < b.query_starts[r] || b.kv_lens[r] < 0) return false;
+        const int64_t pages = (static_cast<int64_t>(b.kv_lens[r]) + b.page_size - 1) / b.page_size;
+        if (pages > b.page_table_stride) return false;
+        for (int64_t i = 0; i < pages; ++i) {
+            const int64_t page = b.page_table[r * b.page_table_stride + i];
+            const int64_t last = std::min<int64_t>(b.page_size, b.kv_lens[r] - i * b.page_size) - 1;
+            if (page < 0 || page * b.page_size + last >= kv.num_slots) return false;
+        }
+        for (int t = b.query_starts[r]; t < b.query_starts[r + 1]; ++t) {
+            if (b.kv_index[t] < 0 || b.kv_index[t] >= b.kv_lens[r]) return false;
+            if (writes && (b.slots[t] < 0 || b.slots[t] >= kv.num_slots)) return false;
+            if (writes && (b.positions[t] < 0 || b.positions[t] >= positions)) return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+// Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
+SLIP_EXPORT int32_t slip_abi() { return 1; }
+
+SLIP_EXPORT int32_t slip_best_isa() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+        return AVX512;
+    if (avx2) return AVX2;
+#endif
+    return PORTABLE;
+}
+
+// Null when threads or memory cannot be had.
+SLIP_EXPORT void* slip_engine_create(int32_t threads, int32_t isa) {
+    try {
+        return new Engine(threads, table_of(isa));
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+SLIP_EXPORT void slip_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); }
+
+// The calls below return 0, 1 when memory ran out, 2 when a batch points outside its pages, slots or positions.
+#define SLIP_CALL(body)                                \
+    auto& e = *static_cast<Engine*>(engine);           \
+    try {                                              \
+        body;                                          \
+        return 0;                                      \
+    } catch (const std::exception&) {                  \
+        return 1;                                      \
+    }
+
+SLIP_EXPORT int32_t slip_linear(void* engine, const Linear* w, const float* x, int64_t stride, int32_t rows, float* y) {
+    SLIP_CALL(e.table.linear(e.pool, e.scratch, *w, x, stride, rows, y))
+}
+
+SLIP_EXPORT int32_t slip_attention(void* engine, const Batch* batch, const Kv* kv, const AttentionShape* shape, const float* q, float* out) {
+    if (!valid(*batch, *kv, false, 0)) return 2;
+    SLIP_CALL(e.table.attention(e.pool, e.scratch, *batch, *kv, *shape, q, out))
+}
+
+SLIP_EXPORT int32_t slip_run_layers(void* engine, const Stack* stack, const Batch* batch, float* hidden, const float* embedding) {
+    for (int32_t i = 0; i < stack->num_layers; ++i)
+        if (!valid(*batch, stack->kv[i], true, stack->layers[i].positions)) return 2;
+    SLIP_CALL(e.table.run_layers(e.pool, e.scratch, *stack, *batch, hidden, embedding))
+}
+
+SLIP_EXPORT int32_t slip_rms_norm(void* engine, const float* x, int64_t stride, const float* weight, float* y, int64_t rows, int32_t width, float eps) {
+    SLIP_CALL(e.table.rms_norm(e.pool, x, stride, weight, y, rows, width, eps))
+}
+
+SLIP_EXPORT int32_t slip_silu_mul(void* engine, const float* x, int64_t stride, float* y, int64_t rows, int32_t width) {
+    SLIP_CALL(e.table.silu_mul(e.pool, x, stride, y, rows, width))
+}
+
+SLIP_EXPORT int32_t slip_rotate(void* engine, const Rotation* rotation, const float* x, float* y) {
+    SLIP_CALL(e.table.rotate(e.pool, *rotation, x, y))
+}
+
+SLIP_EXPORT int32_t slip_choose(void* engine, const float* logits, int64_t rows, int64_t vocab, const Sampling* sampling, int64_t* out) {
+    SLIP_CALL(e.table.choose(e.pool, e.scratch, logits, rows, vocab, *sampling, out))
+}
+
+SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling* sampling, float* out) {
+    SLIP_CALL(e.table.perturb(e.pool, logits, ids, rows, vocab, *sampling, out))
+}
+
+SLIP_EXPORT int32_t slip_write_slots(float* to, int64_t to_stride, int64_t num_slots, const float* from, int64_t from_stride, const int64_t* slots, int64_t tokens, int64_t width) {
+    for (int64_t t = 0; t < tokens; ++t)
+        if (slots[t] < 0 || slots[t] >= num_slots) return 2;
+    for (int64_t t = 0; t < tokens; ++t) std::memcpy(to + slots[t] * to_stride, from + t * from_stride, sizeof(float) * static_cast<size_t>(width));
+    return 0;
+}
+
+SLIP_EXPORT int64_t slip_panel_bytes(int32_t format, int64_t n, int64_t k) { return (n + 15) / 16 * repacked_panel_bytes(format, k); }
+
+SLIP_EXPORT int32_t slip_repack(void* engine, int32_t format, const uint8_t* rows, int64_t row_bytes, int64_t n, int64_t k, uint8_t* out) {
+    auto& e = *static_cast<Engine*>(engine);
+    const int panels = static_cast<int>((n + 15) / 16);
+    e.pool.run(1, [&](Team& team) {
+        team.pieces(panels, 8, [&](int begin, int end) { repack_panels(format, {rows, row_bytes, n, k}, begin, end, out); });
+    });
+    return 0;
+}
+
+// Rows of a repacked GGUF table as floats.
+SLIP_EXPORT int32_t slip_gather_rows(int32_t format, const uint8_t* panels, int64_t n, int64_t k, const int64_t* ids, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; ++i)
+        if (ids[i] < 0 || ids[i] >= n) return 2;
+    for (int64_t i = 0; i < count; ++i) unpack_row(format, panels, ids[i], k, out + i * k);
+    return 0;
+}

@@ -1,0 +1,372 @@
+// Products y = x W^T with a weight kept in panels of 16 rows (integer codes) or as stored rows (float32, bf16, f16).
+//
+// A panel holds, for each block of 32 columns, the codes of 16 rows side by side in groups of 4 columns, so that one
+// 64-byte vector feeds 16 outputs at once; after the codes of all blocks come the blocks' scales. Four-bit codes: byte
+// 4 r + c of chunk j (64 bytes) has column 8 j + c of row r in its low half and column 8 j + 4 + c in its high half.
+// Eight-bit codes: byte 4 r + c of chunk j is column 4 j + c of row r, plus 128. Scales: 16 half floats d, then, for
+// Q4_1, 16 half floats m. A panel takes a whole number of 64-byte lines. Rows past the last are zero.
+//
+// One output's sum runs over blocks from first to last with fused multiply-adds, integers inside a block; dense
+// outputs run over 16 lanes of columns and one tree. Neither depends on rows, threads or instruction set.
+#pragma once
+#include "abi.h"
+#include "vec.h"
+
+namespace slip {
+namespace SLIP_NAMESPACE {
+
+constexpr bool is_dense(int format) { return format <= F16; }
+constexpr bool is_per_token(int format) { return format == W8A8 || format == W4A8; }
+constexpr bool is_four_bit(int format) { return format == Q4_1 || format == Q4_0 || format == W4A8; }
+constexpr int code_bytes(int format) { return is_four_bit(format) ? 256 : 512; }
+constexpr int scale_halves(int format) { return format == Q4_1 ? 32 : is_per_token(format) ? 0 : 16; }
+SLIP_INLINE int64_t panel_bytes(int format, int64_t blocks) {
+    return (blocks * (code_bytes(format) + 2 * scale_halves(format)) + 63) / 64 * 64;
+}
+SLIP_INLINE int num_blocks(int k) { return (k + 31) / 32; }
+
+#if SLIP_ISA == 2
+
+constexpr int kTile = 8;
+constexpr int kDenseRows = 4, kDenseTile = 4;
+constexpr int code_offset(int format) { return is_four_bit(format) ? (format == Q4_1 ? 0 : 8) : 128; }
+using IV = __m512i;
+struct Weights {
+    __m512i w[8];
+};
+SLIP_INLINE IV iset(int32_t x) { return _mm512_set1_epi32(x); }
+SLIP_INLINE V ifloat(IV x) { return _mm512_cvtepi32_ps(x); }
+template <int FORMAT>
+SLIP_INLINE Weights unpack(const uint8_t* codes) {
+    Weights u;
+    if constexpr (is_four_bit(FORMAT)) {
+        const __m512i low = _mm512_set1_epi8(15);
+        for (int j = 0; j < 4; ++j) {
+            const __m512i c = _mm512_loadu_si512(codes + 64 * j);
+            u.w[2 * j] = _mm512_and_si512(c, low);
+            u.w[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(c, 4), low);
+        }
+    } else {
+        for (int j = 0; j < 8; ++j) u.w[j] = _mm512_loadu_si512(codes + 64 * j);
+    }
+    return u;
+}
+SLIP_INLINE __m512i four_codes(const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+}
+template <int FORMAT>
+SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
+    for (int j = 0; j < 8; ++j) acc = _mm512_dpbusd_epi32(acc, u.w[j], four_codes(x + 4 * j));
+    return acc;
+}
+
+#elif SLIP_ISA == 1
+
+constexpr int kTile = 4;
+constexpr int kDenseRows = 2, kDenseTile = 2;
+constexpr int code_offset(int format) { return format == Q4_0 || format == W4A8 ? 8 : 0; }
+struct IV {
+    __m256i a, b;
+};
+struct Weights {
+    const uint8_t* codes;
+};
+SLIP_INLINE IV iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+SLIP_INLINE V ifloat(IV x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+template <int FORMAT>
+SLIP_INLINE Weights unpack(const uint8_t* codes) {
+    return {codes};
+}
+SLIP_INLINE __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+SLIP_INLINE __m256i four_codes(const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm256_set1_epi32(four);
+}
+template <int FORMAT>
+SLIP_INLINE __m256i dot_half(__m256i acc, const uint8_t* codes, const int8_t* x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (is_four_bit(FORMAT)) {  // 8 pairs of at most 2 * 15 * 127 stay below 2^15
+        const __m256i low = _mm256_set1_epi8(15);
+        __m256i pairs = _mm256_setzero_si256();
+        for (int j = 0; j < 4; ++j) {
+            const __m256i c = load32(codes + 64 * j);
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(_mm256_and_si256(c, low), four_codes(x + 8 * j)));
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(c, 4), low),
+                                                                 four_codes(x + 8 * j + 4)));
+        }
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, ones));
+    } else {  // |w| times x with w's sign: a pair is at most 2 * 128 * 127, below 2^15
+        const __m256i flip = _mm256_set1_epi8(static_cast<char>(-128));
+        for (int j = 0; j < 8; ++j) {
+            const __m256i w = _mm256_xor_si256(load32(codes + 64 * j), flip);
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four_codes(x + 4 * j), w));
+            acc = _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, ones));
+        }
+        return acc;
+    }
+}
+template <int FORMAT>
+SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
+    return {dot_half<FORMAT>(acc.a, u.codes, x), dot_half<FORMAT>(acc.b, u.codes + 32, x)};
+}
+
+#else
+
+constexpr int kTile = 4;
+constexpr int kDenseRows = 2, kDenseTile = 2;
+constexpr int code_offset(int format) { return is_four_bit(format) ? (format == Q4_1 ? 0 : 8) : 128; }
+struct IV {
+    int32_t x[16];
+};
+struct Weights {
+    const uint8_t* codes;
+};
+SLIP_INLINE IV iset(int32_t x) {
+    IV r;
+    for (int i = 0; i < 16; ++i) r.x[i] = x;
+    return r;
+}
+SLIP_INLINE V ifloat(const IV& a) {
+    V r;
+    for (int i = 0; i < 16; ++i) r.x[i] = static_cast<float>(a.x[i]);
+    return r;
+}
+template <int FORMAT>
+SLIP_INLINE Weights unpack(const uint8_t* codes) {
+    return {codes};
+}
+template <int FORMAT>
+SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
+    for (int j = 0; j < (is_four_bit(FORMAT) ? 4 : 8); ++j)
+        for (int r = 0; r < 16; ++r)
+            for (int c = 0; c < 4; ++c) {
+                const int code = u.codes[64 * j + 4 * r + c];
+                if constexpr (is_four_bit(FORMAT))
+                    acc.x[r] += (code & 15) * x[8 * j + c] + (code >> 4) * x[8 * j + 4 + c];
+                else
+                    acc.x[r] += code * x[4 * j + c];
+            }
+    return acc;
+}
+
+#endif
+
+// Rows of x as a format wants them: floats, or int8 codes with a scale per block of 32 or per token.
+struct Activations {
+    const float* x;
+    int64_t stride;
+    int8_t* codes;       // [rows, 32 blocks]
+    float* scale;        // [rows, blocks] or [rows]
+    float* scaled_sum;   // scale times the sum of a block's codes, [rows, blocks]
+    int32_t* start;      // what the integer sum starts from, so that codes may be stored with an offset
+    int blocks;
+};
+
+constexpr int64_t activation_bytes(int64_t rows, int64_t k) { return rows * ((k + 31) / 32) * (32 + 12) + 256; }
+
+SLIP_INLINE Activations activations(const Linear& w, const float* x, int64_t stride, int rows, void* room) {
+    Activations a{x, stride, nullptr, nullptr, nullptr, nullptr, num_blocks(w.k)};
+    const int64_t blocks = static_cast<int64_t>(rows) * a.blocks;
+    a.scale = static_cast<float*>(room);
+    a.scaled_sum = a.scale + blocks;
+    a.start = reinterpret_cast<int32_t*>(a.scaled_sum + blocks);
+    a.codes = reinterpret_cast<int8_t*>(a.start + blocks);
+    return a;
+}
+
+SLIP_INLINE int quantize16(const float* x, int n, float scale, int8_t* codes) {
+    return vstore_codes(codes, n >= 16 ? vdiv(vload(x), vset(scale)) : vdiv(vload_n(x, n), vset(scale)));
+}
+
+template <class Scale>
+SLIP_INLINE int quantize_span(const float* x, int k, Scale scale, int8_t* codes, int padded) {
+    int sum = 0;
+    for (int i = 0; i < padded; i += 16) {
+        if (scale == 0.0f || i >= k) std::memset(codes + i, 0, 16);
+        else sum += quantize16(x + i, k - i, scale, codes + i);
+    }
+    return sum;
+}
+
+static void quantize_row(const Linear& w, const Activations& a, int row) {
+    const float* x = a.x + row * a.stride;
+    const int64_t first_block = static_cast<int64_t>(row) * a.blocks;
+    int8_t* codes = a.codes + first_block * 32;
+    const int offset = code_offset(w.format);
+    if (is_per_token(w.format)) {
+        V largest = vzero();
+        for (int i = 0; i < w.k; i += 16) largest = vmax(largest, vabs(w.k - i >= 16 ? vload(x + i) : vload_n(x + i, w.k - i)));
+        const float scale = vmax_lane(largest) / 127.0f;
+        a.scale[row] = scale;
+        a.start[row] = -offset * quantize_span(x, w.k, scale, codes, 32 * a.blocks);
+        return;
+    }
+    for (int b = 0; b < a.blocks; ++b) {
+        const float* p = x + 32 * b;
+        const float scale = vmax_lane(vmax(vabs(vload(p)), vabs(vload(p + 16)))) / 127.0f;
+        const int sum = quantize_span(p, 32, scale, codes + 32 * b, 32);
+        a.scale[first_block + b] = scale;
+        a.scaled_sum[first_block + b] = scale * static_cast<float>(sum);
+        a.start[first_block + b] = -offset * sum;
+    }
+}
+
+static void prepare_rows(const Linear& w, const Activations& a, int begin, int end) {
+    if (is_dense(w.format)) return;
+    for (int row = begin; row < end; ++row) quantize_row(w, a, row);
+}
+
+// Where results go: y[row, n], after the bias, added to what is there when `add`.
+struct Output {
+    float* y;
+    int64_t stride;
+    bool add;
+};
+
+SLIP_INLINE void emit(V sum, const Linear& w, const Output& out, int row, int n0) {
+    const int n = w.n - n0;
+    float* y = out.y + row * out.stride + n0;
+    if (n >= 16) {
+        if (w.bias) sum = vadd(sum, vload(w.bias + n0));
+        vstore(y, out.add ? vadd(vload(y), sum) : sum);
+    } else {
+        if (w.bias) sum = vadd(sum, vload_n(w.bias + n0, n));
+        vstore_n(y, out.add ? vadd(vload_n(y, n), sum) : sum, n);
+    }
+}
+
+template <int FORMAT, int M>
+static void panel_rows(const Linear& w, const Activations& a, int row, int panel, const Output& out) {
+    const int blocks = a.blocks;
+    const uint8_t* codes = static_cast<const uint8_t*>(w.weight) + panel * panel_bytes(FORMAT, blocks);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(codes + static_cast<int64_t>(blocks) * code_bytes(FORMAT));
+    const int64_t base = static_cast<int64_t>(row) * blocks;
+    if constexpr (is_per_token(FORMAT)) {
+        IV sum[M];
+        for (int m = 0; m < M; ++m) sum[m] = iset(a.start[row + m]);
+        for (int b = 0; b < blocks; ++b) {
+            const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
+            for (int m = 0; m < M; ++m)
+                sum[m] = dot<FORMAT>(sum[m], u, a.codes + (base + static_cast<int64_t>(m) * blocks + b) * 32);
+        }
+        const V scale = vload(w.scale + 16 * panel);
+        for (int m = 0; m < M; ++m)
+            emit(vmul(ifloat(sum[m]), vmul(vset(a.scale[row + m]), scale)), w, out, row + m, 16 * panel);
+    } else {
+        V sum[M];
+        for (int m = 0; m < M; ++m) sum[m] = vzero();
+        for (int b = 0; b < blocks; ++b) {
+            const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
+            const V d = vload_f16(halves + b * scale_halves(FORMAT));
+            for (int m = 0; m < M; ++m) {
+                const int64_t at = base + static_cast<int64_t>(m) * blocks + b;
+                const V whole = ifloat(dot<FORMAT>(iset(FORMAT == Q4_1 ? 0 : a.start[at]), u, a.codes + at * 32));
+                sum[m] = vfma(whole, vmul(d, vset(a.scale[at])), sum[m]);
+                if constexpr (FORMAT == Q4_1)
+                    sum[m] = vfma(vload_f16(halves + b * scale_halves(FORMAT) + 16), vset(a.scaled_sum[at]), sum[m]);
+            }
+        }
+        for (int m = 0; m < M; ++m) emit(sum[m], w, out, row + m, 16 * panel);
+    }
+}
+
+template <int FORMAT, int M>
+static void panel_tiles(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
+    int row = 0;
+    for (; row + M <= rows; row += M)
+        for (int panel = begin; panel < end; ++panel) panel_rows<FORMAT, M>(w, a, row, panel, out);
+    if constexpr (M > 1) {
+        if (row < rows) {
+            Activations rest = a;
+            const int64_t done = static_cast<int64_t>(row) * a.blocks;
+            rest.codes += done * 32;
+            rest.scale += is_per_token(FORMAT) ? row : done;
+            rest.scaled_sum += done;
+            rest.start += is_per_token(FORMAT) ? row : done;
+            panel_tiles<FORMAT, M - 1>(w, rest, rows - row, begin, end, {out.y + row * out.stride, out.stride, out.add});
+        }
+    }
+}
+
+template <int FORMAT>
+SLIP_INLINE V load_weights(const void* p, int64_t at) {
+    if constexpr (FORMAT == F32) return vload(static_cast<const float*>(p) + at);
+    else if constexpr (FORMAT == BF16) return vload_bf16(static_cast<const uint16_t*>(p) + at);
+    else return vload_f16(static_cast<const uint16_t*>(p) + at);
+}
+
+template <int FORMAT>
+SLIP_INLINE V load_weights_n(const void* p, int64_t at, int n) {
+    if constexpr (FORMAT == F32) {
+        return vload_n(static_cast<const float*>(p) + at, n);
+    } else {
+        uint16_t t[16] = {0};
+        std::memcpy(t, static_cast<const uint16_t*>(p) + at, sizeof(uint16_t) * static_cast<size_t>(n));
+        return load_weights<FORMAT>(t, 0);
+    }
+}
+
+template <int FORMAT, int N, int M>
+SLIP_INLINE void dense_tile(const Linear& w, const Activations& a, int row, int n0, const Output& out) {
+    V sum[N][M];
+    for (int n = 0; n < N; ++n)
+        for (int m = 0; m < M; ++m) sum[n][m] = vzero();
+    const int whole = w.k & ~15;
+    const float* x = a.x + row * a.stride;
+    for (int k = 0; k < whole; k += 16) {
+        V weights[N];
+        for (int n = 0; n < N; ++n) weights[n] = load_weights<FORMAT>(w.weight, static_cast<int64_t>(n0 + n) * w.k + k);
+        for (int m = 0; m < M; ++m) {
+            const V values = vload(x + m * a.stride + k);
+            for (int n = 0; n < N; ++n) sum[n][m] = vfma(weights[n], values, sum[n][m]);
+        }
+    }
+    if (whole < w.k)
+        for (int n = 0; n < N; ++n) {
+            const V weights = load_weights_n<FORMAT>(w.weight, static_cast<int64_t>(n0 + n) * w.k + whole, w.k - whole);
+            for (int m = 0; m < M; ++m)
+                sum[n][m] = vfma(weights, vload_n(x + m * a.stride + whole, w.k - whole), sum[n][m]);
+        }
+    for (int n = 0; n < N; ++n)
+        for (int m = 0; m < M; ++m) {
+            float* y = out.y + (row + m) * out.stride + n0 + n;
+            float value = vsum(sum[n][m]);
+            if (w.bias) value += w.bias[n0 + n];
+            *y = out.add ? *y + value : value;
+        }
+}
+
+template <int FORMAT, int M>
+static void dense_tiles(const Linear& w, const Activations& a, int row, int rows, int begin, int end, const Output& out) {
+    for (; row + M <= rows; row += M) {
+        int n = begin;
+        for (; n + kDenseRows <= end; n += kDenseRows) dense_tile<FORMAT, kDenseRows, M>(w, a, row, n, out);
+        for (; n < end; ++n) dense_tile<FORMAT, 1, M>(w, a, row, n, out);
+    }
+    if constexpr (M > 1) {
+        if (row < rows) dense_tiles<FORMAT, M - 1>(w, a, row, rows, begin, end, out);
+    }
+}
+
+SLIP_INLINE int num_panels(const Linear& w) { return (w.n + 15) / 16; }
+
+// Compute outputs 16 begin .. 16 end of every row.
+static void product(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
+    const int last = 16 * end < w.n ? 16 * end : w.n;
+    switch (w.format) {
+        case F32: return dense_tiles<F32, kDenseTile>(w, a, 0, rows, 16 * begin, last, out);
+        case BF16: return dense_tiles<BF16, kDenseTile>(w, a, 0, rows, 16 * begin, last, out);
+        case F16: return dense_tiles<F16, kDenseTile>(w, a, 0, rows, 16 * begin, last, out);
+        case Q4_1: return panel_tiles<Q4_1, kTile>(w, a, rows, begin, end, out);
+        case Q4_0: return panel_tiles<Q4_0, kTile>(w, a, rows, begin, end, out);
+        case Q8_0: return panel_tiles<Q8_0, kTile>(w, a, rows, begin, end, out);
+        case W8A8: return panel_tiles<W8A8, kTile>(w, a, rows, begin, end, out);
+        default: return panel_tiles<W4A8, kTile>(w, a, rows, begin, end, out);
+    }
+}
+
+}  // namespace SLIP_NAMESPACE
+}  // namespace slip

@@ -1,0 +1,49 @@
+// The functions an instruction set offers; library.cpp picks a table once.
+#pragma once
+#include "abi.h"
+#include "pool.h"
+#include "scratch.h"
+
+namespace slip {
+
+struct AttentionShape {
+    int32_t heads;
+    int32_t kv_heads;
+    int32_t head_dim;
+    int32_t window;
+    float scale;
+};
+
+struct Rotation {
+    const float* cos;
+    const float* sin;
+    int64_t stride;  // floats from a token of x to the next
+    int64_t tokens;
+    int32_t heads;
+    int32_t head_dim;
+    int32_t half;
+    int32_t reserved;
+};
+
+struct Table {
+    void (*linear)(Pool&, Scratch&, const Linear&, const float* x, int64_t stride, int rows, float* y);
+    void (*attention)(Pool&, Scratch&, const Batch&, const Kv&, const AttentionShape&, const float* q, float* out);
+    void (*run_layers)(Pool&, Scratch&, const Stack&, const Batch&, float* hidden, const float* embedding);
+    void (*rms_norm)(Pool&, const float* x, int64_t stride, const float* weight, float* y, int64_t rows, int width, float eps);
+    void (*silu_mul)(Pool&, const float* x, int64_t stride, float* y, int64_t rows, int width);
+    void (*rotate)(Pool&, const Rotation&, const float* x, float* y);
+    void (*choose)(Pool&, Scratch&, const float* logits, int64_t rows, int64_t vocab, const Sampling&, int64_t* out);
+    void (*perturb)(Pool&, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling&, float* out);
+};
+
+namespace portable {
+const Table& table();
+}
+namespace avx2 {
+const Table& table();
+}
+namespace avx512 {
+const Table& table();
+}
+
+}  // namespace slip

@@ -1,0 +1,218 @@
+// Sixteen floats as one value, for each instruction set. Every operation gives the same bits on all of them: the same
+// lanes, fused multiply-adds, correctly rounded divisions and square roots, and one tree for the sum over lanes.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if SLIP_ISA > 0
+#include <immintrin.h>
+#endif
+
+namespace slip {
+namespace SLIP_NAMESPACE {
+
+#define SLIP_INLINE static inline __attribute__((always_inline))
+
+#if SLIP_ISA == 2
+
+using V = __m512;
+SLIP_INLINE __mmask16 first(int n) { return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : (1u << n) - 1u); }
+SLIP_INLINE V vzero() { return _mm512_setzero_ps(); }
+SLIP_INLINE V vset(float x) { return _mm512_set1_ps(x); }
+SLIP_INLINE V vload(const float* p) { return _mm512_loadu_ps(p); }
+SLIP_INLINE V vload_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+SLIP_INLINE void vstore(float* p, V x) { _mm512_storeu_ps(p, x); }
+SLIP_INLINE void vstore_n(float* p, V x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
+SLIP_INLINE V vadd(V a, V b) { return _mm512_add_ps(a, b); }
+SLIP_INLINE V vsub(V a, V b) { return _mm512_sub_ps(a, b); }
+SLIP_INLINE V vmul(V a, V b) { return _mm512_mul_ps(a, b); }
+SLIP_INLINE V vdiv(V a, V b) { return _mm512_div_ps(a, b); }
+SLIP_INLINE V vfma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+SLIP_INLINE V vmax(V a, V b) { return _mm512_max_ps(a, b); }
+SLIP_INLINE V vmin(V a, V b) { return _mm512_min_ps(a, b); }
+SLIP_INLINE V vabs(V a) { return _mm512_abs_ps(a); }
+SLIP_INLINE V vround(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+SLIP_INLINE V vexp2i(V n) {  // 2^n for whole n in [-126, 127]
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+SLIP_INLINE __m256 vhalf(V a) {
+    return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+}
+SLIP_INLINE V vload_bf16(const uint16_t* p) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+SLIP_INLINE V vload_f16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+SLIP_INLINE int vstore_codes(int8_t* p, V x) {  // round half to even, store int8, return their sum
+    const __m512i codes = _mm512_cvtps_epi32(x);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(codes));
+    return _mm512_reduce_add_epi32(codes);
+}
+
+#elif SLIP_ISA == 1
+
+struct V {
+    __m256 a, b;
+};
+SLIP_INLINE V vzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+SLIP_INLINE V vset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+SLIP_INLINE V vload(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+SLIP_INLINE V vload_n(const float* p, int n) {
+    alignas(32) float t[16] = {0};
+    std::memcpy(t, p, sizeof(float) * static_cast<size_t>(n < 16 ? n : 16));
+    return vload(t);
+}
+SLIP_INLINE void vstore(float* p, V x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+SLIP_INLINE void vstore_n(float* p, V x, int n) {
+    alignas(32) float t[16];
+    vstore(t, x);
+    std::memcpy(p, t, sizeof(float) * static_cast<size_t>(n < 16 ? n : 16));
+}
+SLIP_INLINE V vadd(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+SLIP_INLINE V vsub(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+SLIP_INLINE V vmul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+SLIP_INLINE V vdiv(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+SLIP_INLINE V vfma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+SLIP_INLINE V vmax(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+SLIP_INLINE V vmin(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+SLIP_INLINE V vabs(V x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+SLIP_INLINE V vround(V x) {
+    return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+            _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+SLIP_INLINE __m256 exp2i8(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+SLIP_INLINE V vexp2i(V n) { return {exp2i8(n.a), exp2i8(n.b)}; }
+SLIP_INLINE __m256 vhalf(V x) { return _mm256_add_ps(x.a, x.b); }
+SLIP_INLINE __m256 bf16x8(const uint16_t* p) {
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+SLIP_INLINE V vload_bf16(const uint16_t* p) { return {bf16x8(p), bf16x8(p + 8)}; }
+SLIP_INLINE V vload_f16(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+            _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+SLIP_INLINE int vstore_codes(int8_t* p, V x) {
+    const __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b);
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    alignas(32) int32_t t[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(t), _mm256_add_epi32(a, b));
+    return t[0] + t[1] + t[2] + t[3] + t[4] + t[5] + t[6] + t[7];
+}
+
+#else
+
+struct V {
+    float x[16];
+};
+#define SLIP_EACH(expression)                      \
+    V r;                                           \
+    for (int i = 0; i < 16; ++i) r.x[i] = (expression); \
+    return r
+SLIP_INLINE V vset(float x) { SLIP_EACH(x); }
+SLIP_INLINE V vzero() { return vset(0.0f); }
+SLIP_INLINE V vload(const float* p) { SLIP_EACH(p[i]); }
+SLIP_INLINE V vload_n(const float* p, int n) { SLIP_EACH(i < n ? p[i] : 0.0f); }
+SLIP_INLINE void vstore(float* p, const V& a) { std::memcpy(p, a.x, sizeof(a.x)); }
+SLIP_INLINE void vstore_n(float* p, const V& a, int n) {
+    std::memcpy(p, a.x, sizeof(float) * static_cast<size_t>(n < 16 ? n : 16));
+}
+SLIP_INLINE V vadd(const V& a, const V& b) { SLIP_EACH(a.x[i] + b.x[i]); }
+SLIP_INLINE V vsub(const V& a, const V& b) { SLIP_EACH(a.x[i] - b.x[i]); }
+SLIP_INLINE V vmul(const V& a, const V& b) { SLIP_EACH(a.x[i] * b.x[i]); }
+SLIP_INLINE V vdiv(const V& a, const V& b) { SLIP_EACH(a.x[i] / b.x[i]); }
+SLIP_INLINE V vfma(const V& a, const V& b, const V& c) { SLIP_EACH(__builtin_fmaf(a.x[i], b.x[i], c.x[i])); }
+SLIP_INLINE V vmax(const V& a, const V& b) { SLIP_EACH(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+SLIP_INLINE V vmin(const V& a, const V& b) { SLIP_EACH(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
+SLIP_INLINE V vabs(const V& a) { SLIP_EACH(__builtin_fabsf(a.x[i])); }
+SLIP_INLINE V vround(const V& a) { SLIP_EACH(__builtin_nearbyintf(a.x[i])); }
+SLIP_INLINE float bits_to_float(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+SLIP_INLINE V vexp2i(const V& n) { SLIP_EACH(bits_to_float(static_cast<uint32_t>(static_cast<int>(n.x[i]) + 127) << 23)); }
+SLIP_INLINE V vload_bf16(const uint16_t* p) { SLIP_EACH(bits_to_float(static_cast<uint32_t>(p[i]) << 16)); }
+SLIP_INLINE float half_to_float(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+    const uint32_t exponent = (half >> 10) & 31u, mantissa = half & 1023u;
+    if (exponent == 31u) return bits_to_float(sign | 0x7F800000u | (mantissa << 13));
+    if (exponent == 0u) {
+        const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2^-24
+        return sign ? -magnitude : magnitude;
+    }
+    return bits_to_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+}
+SLIP_INLINE V vload_f16(const uint16_t* p) { SLIP_EACH(half_to_float(p[i])); }
+SLIP_INLINE int vstore_codes(int8_t* p, const V& a) {
+    int sum = 0;
+    for (int i = 0; i < 16; ++i) {
+        p[i] = static_cast<int8_t>(__builtin_nearbyintf(a.x[i]));
+        sum += p[i];
+    }
+    return sum;
+}
+#undef SLIP_EACH
+
+#endif
+
+// The one tree: lane i with i + 8, then + 4, + 2, + 1.
+SLIP_INLINE float vsum(V a) {
+#if SLIP_ISA > 0
+    const __m256 eight = vhalf(a);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    for (int step = 8; step > 0; step /= 2)
+        for (int i = 0; i < step; ++i) a.x[i] += a.x[i + step];
+    return a.x[0];
+#endif
+}
+
+SLIP_INLINE float vmax_lane(V a) {
+#if SLIP_ISA == 2
+    return _mm512_reduce_max_ps(a);
+#elif SLIP_ISA == 1
+    const __m256 eight = _mm256_max_ps(a.a, a.b);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
+    float best = a.x[0];
+    for (int i = 1; i < 16; ++i) best = a.x[i] > best ? a.x[i] : best;
+    return best;
+#endif
+}
+
+// exp(x), within 2 units in the last place; x is held to [-87.3, 88.3].
+SLIP_INLINE V vexp(V x) {
+    x = vmin(vmax(x, vset(-87.3f)), vset(88.3f));
+    const V n = vround(vmul(x, vset(1.44269504088896341f)));
+    V r = vfma(n, vset(-0.693359375f), x);
+    r = vfma(n, vset(2.12194440e-4f), r);
+    V p = vset(1.9875691500e-4f);
+    p = vfma(p, r, vset(1.3981999507e-3f));
+    p = vfma(p, r, vset(8.3334519073e-3f));
+    p = vfma(p, r, vset(4.1665795894e-2f));
+    p = vfma(p, r, vset(1.6666665459e-1f));
+    p = vfma(p, r, vset(5.0000001201e-1f));
+    p = vfma(p, vmul(r, r), vadd(r, vset(1.0f)));
+    return vmul(p, vexp2i(n));
+}
+
+}  // namespace SLIP_NAMESPACE
+}  // namespace slip

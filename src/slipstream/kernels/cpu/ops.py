@@ -1,0 +1,292 @@
+"""The CPU backend: the kernels' contract, carried out by the compiled library; torch only holds the memory."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import KernelError
+from slipstream.kernels.cpu.batch import describe_batch, describe_kv, kv_is_plain
+from slipstream.kernels.cpu.library import (
+    FORMATS,
+    Isa,
+    NativeAttention,
+    NativeEngine,
+    NativeRotation,
+    NativeSampling,
+    check,
+)
+from slipstream.kernels.cpu.stack import StackCache
+from slipstream.kernels.cpu.weights import PANEL_FORMATS, SUFFIX, describe_dense, describe_panels, is_dense, to_panels
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
+from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.quant.packed import PackedWeight
+
+_LOG = logging.getLogger(__name__)
+
+
+class CpuOps:
+    """Kernels for inference on a CPU: every output has one order of accumulation, whatever shares the pass."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int, isa: Isa | None = None) -> None:
+        self._engine = NativeEngine(threads, isa)
+        self._library, self._handle = self._engine.library, self._engine.handle
+        self._reference = ReferenceOps(torch.device("cpu"))
+        self._stacks = StackCache()
+        self._said: set[str] = set()
+
+    @property
+    def isa(self) -> Isa:
+        """The instruction set in use."""
+        return self._engine.isa
+
+    @property
+    def promise(self) -> str:
+        """Say what holds of bits."""
+        return (
+            f"cpu kernels ({self._engine.isa}, {self._engine.threads} threads): a row's bits are the same whatever the "
+            "number of rows, requests, threads and pages"
+        )
+
+    @property
+    def row_invariant(self) -> bool:
+        """Every output has one order of accumulation, so yes."""
+        return True
+
+    def prepare(self, weight: PackedWeight) -> PackedWeight:
+        """Return the weight in the layout these kernels read; formats they do not know stay as they are."""
+        return to_panels(weight, self._engine) if weight.format in PANEL_FORMATS else weight
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """Multiply by a dense weight stored [out, in], in float32 whatever the weight's type."""
+        _refuse_gradients(x_TD, weight_ND)
+        if not is_dense(weight_ND):
+            raise KernelError(
+                f"The CPU kernels multiply by contiguous float32, bfloat16 or float16 weights; this one is "
+                f"{weight_ND.dtype} with strides {weight_ND.stride()}. Call .contiguous() when loading it."
+            )
+        bias = None if bias_N is None else _float_rows(bias_N)
+        return self._multiply(x_TD, describe_dense(weight_ND, bias), weight_ND.shape)
+
+    def packed_linear(self, x_TD: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
+        """Multiply by a weight as stored, in its format's own arithmetic."""
+        if weight.format in PANEL_FORMATS:
+            self._say_once(
+                f"A {weight.format} weight was not prepared for the CPU kernels, so each product rearranges it first; "
+                "call prepare() when loading the model."
+            )
+            weight = self.prepare(weight)
+        if not weight.format.endswith(SUFFIX):
+            self._say_once(
+                f"The CPU kernels do not know format {weight.format!r}; torch multiplies it: slower, and a row's bits "
+                "may change with the number of rows."
+            )
+            return self._reference.packed_linear(x_TD, weight, bias_N)
+        bias = None if bias_N is None else _float_rows(bias_N)
+        return self._multiply(x_TD, describe_panels(weight, bias), (weight.out_features, weight.in_features))
+
+    def packed_rows(self, weight: PackedWeight, row_ids_T: Tensor) -> Tensor:
+        """Return rows of a packed table as float32 numbers."""
+        if not weight.format.endswith(SUFFIX) or weight.format.removesuffix(SUFFIX) not in ("q4_1", "q4_0", "q8_0"):
+            return self._reference.packed_rows(weight, row_ids_T)
+        ids_T = row_ids_T.to(torch.int64).contiguous()
+        out_TD = torch.empty((*ids_T.shape, weight.in_features))
+        check(
+            self._library.slip_gather_rows(
+                FORMATS[weight.format.removesuffix(SUFFIX)],
+                weight.codes.data_ptr(),
+                weight.out_features,
+                weight.in_features,
+                ids_T.data_ptr(),
+                ids_T.numel(),
+                out_TD.data_ptr(),
+            )
+        )
+        return out_TD
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Scale each row to unit root mean square in float32, then by `weight_D`."""
+        _refuse_gradients(x_TD, weight_D)
+        rows = _float_rows(x_TD)
+        out = torch.empty(rows.shape)
+        weight = _float_rows(weight_D)
+        count, width = rows.shape
+        stride = rows.stride(0)
+        check(
+            self._library.slip_rms_norm(
+                self._handle, rows.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), count, width, eps
+            )
+        )
+        return out.view(x_TD.shape).to(x_TD.dtype)
+
+    def silu_mul(self, gate_up_TN: Tensor) -> Tensor:
+        """Return silu(first half) * second half of each row."""
+        _refuse_gradients(gate_up_TN)
+        rows = _float_rows(gate_up_TN)
+        count, width = rows.shape[0], rows.shape[1] // 2
+        out = torch.empty((count, width))
+        check(self._library.slip_silu_mul(self._handle, rows.data_ptr(), rows.stride(0), out.data_ptr(), count, width))
+        return out.view(*gate_up_TN.shape[:-1], width).to(gate_up_TN.dtype)
+
+    def rotate(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
+        """Rotate pairs (i, i + r) of each head's first 2r values; the rest passes."""
+        _refuse_gradients(x_THd)
+        heads, head_dim = x_THd.shape[-2:]
+        x = x_THd.float().flatten(0, -3)
+        if x.stride(2) != 1 or x.stride(1) != head_dim:
+            x = x.contiguous()
+        cos, sin = _float_rows(cos_Tr).contiguous(), _float_rows(sin_Tr).contiguous()
+        out = torch.empty(x.shape)
+        half = cos_Tr.shape[-1]
+        rotation = NativeRotation(cos.data_ptr(), sin.data_ptr(), x.stride(0), x.shape[0], heads, head_dim, half)
+        check(self._library.slip_rotate(self._handle, rotation, x.data_ptr(), out.data_ptr()))
+        return out.view(x_THd.shape).to(x_THd.dtype)
+
+    def write_kv(self, layer: KvLayer, keys_TGd: Tensor, values_TGd: Tensor, slots_T: Tensor) -> None:
+        """Write keys and values into their slots, in place."""
+        if not kv_is_plain(layer):
+            self._reference.write_kv(layer, keys_TGd, values_TGd, slots_T)
+            return
+        slots_T = slots_T.to(torch.int64).contiguous()
+        for cache_SGd, rows_TGd in ((layer.keys_SGd, keys_TGd), (layer.values_SGd, values_TGd)):
+            rows = _float_rows(rows_TGd.flatten(-2))
+            check(
+                self._library.slip_write_slots(
+                    cache_SGd.data_ptr(),
+                    cache_SGd.stride(0),
+                    cache_SGd.shape[0],
+                    rows.data_ptr(),
+                    rows.stride(0),
+                    slots_T.data_ptr(),
+                    rows.shape[0],
+                    rows.shape[1],
+                )
+            )
+
+    def move_kv(self, layer: KvLayer, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Copy slots to slots; indexing reads everything before anything is written."""
+        self._reference.move_kv(layer, from_slots, to_slots)
+
+    def attention(
+        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Attend over the pages of each request."""
+        if not kv_is_plain(layer):
+            self._say_once(
+                f"The CPU kernels attend over contiguous float32 keys and values, not {layer.keys_SGd.dtype}; torch "
+                "attends: slower, and bits may change with the batch."
+            )
+            q = q_THd.to(layer.keys_SGd.dtype)
+            return self._reference.attention(q, layer, batch, scale, window).to(q_THd.dtype)
+        q = q_THd.float().contiguous()
+        out = torch.empty(q.shape)
+        described = describe_batch(batch, None, None)
+        shape = NativeAttention(q.shape[1], layer.keys_SGd.shape[1], q.shape[2], window or 0, scale)
+        check(
+            self._library.slip_attention(
+                self._handle, described.native, describe_kv([layer]), shape, q.data_ptr(), out.data_ptr()
+            )
+        )
+        return out.to(q_THd.dtype)
+
+    def run_layers(
+        self,
+        layers: Sequence[Layer],
+        hidden_TD: Tensor,
+        ctx: Any,
+        captured_layers: Sequence[int],
+        embedding_TD: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Apply all blocks in one call where they and the context allow it, else one by one."""
+        stack = self._stacks.find(layers, ctx)
+        if isinstance(stack, str):
+            self._say_once(f"Blocks run one by one, which is slower: {stack}.")
+            return self._reference.run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)
+        hidden = hidden_TD.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        embedding = None if embedding_TD is None else _float_rows(embedding_TD).contiguous()
+        captured = [torch.empty_like(hidden) for _ in captured_layers]
+        described = describe_batch(ctx.batch, ctx.slots_T, ctx.positions_T)
+        native = stack.native(captured_layers, captured)
+        check(
+            self._library.slip_run_layers(
+                self._handle,
+                native,
+                described.native,
+                hidden.data_ptr(),
+                None if embedding is None else embedding.data_ptr(),
+            )
+        )
+        if hidden_TD.dtype == torch.float32:
+            return hidden, captured
+        return hidden.to(hidden_TD.dtype), [state.to(hidden_TD.dtype) for state in captured]
+
+    def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
+        """Take the argmax of perturbed logits: the reference's tokens."""
+        logits = logits_LV.float().contiguous()
+        sampling = (temperature_L.float().contiguous(), seed_L.contiguous(), position_L.contiguous())
+        out_L = torch.empty(logits.shape[0], dtype=torch.int64)
+        check(
+            self._library.slip_choose(
+                self._handle, logits.data_ptr(), *logits.shape, _sampling(sampling), out_L.data_ptr()
+            )
+        )
+        return out_L
+
+    def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling) -> Tensor:
+        """Add the noise of (seed, position, token id) to logits / T; rows at T = 0 stay as they are."""
+        logits, ids = logits_LV.float().contiguous(), token_ids_V.contiguous()
+        rows = (
+            sampling.temperature_L.float().contiguous(),
+            sampling.seed_L.contiguous(),
+            sampling.position_L.contiguous(),
+        )
+        out_LV = torch.empty(logits.shape)
+        check(
+            self._library.slip_perturb(
+                self._handle, logits.data_ptr(), ids.data_ptr(), *logits.shape, _sampling(rows), out_LV.data_ptr()
+            )
+        )
+        return out_LV
+
+    def _multiply(self, x_TD: Tensor, weight: Any, shape_ND: Sequence[int]) -> Tensor:
+        """`weight` is a ctypes structure, which mypy cannot pass through byref."""
+        if x_TD.shape[-1] != shape_ND[1]:
+            raise KernelError(f"A weight of {shape_ND[1]} columns cannot multiply rows of {x_TD.shape[-1]}.")
+        rows = _float_rows(x_TD)
+        y = torch.empty((rows.shape[0], shape_ND[0]))
+        check(
+            self._library.slip_linear(
+                self._handle, weight, rows.data_ptr(), rows.stride(0), rows.shape[0], y.data_ptr()
+            )
+        )
+        y = y.view(*x_TD.shape[:-1], shape_ND[0])
+        return y if x_TD.dtype == torch.float32 else y.to(x_TD.dtype)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            _LOG.warning(sentence)
+
+
+def _float_rows(x: Tensor) -> Tensor:
+    """Return float32 rows [*, width] whose last dimension is contiguous."""
+    rows = x if x.dtype == torch.float32 else x.float()
+    if rows.dim() != 2:
+        rows = rows.reshape(-1, rows.shape[-1])
+    return rows if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] else rows.contiguous()
+
+
+def _sampling(rows: tuple[Tensor, Tensor, Tensor]) -> NativeSampling:
+    assert rows[1].dtype == rows[2].dtype == torch.int64
+    return NativeSampling(*(row.data_ptr() for row in rows))
+
+
+def _refuse_gradients(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise KernelError(
+            "The CPU kernels give no gradients: run under torch.no_grad(), or train with the reference kernels."
+        )

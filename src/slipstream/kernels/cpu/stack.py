@@ -1,0 +1,161 @@
+"""Stacks of decoder blocks as the library's structures, worked out once per model and per cache of keys and values.
+
+Modules lie a package higher than kernels, so blocks are read by the attributes they share (see `slipstream.models`).
+"""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu.batch import describe_kv, kv_is_plain
+from slipstream.kernels.cpu.library import NativeKv, NativeLayer, NativeLinear, NativeStack
+from slipstream.kernels.cpu.weights import SUFFIX, describe_dense, describe_panels, is_dense
+
+MAX_GROUP = 256
+"""Query heads that may share a key head (native/attention.h)."""
+
+
+class DescribedStack:
+    """Blocks and caches in the library's terms, holding every tensor the structures point into."""
+
+    def __init__(self, blocks: "DescribedBlocks", kv: "ctypes.Array[NativeKv]") -> None:
+        self._blocks = blocks
+        self._kv = kv
+
+    def native(self, captured_layers: Sequence[int], captured: Sequence[Tensor]) -> NativeStack:
+        """Return the structure of one call; the arrays stay referenced from it."""
+        counts = (ctypes.c_int32 * len(captured))(*captured_layers)
+        outs = (ctypes.c_void_p * len(captured))(*(state.data_ptr() for state in captured))
+        native = NativeStack(
+            ctypes.addressof(self._blocks.native),
+            ctypes.addressof(self._kv),
+            ctypes.addressof(counts),
+            ctypes.addressof(outs),
+            len(self._blocks.native),
+            len(captured),
+            self._blocks.width,
+        )
+        native.keep = (counts, outs, self._blocks, self._kv)
+        return native
+
+
+class DescribedBlocks:
+    """The blocks of one model."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._tensors: list[Tensor] = []
+        self.witness = _witness(layers)
+        self.width: int = layers[0].input_layernorm.weight.shape[0]
+        self.native = (NativeLayer * len(layers))(*(self._layer(layer) for layer in layers))
+
+    def _layer(self, layer: Any) -> NativeLayer:
+        attention, shape = layer.self_attn, layer.self_attn.shape
+        hidden_norm = getattr(layer, "hidden_norm", None)
+        rotary = layer.rotary
+        return NativeLayer(
+            self._linear(attention.qkv_proj),
+            self._linear(attention.o_proj),
+            self._linear(layer.mlp.gate_up_proj),
+            self._linear(layer.mlp.down_proj),
+            self._floats(layer.input_layernorm.weight),
+            None if hidden_norm is None else self._floats(hidden_norm.weight),
+            self._floats(layer.post_attention_layernorm.weight),
+            None if attention.q_norm is None else self._floats(attention.q_norm.weight),
+            None if attention.k_norm is None else self._floats(attention.k_norm.weight),
+            self._floats(rotary.cos_Pr),
+            self._floats(rotary.sin_Pr),
+            layer.input_layernorm.eps,
+            shape.qk_norm_eps or 0.0,
+            shape.head_dim**-0.5,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            rotary.cos_Pr.shape[1],
+            rotary.cos_Pr.shape[0],
+            shape.window or 0,
+            int(getattr(layer, "normed_residual", False)),
+            layer.mlp.down_proj.in_features,
+        )
+
+    def _linear(self, linear: Any) -> NativeLinear:
+        bias_N = None if linear.bias is None else self._keep(linear.bias.detach().float().contiguous())
+        if linear.weight is not None:
+            return describe_dense(self._keep(linear.weight.detach()), bias_N)
+        self._tensors.extend([linear.packed.codes, *linear.packed.scales.values()])
+        return describe_panels(linear.packed, bias_N)
+
+    def _floats(self, tensor: Tensor) -> int:
+        return self._keep(tensor.detach().float().contiguous()).data_ptr()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._tensors.append(tensor)
+        return tensor
+
+
+class StackCache:
+    """Descriptions already made, by the first block and by the cache; both are forgotten with their owners."""
+
+    def __init__(self) -> None:
+        self._blocks: weakref.WeakKeyDictionary[Any, DescribedBlocks] = weakref.WeakKeyDictionary()
+        self._stacks: weakref.WeakKeyDictionary[Any, tuple[DescribedBlocks, DescribedStack]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def find(self, layers: Sequence[Any], ctx: Any) -> DescribedStack | str:
+        """Return the description of these blocks over the context's cache, or why there is none."""
+        kv = getattr(ctx, "kv", None)
+        if not layers or kv is None:
+            return "the context keeps no pages"
+        blocks = self._blocks.get(layers[0])
+        if blocks is None or blocks.witness != _witness(layers):
+            reason = _unfit(layers)
+            if reason:
+                return reason
+            blocks = self._blocks[layers[0]] = DescribedBlocks(layers)
+        known = self._stacks.get(kv)
+        if known is None or known[0] is not blocks:
+            unfit = next((layer for layer in kv.layers if not kv_is_plain(layer)), None)
+            if unfit is not None or len(kv.layers) < len(layers):
+                return f"keys and values are {kv.layers[0].keys_SGd.dtype}, not contiguous float32"
+            indices = [layer.self_attn.layer_index for layer in layers]
+            described = DescribedStack(blocks, describe_kv([kv.layers[index] for index in indices]))
+            known = self._stacks[kv] = (blocks, described)
+        return known[1]
+
+
+def _witness(layers: Sequence[Any]) -> tuple[object, ...]:
+    """Return what changes when a model is repacked, moved or given other weights as a whole."""
+    first, last = layers[0], layers[-1]
+    return (
+        len(layers),
+        id(last),
+        *(
+            linear.weight.data_ptr() if linear.weight is not None else linear.packed.codes.data_ptr()
+            for linear in (first.self_attn.qkv_proj, first.mlp.down_proj, last.self_attn.o_proj)
+        ),
+        first.input_layernorm.weight.data_ptr(),
+    )
+
+
+def _unfit(layers: Sequence[Any]) -> str:
+    """Return why blocks cannot run in one call, or nothing."""
+    shapes = {(layer.self_attn.shape.num_heads, layer.self_attn.shape.head_dim) for layer in layers}
+    if len(shapes) > 1:
+        return "the blocks have heads of different shapes"
+    for index, layer in enumerate(layers):
+        shape = layer.self_attn.shape
+        if shape.num_heads > MAX_GROUP * shape.num_kv_heads:
+            return f"more than {MAX_GROUP} query heads share a key head"
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            if linear.weight is not None and not is_dense(linear.weight):
+                return f"block {index} has weights of {linear.weight.dtype} with strides {linear.weight.stride()}"
+            if linear.weight is None and not linear.packed.format.endswith(SUFFIX):
+                return f"block {index} has weights of format {linear.packed.format}, not prepared for the CPU kernels"
+        if layer.input_layernorm.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"block {index} has norms of {layer.input_layernorm.weight.dtype}"
+    return ""

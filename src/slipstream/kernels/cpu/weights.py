@@ -1,0 +1,83 @@
+"""Weights in the layout the CPU kernels read: panels of 16 rows, made once when a model is loaded."""
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import KernelError
+from slipstream.kernels.cpu.library import FORMATS, NativeEngine, NativeLinear, check
+from slipstream.quant.packed import PackedWeight
+
+SUFFIX = "/cpu"
+PANEL_FORMATS = ("q4_1", "q4_0", "q8_0", "w8a8_int8", "w4a8")
+_DENSE = {torch.float32: FORMATS["f32"], torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["f16"]}
+_GGUF_BLOCK = 32
+_MAX_INTEGER_COLUMNS = 65536
+"""Beyond this, a sum of 255 x 127 over a row could leave 32 bits."""
+
+
+def to_panels(weight: PackedWeight, engine: NativeEngine) -> PackedWeight:
+    """Return the weight as panels of 16 rows, in a format named with "/cpu"; the bytes stay as many.
+
+    The result belongs to the CPU kernels only: its `codes` are [panels, bytes of a panel], and it cannot be joined.
+    """
+    gguf = weight.format in ("q4_1", "q4_0", "q8_0")
+    if gguf and weight.in_features % _GGUF_BLOCK:
+        raise KernelError(
+            f"A {weight.format} weight has {weight.in_features} columns, not a multiple of {_GGUF_BLOCK}."
+        )
+    if not gguf and weight.in_features > _MAX_INTEGER_COLUMNS:
+        raise KernelError(f"A {weight.format} weight has {weight.in_features} columns; {_MAX_INTEGER_COLUMNS} fit.")
+    rows = weight.codes.contiguous()
+    panels = -(-weight.out_features // 16)
+    size = engine.library.slip_panel_bytes(FORMATS[weight.format], weight.out_features, weight.in_features)
+    codes = torch.empty((panels, size // max(panels, 1)), dtype=torch.uint8)
+    check(
+        engine.library.slip_repack(
+            engine.handle,
+            FORMATS[weight.format],
+            rows.data_ptr(),
+            rows.stride(0) * rows.element_size(),
+            weight.out_features,
+            weight.in_features,
+            codes.data_ptr(),
+        )
+    )
+    scales = {} if gguf else {"scale": _padded_rows(weight, panels)}
+    return PackedWeight(weight.format + SUFFIX, weight.out_features, weight.in_features, codes, scales)
+
+
+def describe_panels(weight: PackedWeight, bias_N: Tensor | None) -> NativeLinear:
+    """Point at a weight that `to_panels` made. The weight and the bias must outlive the description."""
+    scale = weight.scales.get("scale")
+    return NativeLinear(
+        weight.codes.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        None if bias_N is None else bias_N.data_ptr(),
+        FORMATS[weight.format.removesuffix(SUFFIX)],
+        weight.out_features,
+        weight.in_features,
+    )
+
+
+def is_dense(weight_ND: Tensor) -> bool:
+    """Tell whether the kernels can read this weight as it is."""
+    return weight_ND.dtype in _DENSE and weight_ND.is_contiguous()
+
+
+def describe_dense(weight_ND: Tensor, bias_N: Tensor | None) -> NativeLinear:
+    """Point at a dense weight. The weight and the bias must outlive the description."""
+    return NativeLinear(
+        weight_ND.data_ptr(),
+        None,
+        None if bias_N is None else bias_N.data_ptr(),
+        _DENSE[weight_ND.dtype],
+        weight_ND.shape[0],
+        weight_ND.shape[1],
+    )
+
+
+def _padded_rows(weight: PackedWeight, panels: int) -> Tensor:
+    scale_N = weight.scales["scale"].float().reshape(-1)
+    if scale_N.numel() == 1:
+        scale_N = scale_N.expand(weight.out_features)
+    return torch.nn.functional.pad(scale_N, (0, 16 * panels - weight.out_features)).contiguous()

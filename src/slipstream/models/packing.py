@@ -1,0 +1,102 @@
+"""Packed weights on their way from a checkpoint into a model: as a GGUF stores them, or as a quantizer wrote them."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from slipstream.checkpoint.gguf_file import GgufReader
+from slipstream.checkpoint.source import TensorSource
+from slipstream.errors import CheckpointError
+from slipstream.kernels import Ops
+from slipstream.models.layers import Linear
+from slipstream.quant.formats import int8
+from slipstream.quant.gguf_blocks import BLOCK_BYTES
+from slipstream.quant.load import QuantScheme, packed_weight, read_scheme
+from slipstream.quant.packed import PackedWeight
+
+Shape = tuple[int, ...]
+
+
+class PackedSource(Protocol):
+    """Where packed weights come from; modules go by their names in the checkpoint."""
+
+    def stored(self, module: str, shape: Shape) -> dict[str, Shape] | None:
+        """Return the tensors that make up a module's packed weight, by suffix; None if it is stored dense."""
+        ...
+
+    def read(self, module: str, shape: Shape) -> PackedWeight:
+        """Return a module's packed weight."""
+        ...
+
+
+class GgufBlocks:
+    """Weights in a GGUF's blocks, kept as stored where the kernels know the format."""
+
+    def __init__(self, reader: GgufReader) -> None:
+        self._reader = reader
+
+    def stored(self, module: str, shape: Shape) -> dict[str, Shape] | None:
+        """A block format is one tensor, whose shape a GGUF gives in weights."""
+        known = self._reader.info(f"{module}.weight").dtype.lower() in BLOCK_BYTES
+        return {"weight": shape} if known else None
+
+    def read(self, module: str, shape: Shape) -> PackedWeight:
+        """Copy the blocks out of the file."""
+        raw = self._reader.raw(f"{module}.weight")
+        codes = torch.from_numpy(raw.data.copy()).view(torch.uint8).reshape(shape[0], -1)
+        return PackedWeight(raw.quant_type.lower(), shape[0], shape[1], codes)
+
+
+class QuantizedFolder:
+    """Weights that Quark, compressed-tensors or slipstream quantized."""
+
+    def __init__(self, source: TensorSource, scheme: QuantScheme) -> None:
+        self._source = source
+        self._scheme = scheme
+
+    def stored(self, module: str, shape: Shape) -> dict[str, Shape] | None:
+        """Ask the scheme."""
+        if not self._scheme.is_quantized(module):
+            return None
+        return {suffix: form.shape for suffix, form in self._scheme.tensors_for(module, *shape).items()}
+
+    def read(self, module: str, shape: Shape) -> PackedWeight:
+        """Read and normalise."""
+        packed = packed_weight(self._source, self._scheme, module, *shape)
+        assert packed is not None, "only quantized modules are read"
+        return packed
+
+
+def packed_source(source: TensorSource, ops: Ops | None) -> PackedSource | None:
+    """Return where a checkpoint's packed weights come from, if it has any that are to be kept packed.
+
+    A GGUF's blocks are kept when there are kernels to read them, and expanded otherwise.
+    """
+    if isinstance(source, GgufReader):
+        return None if ops is None else GgufBlocks(source)
+    scheme = read_scheme(source.config, source.names(), source.folder)
+    return None if scheme is None else QuantizedFolder(source, scheme)
+
+
+def checkpoint_modules(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the checkpoint's name of each module, by ours, given its tensors' names by ours."""
+    return {ours.rpartition(".")[0]: theirs.rpartition(".")[0] for ours, theirs in names.items()}
+
+
+def check_uniform(where: str, part: str, whole: bool) -> None:
+    """Raise unless all parts of a joined layer are packed."""
+    if not whole:
+        raise CheckpointError(
+            f"{where}: {part} belongs to layers that are joined (q, k, v, and gate, up), of which some are quantized "
+            "and some are not; quantize or exclude all of them."
+        )
+
+
+def quantize_linears(model: nn.Module, ops: Ops) -> None:
+    """Turn every dense linear layer of a model into INT8 with a scale per row, for the kernels at hand."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.weight is not None:
+            codes, scale = int8.encode(module.weight.detach(), "best")
+            module.pack(ops.prepare(PackedWeight("w8a8_int8", len(codes), module.in_features, codes, {"scale": scale})))

@@ -1,0 +1,198 @@
+"""From a quantized checkpoint to packed weights: which layers are quantized, in what form, whoever wrote them.
+
+The files decide which layers are quantized (a layer with scales is), not the exclude lists, whose names are often
+those of some engine; config.json decides how.
+"""
+
+import fnmatch
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.checkpoint.source import TensorSource
+from slipstream.errors import CheckpointError
+from slipstream.quant import compressed, quark
+from slipstream.quant.formats.fp8 import BLOCK
+from slipstream.quant.layout import FLOATS, Layout, Stored
+from slipstream.quant.packed import PackedWeight
+from slipstream.quant.quark_layout import quark_layout
+
+_log = logging.getLogger(__name__)
+# What no layer has unless it is quantized.
+_MARKS = ("weight_scale", "weight_scale_inv", "weight_packed")
+_LAST_MISLABELLED = (0, 13)
+
+
+class QuantScheme:
+    """The stored form of every quantized layer of one checkpoint; modules go by their names in the files."""
+
+    def __init__(self, layouts: Mapping[str, Layout], tensor_names: frozenset[str], source: Path) -> None:
+        self._layouts = layouts
+        self._names = tensor_names
+        self._source = source
+
+    @property
+    def modules(self) -> list[str]:
+        """The quantized modules."""
+        return sorted(self._layouts)
+
+    def is_quantized(self, module: str) -> bool:
+        """Tell whether a module's weight is stored packed."""
+        return module in self._layouts
+
+    def tensors_for(self, module: str, out_features: int, in_features: int) -> dict[str, Stored]:
+        """Return what is stored of a quantized module, by suffix; optional tensors only if the file has them."""
+        stored = self._layouts[module].tensors(out_features, in_features)
+        return {suffix: form for suffix, form in stored.items() if form.required or f"{module}.{suffix}" in self._names}
+
+    def pack(self, module: str, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> PackedWeight:
+        """Turn a module's tensors, by suffix, into its packed weight; pack orders are made one here."""
+        layout = self._layouts[module]
+        try:
+            layout.check(module, tensors, out_features, in_features)
+            return layout.pack(tensors, out_features, in_features)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._source}: {module}: {error}") from error
+
+
+def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: Path) -> QuantScheme | None:
+    """Read how a checkpoint is quantized from its config.json and the names of its tensors; None if it is not."""
+    quantization = _quantization_config(config)
+    if quantization is None:
+        return None
+    names = frozenset(tensor_names)
+    modules = sorted({name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in _MARKS})
+    method = quantization.get("quant_method")
+    readers: dict[object, Callable[[Mapping[str, Any], str, frozenset[str], Path], Layout]] = {
+        "quark": _quark_layer,
+        "compressed-tensors": _compressed_layer,
+        "fp8": _fp8_layer,
+    }
+    if method not in readers:
+        raise CheckpointError(
+            f"{source}: quantization_config has quant_method {method!r}; slipstream reads "
+            f"{', '.join(map(str, readers))}."
+        )
+    read = readers[method]
+    layouts = {module: read(quantization, module, names, source) for module in modules}
+    if not layouts:
+        _log.warning("%s: config.json speaks of %s, but no layer is quantized; reading it as it is.", source, method)
+    _note_repairs(quantization, layouts, names, source)
+    return QuantScheme(layouts, names, source)
+
+
+def packed_weight(
+    checkpoint: TensorSource, scheme: QuantScheme, module: str, out_features: int, in_features: int
+) -> PackedWeight | None:
+    """Read one module's packed weight from a checkpoint; None if its weight is stored dense."""
+    if not scheme.is_quantized(module):
+        return None
+    stored = scheme.tensors_for(module, out_features, in_features)
+    tensors = {suffix: checkpoint.tensor(f"{module}.{suffix}") for suffix in stored}
+    return scheme.pack(module, tensors, out_features, in_features)
+
+
+def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for place in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(found := place.get(key), dict):
+                return found
+    return None
+
+
+def _quark_layer(quantization: Mapping[str, Any], module: str, names: frozenset[str], source: Path) -> Layout:
+    spec = quantization.get("global_quant_config")
+    for pattern, layer_spec in (quantization.get("layer_quant_config") or {}).items():
+        if fnmatch.fnmatchcase(module, pattern) or pattern == module:
+            spec = layer_spec
+    if not isinstance(spec, dict):
+        raise CheckpointError(f"{source}: quantization_config has no global_quant_config.")
+    format, group_size = quark.layer_format(spec, str(source))
+    file_to_file = _is_file_to_file(quantization, module, names)
+    reorder = (quantization.get("export") or {}).get("pack_method", "reorder") == "reorder"
+    if format != "int4_fp8":  # the one form Quark's file-to-file pass does interleave
+        reorder = reorder and not file_to_file
+    return quark_layout(format, group_size, reorder, file_to_file=file_to_file)
+
+
+def _is_file_to_file(quantization: Mapping[str, Any], module: str, names: frozenset[str]) -> bool:
+    """Tell whether INT4 words come from Quark's file-to-file pass: it writes no zero points, all else does."""
+    numbers = re.findall(r"\d+", str(quantization.get("version", "")))[:2]
+    version = tuple(int(number) for number in numbers)
+    return f"{module}.weight_zero_point" not in names and version <= _LAST_MISLABELLED
+
+
+def _note_repairs(
+    quantization: Mapping[str, Any], layouts: Mapping[str, Layout], names: frozenset[str], source: Path
+) -> None:
+    if quantization.get("quant_method") != "quark":
+        return
+    packed = [
+        module for module, layout in layouts.items() if layout.format in ("int4_per_channel", "int4_group", "w4a8")
+    ]
+    export = quantization.get("export") or {}
+    repaired = [module for module in packed if _is_file_to_file(quantization, module, names)]
+    if repaired and export.get("pack_method", "reorder") == "reorder":
+        _log.warning(
+            "%s: %d INT4 layers come from Quark %s's file-to-file pass, which packs in order but writes pack_method "
+            "'reorder'; they are read in order.",
+            source,
+            len(repaired),
+            quantization.get("version"),
+        )
+
+
+def _compressed_layer(quantization: Mapping[str, Any], module: str, names: frozenset[str], source: Path) -> Layout:
+    groups = list((quantization.get("config_groups") or {}).values())
+    chosen = [group for group in groups if _targets(group, module)] or groups[:1]
+    if not chosen:
+        raise CheckpointError(f"{source}: quantization_config has no config_groups.")
+    return compressed.compressed_layout(*compressed.group_format(chosen[0], str(source)))
+
+
+def _targets(group: Mapping[str, Any], module: str) -> bool:
+    for target in group.get("targets") or ():
+        if target == "Linear" or target == module or module.endswith(f".{target}"):
+            return True
+        if target.startswith("re:") and re.match(target[3:], module):
+            return True
+    return False
+
+
+def _fp8_layer(quantization: Mapping[str, Any], module: str, names: frozenset[str], source: Path) -> Layout:
+    block = quantization.get("weight_block_size")
+    if block is None:
+        return quark_layout("fp8_per_tensor", None, reorder=False)
+    if list(block) != [BLOCK, BLOCK] or quantization.get("activation_scheme", "dynamic") != "dynamic":
+        raise CheckpointError(
+            f"{source}: quantization_config has weight_block_size {block} and activation_scheme "
+            f"{quantization.get('activation_scheme')!r}; slipstream runs FP8 blocks of 128 x 128 with dynamic "
+            f"activations."
+        )
+    return _FP8_BLOCKS
+
+
+def _pack_blocks(tensors: Mapping[str, Tensor], rows: int, columns: int) -> PackedWeight:
+    # By row, so that weights of any height can be joined; one float32 per 128 columns.
+    scale = tensors["weight_scale_inv"].float().repeat_interleave(BLOCK, dim=0)[:rows].contiguous()
+    return PackedWeight("fp8_block", rows, columns, tensors["weight"], {"scale": scale})
+
+
+def _refuse_store(packed: PackedWeight) -> dict[str, Tensor]:
+    raise AssertionError("FP8 blocks are read, never written")
+
+
+_FP8_BLOCKS = Layout(
+    "fp8_block",
+    lambda rows, columns: {
+        "weight": Stored((rows, columns), (torch.float8_e4m3fn,)),
+        "weight_scale_inv": Stored((-(-rows // BLOCK), -(-columns // BLOCK)), FLOATS, rows_axis=None),
+    },
+    _refuse_store,
+    _pack_blocks,
+)

@@ -1,0 +1,121 @@
+"""Which linear layers of a checkpoint are quantized: every one, less those others leave out, as patterns say."""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from slipstream.errors import ConfigError
+
+# The names checkpoints give to tables of embeddings: 2-D weights that no linear layer multiplies by.
+_EMBEDDINGS = frozenset(
+    {"embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "tok_embeddings", "word_embeddings", "embedding"}
+)
+# What others keep as it is: the draft's fusion, the head, and the routers of experts.
+_KEPT = frozenset({"fc", "lm_head", "embed_out", "gate", "router", "shared_expert_gate"})
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Layers that every engine joins into one, which must therefore share a scheme."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The linear layers of a checkpoint by module name: those to quantize and those to keep."""
+
+    quantized: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+def linear_modules(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
+    """Return the modules whose weight a linear layer multiplies by, from each tensor's shape and stored dtype."""
+    modules = []
+    for name, (shape, dtype) in shapes.items():
+        module, _, parameter = name.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        if parameter == "weight" and len(shape) == 2 and dtype in _FLOATS and leaf not in _EMBEDDINGS:
+            modules.append(module)
+    return sorted(modules)
+
+
+def select(modules: Sequence[str], exclude: Sequence[str], include: Sequence[str]) -> Selection:
+    """Choose among linear modules; patterns are names, globs or `re:` expressions, and each must match something.
+
+    Args:
+        include: also quantize these, though others leave them out (fc, lm_head, routers).
+        exclude: keep these; the last word.
+    """
+    included, excluded = _match_all(modules, include, "--include"), _match_all(modules, exclude, "--exclude")
+    quantized = [
+        module
+        for module in modules
+        if module not in excluded and (module in included or module.rpartition(".")[2] not in _KEPT)
+    ]
+    if not quantized:
+        raise ConfigError("Nothing is left to quantize: every linear layer is excluded or of a kind that is kept.")
+    chosen = set(quantized)
+    kept = [module for module in modules if module not in chosen]
+    _check_fused(quantized, kept)
+    return Selection(tuple(quantized), tuple(kept))
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Tell whether a name, glob or `re:` expression (matched from the start, as engines do) covers a module."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == module or fnmatch.fnmatchcase(module, pattern)
+
+
+def reader_patterns(selection: Selection) -> list[str]:
+    """Return an exclude list that Quark, vLLM and SGLang all understand, whatever prefix they give a layer.
+
+    Quark takes names; the engines take names equal to their own (`model.fc` for a draft's `fc`) or expressions, and
+    ask for joined layers by the joined name. So each kept layer is written as its name and as one expression.
+    """
+    quantized_leaves = {module.rpartition(".")[2] for module in selection.quantized}
+    patterns: dict[str, None] = dict.fromkeys(selection.kept)
+    for module in selection.kept:
+        parent, _, leaf = module.rpartition(".")
+        names = sorted({leaf, *(fused for fused, parts in FUSED.items() if leaf in parts)})
+        leaf_pattern = re.escape(names[0]) if len(names) == 1 else f"(?:{'|'.join(map(re.escape, names))})"
+        # A leaf that is kept everywhere needs no path, and engines rename the paths of drafts.
+        path = f"{re.escape(parent)}\\." if parent and leaf in quantized_leaves else ""
+        patterns[f"re:(?:.*\\.)?{path}{leaf_pattern}$"] = None
+    return list(patterns)
+
+
+def _match_all(modules: Iterable[str], patterns: Sequence[str], option: str) -> set[str]:
+    modules = list(modules)
+    found: set[str] = set()
+    for pattern in patterns:
+        try:
+            hits = {module for module in modules if matches(_canonical(pattern), module)}
+        except re.error as error:
+            raise ConfigError(f"{option} {pattern!r} is no valid expression: {error}.") from error
+        if not hits:
+            raise ConfigError(
+                f"{option} {pattern!r} matches no linear layer of this checkpoint; it has "
+                f"{', '.join(modules[:8])}{' and more' if len(modules) > 8 else ''}."
+            )
+        found |= hits
+    return found
+
+
+def _canonical(pattern: str) -> str:
+    """Let a user name a layer by its weight."""
+    return pattern.removesuffix(".weight") if not pattern.startswith("re:") else pattern
+
+
+def _check_fused(quantized: Sequence[str], kept: Sequence[str]) -> None:
+    left = set(kept)
+    for module in quantized:
+        parent, dot, leaf = module.rpartition(".")
+        for fused, parts in FUSED.items():
+            siblings = {f"{parent}{dot}{part}" for part in parts} if leaf in parts else set()
+            if split := siblings & left:
+                raise ConfigError(
+                    f"{module} would be quantized and {', '.join(sorted(split))} not, but every engine joins them "
+                    f"into one {fused}. Exclude all of {', '.join(parts)} there, or none."
+                )

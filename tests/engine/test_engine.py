@@ -1,0 +1,188 @@
+"""What the engine promises beside the tokens: stops, logprobs, statistics, aborts, failures, refusals."""
+
+import logging
+
+import pytest
+import torch
+
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.engine import StepError
+from slipstream.engine.output import StopMatcher
+from slipstream.engine.request import FinishReason
+from slipstream.errors import ConfigError, RequestError
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
+from tiny import VOCAB, engine_of, follower_draft, run, tiny_draft, tiny_target
+
+TARGET = tiny_target()
+GREEDY = SamplingParams(max_tokens=20)
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def push(self, ids):
+        return "".join(chr(65 + token) for token in ids)
+
+    def finish(self):
+        return ""
+
+
+def finish(engine):
+    emissions = []
+    while engine.has_work:
+        emissions += engine.step()
+        engine.check_invariants()
+    return emissions
+
+
+def test_an_answer_ends_at_a_stop_token_even_inside_an_accepted_path():
+    (plain,) = run(engine_of(TARGET), [[1, 2, 3]], [GREEDY], [0])
+    end = plain[7]
+    engine = engine_of(TARGET, follower_draft(TARGET), TreeShape(depth=5, width=2))
+    engine.add([1, 2, 3], GREEDY, 0, end_tokens=[end])
+    emissions = finish(engine)
+    tokens = [token.token_id for emission in emissions for token in emission.tokens]
+    assert tokens == plain[: plain.index(end) + 1]
+    assert emissions[-1].finish_reason is FinishReason.STOP
+
+
+def test_ignore_eos_goes_on():
+    (plain,) = run(engine_of(TARGET), [[1, 2, 3]], [GREEDY], [0])
+    engine = engine_of(TARGET)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True), 0, end_tokens=[plain[3]])
+    emissions = finish(engine)
+    assert sum(len(emission.tokens) for emission in emissions) == 20
+    assert emissions[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_a_stop_string_across_tokens_ends_the_text_before_it(draft):
+    (plain,) = run(engine_of(TARGET), [[1, 2, 3]], [GREEDY], [0])
+    text = Letters().push(plain)
+    stop = text[5:8]
+    engine = engine_of(TARGET, draft)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop=(stop, "never")), 0, detokenizer=Letters())
+    emissions = finish(engine)
+    assert "".join(emission.text for emission in emissions) == text[: text.index(stop)]
+    assert emissions[-1].finish_reason is FinishReason.STOP
+
+
+def test_text_held_back_for_a_stop_string_comes_out_at_the_end():
+    matcher = StopMatcher(["abcd", "xy"])
+    assert matcher.feed("1ab") == "1"
+    assert matcher.feed("c") == ""
+    assert matcher.feed("e") == "abce"
+    assert matcher.feed("x") == ""
+    assert matcher.finish() == "x"
+
+
+@pytest.mark.parametrize("draft", [None, "follower"])
+def test_logprobs_are_the_targets_own_and_do_not_depend_on_the_draft(draft):
+    params = SamplingParams(max_tokens=12, logprobs=3, temperature=0.7)
+    engine = engine_of(TARGET, follower_draft(TARGET) if draft else None, TreeShape(depth=3, width=2))
+    engine.add([1, 2, 3], params, 5)
+    tokens = [token for emission in finish(engine) for token in emission.tokens]
+    reference = engine_of(TARGET)
+    reference.add([1, 2, 3], params, 5)
+    expected = [token for emission in finish(reference) for token in emission.tokens]
+    for got, want in zip(tokens, expected, strict=True):
+        assert got.token_id == want.token_id == got.logprob.token_id
+        assert got.logprob.logprob == pytest.approx(want.logprob.logprob, abs=1e-4)
+        assert [t for t, _ in got.logprob.top] == [t for t, _ in want.logprob.top]
+        assert got.logprob.top[0][1] >= got.logprob.logprob
+
+
+def test_statistics_add_up():
+    engine = engine_of(TARGET, follower_draft(TARGET), TreeShape(depth=3, width=3, budget=9))
+    params = SamplingParams(max_tokens=30, temperature=0.8)
+    ids = [engine.add([i, 2, 3], params, i) for i in range(3)]
+    last = {emission.request_id: emission for emission in finish(engine)}
+    stats = engine.stats.acceptance
+    assert stats.emitted == 90 == sum(last[i].stats.emitted for i in ids)
+    assert stats.passes == sum(last[i].stats.passes for i in ids)
+    assert stats.acceptance_length == stats.emitted / stats.passes > 1.1
+    assert sum(stats.accepted) <= stats.emitted - stats.passes + 3
+    assert all(kept <= tried for kept, tried in zip(stats.accepted, stats.offered, strict=True))
+    assert stats.accepted == sorted(stats.accepted, reverse=True)
+
+
+def test_drafted_tokens_are_marked():
+    engine = engine_of(TARGET, follower_draft(TARGET), TreeShape(depth=3, width=3))
+    engine.add([1, 2, 3], SamplingParams(max_tokens=40, temperature=0.8), 0)
+    emissions = finish(engine)
+    marked = sum(token.draft_position > 0 for emission in emissions for token in emission.tokens)
+    assert marked == sum(engine.stats.acceptance.accepted) > 0
+    for emission in emissions:
+        positions = [token.draft_position for token in emission.tokens]
+        assert positions[:-1] == list(range(1, len(positions)))
+
+
+def test_abort_gives_pages_back_at_once_and_leaves_the_others_alone():
+    (expected,) = run(engine_of(TARGET), [[4, 5, 6]], [GREEDY], [0])
+    engine = engine_of(TARGET, "ngram")
+    doomed = engine.add([1, 2, 3], GREEDY, 0)
+    kept = engine.add([4, 5, 6], GREEDY, 0)
+    waiting = engine.add([7, 8, 9], GREEDY, 0)
+    assert engine.abort(waiting)
+    tokens = [t.token_id for e in engine.step() if e.request_id == kept for t in e.tokens]
+    assert engine.abort(doomed)
+    assert not engine.abort(doomed)
+    engine.check_invariants()
+    while engine.has_work:
+        tokens += [t.token_id for e in engine.step() if e.request_id == kept for t in e.tokens]
+    assert tokens == expected
+    assert engine.page_usage == 0
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_lives_on(monkeypatch):
+    engine = engine_of(TARGET, "ngram")
+    doomed = engine.add([1, 2, 3], GREEDY, 0)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(TARGET.lm_head, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
+        with pytest.raises(StepError, match="boom") as error:
+            engine.step()
+    assert error.value.request_ids == (doomed,)
+    engine.check_invariants()
+    assert not engine.has_work
+    assert engine.page_usage == 0
+    (expected,) = run(engine_of(TARGET), [[4, 5, 6]], [GREEDY], [0])
+    assert run(engine, [[4, 5, 6]], [GREEDY], [0]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [([], "empty"), (list(range(60)) * 3, "context holds 128"), ([1, VOCAB], f"token id {VOCAB}"), ([-1], "-1")],
+)
+def test_prompts_that_can_never_run_are_refused(prompt, words):
+    with pytest.raises(RequestError, match=words):
+        engine_of(TARGET).add(prompt, GREEDY, 0)
+
+
+def test_an_answer_ends_where_the_context_does():
+    engine = engine_of(TARGET, "ngram", max_context=16)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=100), 0)
+    emissions = finish(engine)
+    assert sum(len(emission.tokens) for emission in emissions) == 13
+    assert emissions[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("settings", [{"page_size": 0}, {"num_pages": 3}, {"max_requests": 0}, {"max_context": 10**6}])
+def test_impossible_settings_are_refused(settings):
+    with pytest.raises(ConfigError):
+        engine_of(TARGET, **settings)
+
+
+def test_a_draft_that_accepts_nothing_is_reported_once(caplog):
+    engine = engine_of(TARGET, tiny_draft(TARGET, seed=3), TreeShape.chain(1), max_context=256)
+    with caplog.at_level(logging.WARNING):
+        run(engine, [[i, i + 1] for i in range(8)], [SamplingParams(max_tokens=60)] * 8, [0] * 8)
+    assert engine.stats.acceptance.rates[0] < 0.03
+    assert sum("does not fit" in record.message for record in caplog.records) == 1
+
+
+def test_default_pages_hold_one_whole_context():
+    config = EngineConfig(max_context=1000, page_size=16, max_requests=1)
+    assert config.resolve_num_pages(63) * 16 >= 1063
+    assert torch.is_inference_mode_enabled() is False

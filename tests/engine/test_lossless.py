@@ -1,0 +1,188 @@
+"""Whatever is drafted, however requests arrive and pages run out, the tokens are those of plain decoding."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from oracle import OracleDrafter
+from slipstream.engine.build import build_engine
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.engine import Engine
+from slipstream.engine.runner import Runner
+from slipstream.models.context import KvCache
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
+from tiny import OPS, VOCAB, engine_of, follower_draft, tiny_draft, tiny_target
+
+TARGET = tiny_target()
+DRAFTS = {
+    "ngram": "ngram",
+    "random": tiny_draft(TARGET),
+    "nonsense": tiny_draft(TARGET, seed=9, residual="normed", feedback="post_norm", feature_norm="concat"),
+    "follower": follower_draft(TARGET),
+    "small vocabulary": tiny_draft(TARGET, seed=4, draft_vocab_size=17, feature_norm="per_layer"),
+}
+DRAFTS["small vocabulary"].token_ids_V = DRAFTS["small vocabulary"].token_ids_V * 3 + 2
+SHAPES = [
+    TreeShape.chain(1),
+    TreeShape.chain(5),
+    TreeShape(depth=3, width=3, budget=8),
+    TreeShape(depth=4, width=2),
+    TreeShape(depth=6, width=4, budget=20),
+    TreeShape(paths=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))),
+]
+
+sampling = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5]),
+    top_k=st.sampled_from([0, 5]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    presence_penalty=st.sampled_from([0.0, 0.6]),
+    frequency_penalty=st.sampled_from([0.0, 0.4]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    logit_bias=st.sampled_from([{}, {3: 2.5, 7: -4.0}]),
+    min_tokens=st.sampled_from([0, 1]),
+    stop_token_ids=st.sampled_from([(), (5, 11)]),
+)
+requests = st.lists(
+    st.tuples(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), sampling, st.integers(-(2**63), 2**63 - 1)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def plain_answer(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
+    """Decode alone, without a draft, one token a pass."""
+    return drive(engine_of(TARGET, prefix_cache=False, page_size=16), [(prompt, params, seed)], random.Random(0))[0]
+
+
+def drive(engine: Engine, work: list, order: random.Random) -> list[list[int]]:
+    """Add requests at random moments, step until all have ended, check invariants after each step."""
+    waiting = list(enumerate(work))
+    names: dict[int, int] = {}
+    answers: list[list[int]] = [[] for _ in work]
+    while waiting or engine.has_work:
+        while waiting and (not engine.has_work or order.random() < 0.4):
+            index, (prompt, params, seed) = waiting.pop(0)
+            names[engine.add(prompt, params, seed)] = index
+        for emission in engine.step():
+            answers[names[emission.request_id]] += [token.token_id for token in emission.tokens]
+        engine.check_invariants()
+    assert engine.page_usage == 0
+    return answers
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    work=requests,
+    draft=st.sampled_from(sorted(DRAFTS)),
+    shape=st.sampled_from(SHAPES),
+    page_size=st.sampled_from([1, 16, 64]),
+    max_batch_tokens=st.sampled_from([7, 64]),
+    prefix_cache=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_draft_gives_the_tokens_of_plain_decoding(
+    work, draft, shape, page_size, max_batch_tokens, prefix_cache, order
+):
+    engine = engine_of(
+        TARGET,
+        DRAFTS[draft],
+        shape,
+        page_size=page_size,
+        max_batch_tokens=max_batch_tokens,
+        prefix_cache=prefix_cache,
+    )
+    assert drive(engine, work, order) == [plain_answer(*item) for item in work]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    work=requests,
+    page_size=st.sampled_from([1, 4, 16]),
+    num_nodes=st.integers(2, 30),
+    hit_rate=st.sampled_from([0.3, 0.8, 1.0]),
+    order=st.randoms(use_true_random=False),
+)
+def test_trees_that_are_mostly_right_change_nothing_even_when_pages_run_out(
+    work, page_size, num_nodes, hit_rate, order
+):
+    expected = [plain_answer(*item) for item in work]
+    known = {
+        tuple(prompt): tuple(prompt) + tuple(answer) for (prompt, _, _), answer in zip(work, expected, strict=True)
+    }
+    oracle = OracleDrafter(list(known.values()), num_nodes, hit_rate, order.randint(0, 10**6))
+    config = EngineConfig(
+        max_context=64 + num_nodes,
+        page_size=page_size,
+        num_pages=-(-(64 + 2 * num_nodes) // page_size) + 2,
+        max_requests=4,
+        max_batch_tokens=48,
+    )
+    num_pages = config.resolve_num_pages(num_nodes - 1)
+    kv = KvCache.allocate(TARGET.kv_shape, num_pages, page_size, TARGET.embed_tokens.weight.dtype, oracle.device)
+    engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, OPS, VOCAB)
+    assert drive(engine, work, order) == expected
+
+
+def test_the_oracle_really_gets_trees_accepted():
+    prompt, params = [1, 2, 3], SamplingParams(max_tokens=40)
+    expected = plain_answer(prompt, params, 0)
+    oracle = OracleDrafter([(*prompt, *expected)], 6, 1.0, 0)
+    config = EngineConfig(max_context=128, page_size=4)
+    kv = KvCache.allocate(
+        TARGET.kv_shape, config.resolve_num_pages(5), 4, TARGET.embed_tokens.weight.dtype, oracle.device
+    )
+    engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, OPS, VOCAB)
+    assert drive(engine, [(prompt, params, 0)], random.Random(0)) == [expected]
+    assert engine.stats.acceptance.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "follower"])
+def test_requests_survive_preemption(draft):
+    work = [([i, i + 1, i + 2], SamplingParams(max_tokens=30, temperature=0.7), i) for i in range(4)]
+    engine = build_engine(
+        TARGET,
+        DRAFTS.get(draft, draft),
+        TreeShape.chain(3),
+        EngineConfig(max_context=40, page_size=4, num_pages=14, max_batch_tokens=32),
+        OPS,
+    )
+    assert drive(engine, work, random.Random(1)) == [plain_answer(*item) for item in work]
+    assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "follower"])
+def test_a_cached_prefix_is_reused_and_changes_nothing(draft):
+    engine = engine_of(TARGET, DRAFTS.get(draft, draft))
+    prompt = list(range(30))
+    work = [([*prompt, tail], SamplingParams(max_tokens=12), tail) for tail in (31, 32, 33)]
+    for item in work:
+        assert drive(engine, [item], random.Random(0)) == [plain_answer(*item)]
+    assert engine.stats.cached_tokens >= 2 * 24
+
+
+def test_a_cached_prefix_serves_the_draft_as_well_as_a_computed_one():
+    """The draft's key of a page's last slot depends on the token after the page; reuse must not get that wrong."""
+    lengths = []
+    for cached in (False, True):
+        engine = engine_of(TARGET, DRAFTS["follower"], TreeShape(depth=3, width=3), prefix_cache=cached)
+        for tail in (31, 32, 33, 34):
+            drive(engine, [([*range(28), tail], SamplingParams(max_tokens=20), 0)], random.Random(0))
+        lengths.append(engine.stats.acceptance.emitted / engine.stats.acceptance.passes)
+    assert lengths[0] == lengths[1]
+
+
+def test_a_request_may_opt_out_of_speculation():
+    engine = engine_of(TARGET, DRAFTS["follower"])
+    prompt, params = list(range(20)), SamplingParams(max_tokens=10)
+    engine.add(prompt, params, 0, speculate=False)
+    tokens = []
+    while engine.has_work:
+        tokens += [token.token_id for emission in engine.step() for token in emission.tokens]
+    assert tokens == plain_answer(prompt, params, 0)
+    assert engine.stats.acceptance.drafted == 0

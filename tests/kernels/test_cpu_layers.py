@@ -1,0 +1,194 @@
+import logging
+
+import pytest
+import torch
+from cpu_samples import packed_weight
+
+from slipstream.checkpoint.spec import DraftSpec, ModelSpec, RopeSpec
+from slipstream.errors import KernelError
+from slipstream.kernels import AttentionBatch, select
+from slipstream.kernels.cpu import library
+from slipstream.kernels.cpu.ops import CpuOps
+from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.models.context import KvCache, PagedContext
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.llama import LlamaDecoder
+
+REFERENCE = ReferenceOps(torch.device("cpu"))
+SHAPE = dict(  # noqa: C408
+    vocab_size=90,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_eps=1e-5,
+    rope=RopeSpec(10000.0, 16),
+    max_position=256,
+)
+
+
+def make_target(generator, **changes) -> LlamaDecoder:
+    model = LlamaDecoder(ModelSpec(architecture="llama", tie_embeddings=False, **{**SHAPE, **changes}))
+    return randomize(model, generator)
+
+
+def make_draft(generator, **changes) -> Eagle3Draft:
+    spec = DraftSpec(architecture="eagle3", draft_vocab_size=90, target_hidden_size=64, **{**SHAPE, **changes})
+    return randomize(Eagle3Draft(spec), generator)
+
+
+def randomize(model, generator):
+    for parameter in model.parameters():
+        scale = 1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+def pack(model, format, ops, generator):
+    """Replace the blocks' weights by packed ones, prepared for `ops`."""
+    for layer in model.layers:
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            rows = sum(linear.parts.values())
+            linear.pack(ops.prepare(packed_weight(format, rows, linear.in_features, generator)))
+
+
+def context(ops, kv, start, count, page_size):
+    index = torch.arange(start, start + count)
+    pages = -(-256 // page_size)
+    batch = AttentionBatch(
+        torch.tensor([0, count], dtype=torch.int32),
+        torch.tensor([start + count], dtype=torch.int32),
+        torch.arange(pages, dtype=torch.int32)[None],
+        index,
+        torch.full((count,), -1),
+        page_size,
+    )
+    return PagedContext(ops, index, index.clone(), batch, kv)
+
+
+def cache(model, page_size=16):
+    pages = -(-256 // page_size)
+    return KvCache.allocate(model.kv_shape, pages, page_size, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": True},
+        {"qkv_bias": True, "mlp_bias": True, "output_bias": True},
+        {"sliding_window": 7},
+        {"intermediate_size": 100},
+        {"num_kv_heads": 1, "rope": RopeSpec(10000.0, 8)},
+    ],
+)
+def test_the_blocks_in_one_call_match_the_reference(cpu_ops, generator, caplog, changes):
+    model = make_target(generator, **changes)
+    ids = torch.randint(0, 90, (37,), generator=generator)
+    got = model(ids, context(cpu_ops, cache(model), 0, 37, 16), (0, 1, 3, 1))
+    expected = model(ids, context(REFERENCE, cache(model), 0, 37, 16), (0, 1, 3, 1))
+    assert torch.allclose(got.last_TD, expected.last_TD, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(got.captured, expected.captured, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("residual", ["raw", "normed"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 20])
+def test_the_draft_in_one_call_matches_the_reference(cpu_ops, generator, caplog, residual, rows):
+    draft = make_draft(generator, num_layers=2, residual=residual, qk_norm=True)
+    hidden = torch.randn(rows, 64, generator=generator)
+    ids = torch.randint(0, 90, (rows,), generator=generator)
+    got = draft(hidden, ids, context(cpu_ops, cache(draft), 0, rows, 16))
+    expected = draft(hidden, ids, context(REFERENCE, cache(draft), 0, rows, 16))
+    assert torch.allclose(got.normed_TD, expected.normed_TD, rtol=1e-4, atol=1e-4)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "q4_1", "q8_0", "w8a8_int8", "w4a8"])
+def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, format):
+    model = make_target(generator)
+    if format == "bfloat16":
+        model.layers.to(torch.bfloat16)
+    elif format != "float32":
+        pack(model, format, fast_ops, generator)
+    ids = torch.randint(0, 90, (64,), generator=generator)
+    whole = model(ids, context(fast_ops, cache(model), 0, 64, 16), (2,))
+    for ops in (CpuOps(1), CpuOps(2)):
+        for page_size in (3, 64):
+            for chunk in (1, 2, 5, 13, 40):
+                kv = cache(model, page_size)
+                parts = []
+                for at in range(0, 64, chunk):
+                    part = ids[at : at + chunk]
+                    parts.append(model(part, context(ops, kv, at, len(part), page_size), (2,)))
+                assert torch.equal(torch.cat([part.last_TD for part in parts]), whole.last_TD)
+                assert torch.equal(torch.cat([part.captured[0] for part in parts]), whole.captured[0])
+
+
+def test_blocks_one_by_one_give_the_bits_of_one_call(fast_ops, generator, caplog):
+    model = make_target(generator)
+    ids = torch.randint(0, 90, (20,), generator=generator)
+    whole = model(ids, context(fast_ops, cache(model), 0, 20, 16))
+    ctx = context(fast_ops, cache(model), 0, 20, 16)
+    hidden = model.embed_tokens(ids, fast_ops)
+    for layer in model.layers:
+        hidden = layer(hidden, ctx)
+    assert torch.equal(hidden, whole.last_TD)
+
+
+def test_weights_replaced_after_a_pass_are_used_by_the_next(fast_ops, generator):
+    model = make_target(generator)
+    ids = torch.randint(0, 90, (4,), generator=generator)
+    before = model(ids, context(fast_ops, cache(model), 0, 4, 16)).last_TD
+    pack(model, "q4_1", fast_ops, generator)
+    after = model(ids, context(fast_ops, cache(model), 0, 4, 16)).last_TD
+    assert not torch.equal(before, after)
+
+
+def test_blocks_that_do_not_fit_run_one_by_one_and_say_so_once(fast_ops, generator, caplog):
+    model = make_target(generator)
+    ids = torch.randint(0, 90, (4,), generator=generator)
+    kv = KvCache.allocate(model.kv_shape, 16, 16, torch.bfloat16, torch.device("cpu"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            got = model(ids, context(fast_ops, kv, 0, 4, 16)).last_TD
+    assert sum("one by one" in record.message for record in caplog.records) == 1
+    expected = model(ids, context(REFERENCE, cache(model), 0, 4, 16)).last_TD
+    assert torch.allclose(got, expected, rtol=0.1, atol=0.1)
+
+
+def test_no_tokens_give_no_states(fast_ops, generator):
+    model = make_target(generator)
+    empty = model(torch.zeros(0, dtype=torch.int64), context(fast_ops, cache(model), 0, 0, 16), (1,))
+    assert empty.last_TD.shape == (0, 64)
+
+
+def test_positions_past_the_rotary_table_are_refused(fast_ops, generator):
+    model = make_target(generator)
+    ctx = context(fast_ops, cache(model), 0, 1, 16)
+    beyond = PagedContext(fast_ops, torch.tensor([256]), ctx.slots_T, ctx.batch, ctx.kv)
+    with pytest.raises(KernelError, match="outside"):
+        model(torch.tensor([1]), beyond)
+
+
+def test_auto_takes_the_cpu_kernels_and_reference_takes_torch(fast_ops):
+    device = torch.device("cpu")
+    assert select(device).name == "cpu"
+    assert select(device, "cpu").row_invariant
+    assert select(device, "reference").name == "reference"
+
+
+def test_without_the_library_auto_takes_torch_and_says_what_it_costs(monkeypatch, tmp_path, caplog):
+    missing = tmp_path / "libslipstream_cpu.so"
+    monkeypatch.setattr(library.load_library, "__defaults__", (missing,))
+    monkeypatch.setattr(library.NativeEngine.__init__, "__defaults__", (None, missing))
+    with caplog.at_level(logging.WARNING):
+        assert select(torch.device("cpu")).name == "reference"
+    assert len(caplog.records) == 1
+    assert "costs" in caplog.text
+    assert "install" in caplog.text
+    with pytest.raises(KernelError, match="does not exist"):
+        select(torch.device("cpu"), "cpu")

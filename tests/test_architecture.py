@@ -1,0 +1,62 @@
+"""The house rules a linter does not know: sizes, names, docstrings, and what may not appear in library code."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "slipstream"
+MODULES = sorted(SOURCE.rglob("*.py"))
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 60
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "base", "misc"}
+ENVIRONMENT_READERS = {"checkpoint/cache_dir.py"}
+"""Library code takes settings as arguments; only the user's cache folder is found through the environment."""
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def functions(tree: ast.Module):
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count a function's lines from its first statement after the docstring: signatures and prose are no logic."""
+    statements = function.body[1:] if ast.get_docstring(function) and len(function.body) > 1 else function.body
+    return (function.end_lineno or 0) - statements[0].lineno + 1
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_a_module_can_be_read_in_one_sitting(path):
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= MAX_MODULE_LINES, "split the module by idea"
+    assert ast.get_docstring(tree), "a module opens with one sentence on what it is for"
+    assert path.stem not in FORBIDDEN_NAMES, "name the module for what it does"
+    long = {f.name: body_lines(f) for f in functions(tree) if body_lines(f) > MAX_FUNCTION_LINES}
+    assert not long, f"functions over {MAX_FUNCTION_LINES} lines: {long}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_library_code_reads_no_environment_variables(path):
+    if relative(path) in ENVIRONMENT_READERS:
+        return
+    assert not re.search(r"os\.environ|os\.getenv|\bgetenv\(", path.read_text(encoding="utf-8"))
+
+
+def test_every_word_of_the_glossary_is_explained():
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    for word in ("target", "draft", "tree", "chain", "node", "page", "slot", "step", "emitted", "accepted"):
+        assert f"**{word}**" in glossary, word
+
+
+def test_the_readme_names_only_files_that_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\((?!http)([^)#]+)\)", readme)
+    assert linked
+    missing = [name for name in linked if not (ROOT / name).exists()]
+    assert not missing

@@ -1,0 +1,88 @@
+"""The command line: help that teaches, sentences for mistakes, and the embedded model at work."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli.main import app
+
+runner = CliRunner()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the real program, as a user would."""
+    code = "from slipstream.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("verb", ["", "chat", "demo", "doctor", "generate", "inspect"])
+def test_every_verb_explains_itself(verb):
+    result = runner.invoke(app, [verb, "--help"] if verb else ["--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_help_does_not_load_torch():
+    code = "import sys; from slipstream.cli.main import app; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "/no/such/folder"], "no such folder"),
+        (["generate", "--model", "/no/such/folder", "hello"], "no such folder"),
+        (["generate", "--width", "0", "hello"], "width"),
+        (["generate", "--temperature", "-1", "hello"], "temperature"),
+    ],
+)
+@pytest.mark.embedded
+def test_a_users_mistake_is_a_sentence_and_no_traceback(arguments, words):
+    result = command(*arguments)
+    assert result.returncode == 1
+    assert "error:" in result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_doctor_says_what_runs_here():
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "torch" in result.output
+
+
+@pytest.mark.embedded
+def test_inspect_shows_the_embedded_model():
+    result = runner.invoke(app, ["inspect"])
+    assert result.exit_code == 0
+    assert "LlamaForCausalLM" in result.output
+    assert "134.5 M" in result.output
+
+
+@pytest.mark.embedded
+def test_generate_answers_and_repeats_itself_for_a_seed():
+    arguments = ["generate", "--max-tokens", "8", "--temperature", "0.8", "--seed", "5", "Name a colour."]
+    first, second = runner.invoke(app, arguments), runner.invoke(app, [*arguments, "--draft", "ngram"])
+    assert first.exit_code == 0
+    assert first.stdout.strip()
+    assert first.stdout == second.stdout
+
+
+@pytest.mark.embedded
+def test_chat_streams_answers_and_statistics():
+    result = runner.invoke(app, ["chat", "--max-tokens", "6", "--draft", "ngram"], input="Hello\n/reset\n/quit\n")
+    assert result.exit_code == 0
+    assert "tokens/s" in result.output
+
+
+@pytest.mark.embedded
+def test_demo_proves_the_texts_equal():
+    result = runner.invoke(app, ["demo", "--prompts", "1", "--max-tokens", "8"])
+    assert result.exit_code == 0, result.output
+    assert "identical, token for token" in result.output
+    assert "speed-up" in result.output
