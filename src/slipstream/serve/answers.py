@@ -215,6 +215,7 @@ class AnswerWriter:
 def speculation_json(stats: AcceptanceStats, simulated: Sequence[float]) -> Json:
     """Return acceptance statistics as JSON."""
     return {
+        "emitted": stats.emitted,
         "drafted": stats.drafted,
         "accepted": sum(stats.accepted),
         "passes": stats.passes,
