@@ -251,6 +251,7 @@ def test_by_default_no_other_origin_may_call_and_admin_is_open_only_on_loopback(
         )
         assert "access-control-allow-origin" not in answer.headers
         assert client.post("/admin/speculation", json={}).status_code == 200
+        assert client.post("/admin/speculation", json={}, headers={"Host": "evil.example:8000"}).status_code == 403
     with Running(tiny_engine(), api_keys=("k",)) as server, server.client() as client:
         assert client.post("/admin/speculation", json={}).status_code == 403
 

@@ -6,13 +6,14 @@ import re
 import time
 import uuid
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.config import ServeConfig
+from slipstream.serve.config import LOOPBACK, ServeConfig
 from slipstream.serve.errors import HttpError
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,9 @@ class Gate:
                 raise HttpError(401, "/admin needs the admin key: send the header 'Authorization: Bearer <key>'.")
         elif not self._config.is_local or self._config.api_keys:
             raise HttpError(403, "/admin is closed: start the server with --admin-key to open it.")
+        elif urlsplit(f"//{headers.get('host', '')}").hostname not in LOOPBACK:
+            # A page of another site can point its own name at this machine; the browser then calls us by that name.
+            raise HttpError(403, "/admin answers by the names localhost, 127.0.0.1 and ::1 only, without --admin-key.")
 
     def _counted(self, receive: Receive) -> Receive:
         """Return `receive`, stopping bodies that grow past the limit without having said so."""
