@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check fix clean sanitize
+.PHONY: demo test test-browser check fix clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,6 +15,13 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2
+
+# The playground in a real browser. Installs Debian's chromium if there is none (as root, or through sudo).
+test-browser: $(VENV)/.ready
+	command -v chromium || command -v google-chrome || { SUDO=$$(command -v sudo || true); \
+	  $$SUDO apt-get update -qq && $$SUDO apt-get install -qq -y --no-install-recommends chromium; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
+	$(BIN)/python -m pytest -m browser tests/serve/test_playground.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
