@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check fix clean
+.PHONY: demo test test-browser check fix clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,6 +15,13 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2
+
+# The playground in a real browser. Installs Debian's chromium if there is none (as root, or through sudo).
+test-browser: $(VENV)/.ready
+	command -v chromium || command -v google-chrome || { SUDO=$$(command -v sudo || true); \
+	  $$SUDO apt-get update -qq && $$SUDO apt-get install -qq -y --no-install-recommends chromium; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
+	$(BIN)/python -m pytest -m browser tests/serve/test_playground.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -28,3 +35,11 @@ fix: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+
+# The CPU kernels with address and undefined-behaviour checks, over their tests; then built anew without.
+sanitize: $(VENV)/.ready
+	$(BIN)/python setup.py --quiet build_ext --inplace --force --sanitize --build-temp build/sanitize
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	$(BIN)/python -m pytest tests/kernels -p no:cacheprovider; \
+	status=$$?; $(BIN)/python setup.py --quiet build_ext --inplace --force && exit $$status

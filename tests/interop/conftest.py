@@ -16,14 +16,6 @@ SGLANG = ("sglang==0.5.23", "orjson", "IPython", "traitlets", "gguf")
 UNLOADABLE = ("torchvision", "torchaudio", "torchcodec")
 
 
-def pytest_collection_modifyitems(config, items):
-    if "interop" in (config.getoption("-m") or ""):
-        return
-    for item in items:
-        if item.get_closest_marker("interop"):
-            item.add_marker(pytest.mark.skip(reason="opt in with -m interop: installs vLLM and SGLang (2 GB)"))
-
-
 @pytest.fixture(scope="session")
 def readers(pytestconfig):
     """Run a script of this folder with vLLM and SGLang at hand, and return the JSON of its last line."""

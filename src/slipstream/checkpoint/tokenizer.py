@@ -87,6 +87,15 @@ class Tokenizer:
         text: str = self._fast.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
+    def token_text(self, token_id: int) -> str:
+        """Return one token as text, special tokens by name; a piece of a character shows as U+FFFD."""
+        return self.decode([token_id], skip_special=False)
+
+    def to_json(self) -> str:
+        """Return the tokenizer in the form of tokenizer.json, for other libraries to read."""
+        text: str = self._fast.to_str()
+        return text
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint came with a chat template."""

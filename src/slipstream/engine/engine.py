@@ -18,15 +18,16 @@ from slipstream.engine.request import FinishReason, Request, Status
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
-from slipstream.errors import RequestError, SlipstreamError
+from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.kernels import Ops
 from slipstream.models.llama import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.choose import choose
 from slipstream.speculation.drafter import Drafter, Observed
 from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.simulate import check_rates, simulate, simulated_count
 from slipstream.speculation.statistics import AcceptanceStats
-from slipstream.speculation.tree import Tree, TreeBatch
+from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ Phase = Literal["draft", "verify", "host"]
 
 _SUSPICIOUS_PASSES = 200
 _SUSPICIOUS_RATE = 0.03
+_SCORED_ROWS = 64  # rows of prompt logits at a time: 64 rows of a vocabulary of 128k take 32 MiB
 
 
 class StepError(SlipstreamError):
@@ -72,6 +74,7 @@ class Engine:
         self._sessions: dict[int, Session] = {}
         self._next_id = 0
         self._warned = False
+        self._simulated: tuple[float, ...] = ()
         self.stats = EngineStats()
 
     @property
@@ -80,9 +83,19 @@ class Engine:
         return self._config
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids lie below this."""
+        return self._vocab_size
+
+    @property
     def drafter(self) -> Drafter:
         """The drafter in use."""
         return self._drafter
+
+    @property
+    def simulated_acceptance(self) -> tuple[float, ...]:
+        """Rates by position that decide acceptance instead of the target; empty outside measurements."""
+        return self._simulated
 
     @property
     def num_running(self) -> int:
@@ -114,7 +127,7 @@ class Engine:
         speculate: bool = True,
     ) -> int:
         """Queue a prompt and return the request's id. Raises RequestError if it can never run."""
-        self._check_prompt(prompt)
+        self.check_request(prompt, params)
         if params.stop and detokenizer is None:
             raise RequestError("stop strings need a tokenizer; give stop_token_ids instead.")
         ends = () if params.ignore_eos else tuple(end_tokens)
@@ -124,6 +137,26 @@ class Engine:
         self._scheduler.add(request)
         return request.request_id
 
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise RequestError for what can never run. Reads settings only, so any thread may ask."""
+        if not prompt:
+            raise RequestError("The prompt is empty; give at least one token (a chat template always does).")
+        if len(prompt) >= self._config.max_context:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
+                "needs at least one. Shorten the prompt or raise max_context."
+            )
+        if params.grammar is not None and self._simulated:
+            raise RequestError("response_format needs the target's own tokens, and this engine simulates acceptance.")
+        for name, ids in (
+            ("The prompt", prompt),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+            if wrong is not None:
+                raise RequestError(f"{name} has token id {wrong}; ids lie between 0 and {self._vocab_size - 1}.")
+
     def abort(self, request_id: int) -> bool:
         """End a request now and take its pages back; False if it had ended already."""
         session = self._sessions.get(request_id)
@@ -131,6 +164,27 @@ class Engine:
             return False
         self._end(session.request, FinishReason.ABORT)
         return True
+
+    def set_tree(self, shape: TreeShape) -> None:
+        """Draft trees of another shape from the next step on; ConfigError if this drafter or the cache cannot."""
+        one = self._config.pages_for(self._config.max_context + max(shape.num_nodes - 1, shape.scratch))
+        if one > self._pages.num_pages:
+            raise ConfigError(
+                f"{shape}: with its drafted slots one whole context takes {one} pages, and the cache has "
+                f"{self._pages.num_pages}. Choose a smaller tree, or start with more pages."
+            )
+        self._drafter.reshape(shape)
+        self._scheduler.set_needs(draft_needs(self._drafter))
+
+    def simulate_acceptance(self, rates: Sequence[float]) -> None:
+        """Keep drafted tokens by these rates from the next step on, whatever the target says; () ends it.
+
+        For measurements: the answers are not the target's. Requests with a grammar are refused meanwhile.
+        """
+        check_rates(rates)
+        if rates and any(session.request.params.grammar is not None for session in self._sessions.values()):
+            raise ConfigError("A request with a grammar is under way; acceptance cannot be simulated until it ends.")
+        self._simulated = tuple(rates)
 
     def step(self) -> list[Emission]:
         """Run every scheduled request once: draft, check against the target, keep what agrees."""
@@ -142,6 +196,7 @@ class Engine:
                 trees = tree_batch.unpack()
                 batch = build_batch(plan, trees, self._device)
                 hidden, logits_LV = self._verify(plan, batch)
+                self._score_prompts(plan, batch, hidden)
                 accepted = self._accept(plan, tree_batch, trees, logits_LV)
                 emissions, kept = self._commit(plan, trees, accepted, logits_LV)
                 self._observe(plan, batch, kept, hidden)
@@ -179,7 +234,15 @@ class Engine:
         """Run the target once over everything planned."""
         with self._timed("verify"):
             hidden = self._runner.forward(batch, [work.request.pages for work in plan])
-            return hidden, self._runner.logits(hidden, batch)
+            return hidden, self._runner.logits(hidden, batch.logit_rows_L)
+
+    def _score_prompts(self, plan: Sequence[Scheduled], batch: Batch, hidden: Hidden) -> None:
+        """Give requests that want their prompt's log probabilities those of this chunk."""
+        for work, first_row in zip(plan, batch.first_rows, strict=True):
+            session = self._session(work)
+            rows = [first_row + row for row in session.wanted_prompt_rows(work.start, work.num_tokens)]
+            for start in range(0, len(rows), _SCORED_ROWS):
+                session.score_prompt(self._runner.logits(hidden, rows[start : start + _SCORED_ROWS]))
 
     def _accept(
         self, plan: Sequence[Scheduled], tree_batch: TreeBatch, trees: Sequence[Tree], logits_LV: Tensor
@@ -190,6 +253,10 @@ class Engine:
         with self._timed("verify"):
             chosen_RN = torch.zeros_like(tree_batch.tokens_RN)
             chosen_RN[tree_batch.valid_RN] = choose(logits_LV, rows, self._ops)
+            if self._simulated and emitting:
+                requests = [work.request for work in emitting]
+                counts = [simulated_count(self._simulated, r.seed, len(r.tokens)) for r in requests]
+                return simulate(trees, chosen_RN, counts)
             return accept(tree_batch, chosen_RN)
 
     def _commit(
@@ -249,18 +316,6 @@ class Engine:
             self._scheduler.finish(request, reason)
         self._drafter.forget(request.request_id)
         self._sessions.pop(request.request_id, None)
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise RequestError("The prompt is empty; give at least one token (a chat template always does).")
-        if len(prompt) >= self._config.max_context:
-            raise RequestError(
-                f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
-                "needs at least one. Shorten the prompt or raise max_context."
-            )
-        wrong = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
-        if wrong is not None:
-            raise RequestError(f"The prompt has token id {wrong}; ids lie between 0 and {self._vocab_size - 1}.")
 
     def _warn_if_useless(self) -> None:
         """Say once that a draft accepts next to nothing, and why that usually is."""

@@ -1,6 +1,7 @@
 """From what a user names to an engine that runs: checkpoint, draft, kernels, caches, and a summary of the choices."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -38,6 +39,8 @@ class LoadOptions:
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
         max_context: None takes what the model allows, up to 4096.
+        memory_fraction: share of the device's memory for weights and KV cache; it decides the number of pages,
+            unless `engine` names one. None leaves that to the engine's settings.
     """
 
     model: str | Path = EMBEDDED
@@ -47,6 +50,7 @@ class LoadOptions:
     dtype: str = "auto"
     kernels: KernelChoice = "auto"
     max_context: int | None = None
+    memory_fraction: float | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
@@ -76,6 +80,9 @@ def load(options: LoadOptions) -> Loaded:
     max_context = options.max_context or min(_DEFAULT_CONTEXT, target.spec.max_position)
     config = dataclasses.replace(options.engine, max_context=max_context)
     draft, draft_line = _draft(options, target, dtype, ops)
+    if options.memory_fraction is not None and config.num_pages is None:
+        room = options.memory_fraction * _total_memory(device)
+        config = dataclasses.replace(config, num_pages=_pages_that_fit(room, target, draft, options.tree, config))
     engine = build_engine(target, draft, options.tree, config, ops)
     num_pages = config.resolve_num_pages(max(engine.drafter.max_nodes - 1, engine.drafter.scratch))
     kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(dtype)
@@ -100,6 +107,34 @@ def read_draft(path: str | Path, target: LlamaDecoder, dtype: torch.dtype | None
     if dtype is None and ops.name == "cpu":
         quantize_linears(draft, ops)
     return draft
+
+
+def _pages_that_fit(
+    room: float,
+    target: LlamaDecoder,
+    draft: Eagle3Draft | Literal["ngram"] | None,
+    shape: TreeShape,
+    config: EngineConfig,
+) -> int:
+    """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
+    models: list[LlamaDecoder | Eagle3Draft] = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
+    page_bytes = config.page_size * sum(m.kv_shape.bytes_per_token(target.embed_tokens.dtype) for m in models)
+    weight_bytes = sum(_weight_bytes(model) for model in models)
+    extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
+    useful = config.max_requests * config.pages_for(config.max_context + extra_slots)
+    fitting = int((room - weight_bytes) // page_bytes)
+    if fitting < 1:
+        raise ConfigError(
+            f"memory_fraction leaves {room / 2**30:.1f} GiB, and the weights alone take "
+            f"{weight_bytes / 2**30:.1f} GiB. Raise it."
+        )
+    return min(fitting, useful)
+
+
+def _total_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _device(name: str) -> torch.device:
@@ -136,8 +171,11 @@ def _draft(
 
 
 def _weights(model: torch.nn.Module) -> str:
-    """Say how many bytes a model's own weights take; what it shares with another is not counted twice."""
+    return f"{_weight_bytes(model) / 1e6:.0f} MB of weights"
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's own weights, dense and packed; a table used twice in it counts once."""
     packed = {id(part.packed): part.packed for part in model.modules() if isinstance(part, Linear | Embedding)}
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    nbytes += sum(weight.nbytes for weight in packed.values() if weight is not None)
-    return f"{nbytes / 1e6:.0f} MB of weights"
+    return nbytes + sum(weight.nbytes for weight in packed.values() if weight is not None)

@@ -41,7 +41,11 @@ class EmittedToken:
 
 @dataclass(frozen=True)
 class Emission:
-    """What one step gave one request. `stats` are the request's own so far; `tail` is text that waited for the end."""
+    """What one step gave one request.
+
+    `stats` are the request's own so far; `tail` is text that waited for the end. `prompt_logprobs` come with the
+    first emission if they were asked for: one for each token of the prompt, None for the first.
+    """
 
     request_id: int
     prompt: tuple[int, ...]
@@ -50,6 +54,7 @@ class Emission:
     stats: AcceptanceStats
     finish_reason: FinishReason | None = None
     tail: str = ""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def text(self) -> str:

@@ -32,9 +32,9 @@ class Runner:
         hidden: Hidden = self._model(batch.token_ids_T, ctx, self._captured_layers)
         return hidden
 
-    def logits(self, hidden: Hidden, batch: Batch) -> Tensor:
-        """Return logits of the rows the batch wants, in float32."""
-        return self._model.logits(hidden.last_TD[batch.logit_rows_L], self._ops).float()
+    def logits(self, hidden: Hidden, rows: Tensor | Sequence[int]) -> Tensor:
+        """Return logits of some rows of the pass, in float32."""
+        return self._model.logits(hidden.last_TD[rows], self._ops).float()
 
     def keep(self, pages: Sequence[int], root: int, nodes: Sequence[int]) -> None:
         """Move the keys of accepted nodes next to the root's, in path order.

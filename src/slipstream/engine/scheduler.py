@@ -176,7 +176,7 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Return known pages of the request's beginning; its last token is always left to compute."""
-        if not self._config.prefix_cache:
+        if not self._config.prefix_cache or request.params.prompt_logprobs is not None:
             return []
         full = (len(request.tokens) - 1) // self._config.page_size
         return self._pages.lookup(self._page_key(request, index) for index in range(full))

@@ -24,6 +24,8 @@ class Session:
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.params.stop)
         looks_back = request.params.counts_tokens or request.params.min_tokens > 0
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]
+        self._grammar = None if request.params.grammar is None else request.params.grammar.start()
         self._history = TokenHistory.start(request.prompt, vocab_size, device) if looks_back else None
 
     def view(self) -> DraftView:
@@ -34,7 +36,7 @@ class Session:
     def rows(self, tree: Tree) -> list[Row]:
         """Return what decides the target's token at each node of the request's tree."""
         request = self.request
-        looks_back = self._history is not None
+        looks_back = self._history is not None or self._grammar is not None
         return [
             Row(
                 request.params,
@@ -43,9 +45,25 @@ class Session:
                 self._history,
                 tree.path(node) if looks_back else (),
                 request.end_tokens,
+                self._grammar,
             )
             for node, depth in enumerate(tree.depths)
         ]
+
+    def wanted_prompt_rows(self, start: int, num_tokens: int) -> range:
+        """Return which tokens of a chunk foretell a prompt token whose log probability is wanted and not known yet."""
+        if self.request.params.prompt_logprobs is None:
+            return range(0)
+        first = max(start, len(self._prompt_logprobs) - 1)  # a restarted request computes its prompt again
+        return range(first - start, min(start + num_tokens, len(self.request.prompt) - 1) - start)
+
+    def score_prompt(self, logits_KV: Tensor) -> None:
+        """Take in the logits that foretell the next prompt tokens."""
+        num_top = self.request.params.prompt_logprobs
+        assert num_top is not None, "scored prompts were asked for"
+        first = len(self._prompt_logprobs)
+        for token, logits_V in zip(self.request.prompt[first : first + len(logits_KV)], logits_KV, strict=True):
+            self._prompt_logprobs.append(_logprob(logits_V, token, num_top))
 
     def emit(self, tree: Tree, tokens: Sequence[int], nodes: Sequence[int], logits_NV: Tensor, room: int) -> Emission:
         """Turn a step's accepted tokens into what the reader gets, cut where the answer ends.
@@ -64,7 +82,9 @@ class Session:
             drafted = position if position < len(tokens) else 0
             logprob = None if params.logprobs is None else _logprob(logits_NV[node], token, params.logprobs)
             emitted.append(EmittedToken(token, text, drafted, logprob))
-            if token in self.request.end_tokens or self._stop.stopped:
+            if self._grammar is not None:
+                self._grammar.advance([token])
+            if token in self.request.end_tokens or self._stop.stopped or self._grammar_is_finished():
                 reason = FinishReason.STOP
             elif len(emitted) == allowed:
                 reason = FinishReason.LENGTH
@@ -76,7 +96,20 @@ class Session:
         accepted = sum(token.draft_position > 0 for token in emitted)
         self.stats.record(tree.nodes_by_depth(), len(emitted), accepted)
         request = self.request
-        return Emission(request.request_id, request.prompt, request.seed, tuple(emitted), self.stats, reason, tail)
+        scored = params.prompt_logprobs is not None and request.num_output == 0
+        return Emission(
+            request.request_id,
+            request.prompt,
+            request.seed,
+            tuple(emitted),
+            self.stats,
+            reason,
+            tail,
+            tuple(self._prompt_logprobs) if scored else None,
+        )
+
+    def _grammar_is_finished(self) -> bool:
+        return self._grammar is not None and self._grammar.finished
 
     def _text(self, token: int) -> str:
         """Return the text a token lets out; an end token has none."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import Ops
+from slipstream.speculation.grammar import GrammarState
 from slipstream.speculation.sampling import SamplingParams
 
 
@@ -48,6 +49,7 @@ class Row:
     history: TokenHistory | None = None
     path: tuple[int, ...] = ()
     end_tokens: tuple[int, ...] = field(default=())
+    grammar: GrammarState | None = None
 
 
 def choose(logits_LV: Tensor, rows: Sequence[Row], ops: Ops) -> Tensor:
@@ -73,7 +75,7 @@ def _process_rows(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def process(logits_V: Tensor, row: Row) -> Tensor:
-    """Apply penalties, bias and minimum length, then rule out what top-k, top-p and min-p rule out."""
+    """Apply penalties, bias and minimum length, then rule out what the grammar, top-k, top-p and min-p rule out."""
     params = row.params
     if params.counts_tokens:
         logits_V = _penalise(logits_V, row)
@@ -83,6 +85,8 @@ def process(logits_V: Tensor, row: Row) -> Tensor:
     num_output = (row.history.num_output if row.history else 0) + len(row.path)
     if num_output < params.min_tokens and row.end_tokens:
         logits_V = logits_V.index_fill(0, torch.tensor(row.end_tokens, device=logits_V.device), -torch.inf)
+    if row.grammar is not None and (allowed_V := row.grammar.allowed(row.path)) is not None:
+        logits_V = logits_V.masked_fill(~allowed_V.to(logits_V.device), -torch.inf)
     return _truncate(logits_V, params) if params.truncates else logits_V
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.speculation.tree import MAX_NODES, TreeBatch
+from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def shape(self) -> TreeShape | None:
+        """The shape of its trees; None if it drafts nothing."""
+        ...
+
+    @property
     def max_nodes(self) -> int:
         """Nodes of its largest tree, the root included."""
         ...
@@ -84,11 +89,16 @@ class Drafter(Protocol):
         """Drop what is kept for a request (it ended, or starts over)."""
         ...
 
+    def reshape(self, shape: TreeShape) -> None:
+        """Propose trees of another shape from now on; ConfigError if that is not a shape this drafter can grow."""
+        ...
+
 
 class NoDrafter:
     """Drafts nothing: every tree is a lone root."""
 
     name = "none"
+    shape: TreeShape | None = None
     captured_layers: tuple[int, ...] = ()
     max_nodes = 1
     scratch = 0
@@ -107,6 +117,10 @@ class NoDrafter:
     def forget(self, request_id: int) -> None:
         """Keep nothing."""
 
+    def reshape(self, shape: TreeShape) -> None:
+        """Refuse: there is nothing to shape."""
+        raise ConfigError(f"{shape}: there is no draft to grow it. Start with a draft (or draft ngram).")
+
 
 class NgramDrafter:
     """Drafts what followed the last occurrence of the text's own ending (prompt lookup); needs no training."""
@@ -117,16 +131,18 @@ class NgramDrafter:
     has_kv = False
 
     def __init__(self, length: int, device: torch.device, min_match: int = 2, max_match: int = 4) -> None:
-        if not 1 <= length < MAX_NODES:
-            raise ConfigError(
-                f"An n-gram draft of {length} tokens is impossible; it lies between 1 and {MAX_NODES - 1}."
-            )
+        _check_length(length)
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"n-gram matches of {min_match} to {max_match} tokens are no range.")
         self._length = length
         self._sizes = range(max_match, min_match - 1, -1)
         self._device = device
         self._indexes: dict[int, _NgramIndex] = {}
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """A chain."""
+        return TreeShape.chain(self._length)
 
     @property
     def max_nodes(self) -> int:
@@ -147,6 +163,18 @@ class NgramDrafter:
     def forget(self, request_id: int) -> None:
         """Drop the request's index."""
         self._indexes.pop(request_id, None)
+
+    def reshape(self, shape: TreeShape) -> None:
+        """Draft chains of another length."""
+        if shape.width > 1 or shape.num_nodes != shape.depth + 1:
+            raise ConfigError(f"{shape}: n-gram lookup drafts chains only; give width 1.")
+        _check_length(shape.depth)
+        self._length = shape.depth
+
+
+def _check_length(length: int) -> None:
+    if not 1 <= length < MAX_NODES:
+        raise ConfigError(f"An n-gram draft of {length} tokens is impossible; it lies between 1 and {MAX_NODES - 1}.")
 
 
 class _NgramIndex:

@@ -43,7 +43,7 @@ class Eagle3Drafter:
         self._kv = kv
         self._ops = ops
         self._last: dict[int, _LastSlot] = {}
-        self.shape = shape
+        self.shape: TreeShape = shape
         self.captured_layers = captured_layers
 
     @property
@@ -87,6 +87,10 @@ class Eagle3Drafter:
     def forget(self, request_id: int) -> None:
         """Drop the request's last slot."""
         self._last.pop(request_id, None)
+
+    def reshape(self, shape: TreeShape) -> None:
+        """Grow trees of another shape."""
+        self.shape = shape
 
     def _knows(self, view: DraftView) -> bool:
         last = self._last.get(view.request_id)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slipstream.errors import RequestError
+from slipstream.speculation.grammar import Grammar
 
 MAX_TOP_LOGPROBS = 20
 
@@ -19,6 +20,8 @@ class SamplingParams:
         stop: strings that end the answer; they are not part of it.
         ignore_eos: go on past the model's end tokens (measurements want fixed lengths).
         logprobs: None, or how many alternatives to report beside each token (0 = the token alone).
+        prompt_logprobs: the same for the prompt's own tokens; such a request computes its whole prompt.
+        grammar: what the answer must follow; tokens that break it are ruled out at every node.
     """
 
     max_tokens: int = 128
@@ -36,7 +39,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -51,6 +56,7 @@ class SamplingParams:
             ("repetition_penalty", self.repetition_penalty, 0, 10),
             ("seed", self.seed or 0, -(2**63), 2**63 - 1),
             ("logprobs", self.logprobs or 0, 0, MAX_TOP_LOGPROBS),
+            ("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_TOP_LOGPROBS),
             ("n", self.n, 1, 128),
         ):
             if not (math.isfinite(value) and low <= value <= high):
@@ -68,7 +74,13 @@ class SamplingParams:
     @property
     def shapes_logits(self) -> bool:
         """Tell whether anything beyond temperature and noise changes the logits."""
-        return self.truncates or self.counts_tokens or bool(self.logit_bias) or self.min_tokens > 0
+        return (
+            self.truncates
+            or self.counts_tokens
+            or bool(self.logit_bias)
+            or self.min_tokens > 0
+            or self.grammar is not None
+        )
 
     @property
     def truncates(self) -> bool:

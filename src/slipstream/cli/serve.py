@@ -1,0 +1,113 @@
+"""`slipstream serve`: an OpenAI-compatible server, started with our flags or with another server's."""
+
+from slipstream.cli import serve_options as o
+from slipstream.errors import ConfigError
+
+
+def serve(
+    model: o.Model = None,
+    draft: o.Draft = None,
+    depth: o.Depth = None,
+    width: o.Width = None,
+    budget: o.Budget = None,
+    host: o.Host = "127.0.0.1",
+    port: o.Port = 8000,
+    served_model_name: o.ServedModelName = None,
+    device: o.Device = "auto",
+    dtype: o.Dtype = "auto",
+    max_context: o.MaxContext = None,
+    max_requests: o.MaxRequests = 32,
+    max_batch_tokens: o.MaxBatchTokens = 512,
+    page_size: o.PageSize = 16,
+    num_pages: o.NumPages = None,
+    memory_fraction: o.MemoryFraction = None,
+    prefix_cache: o.PrefixCache = True,
+    simulated_acceptance: o.SimulatedAcceptance = None,
+    api_key: o.ApiKey = None,
+    api_key_file: o.ApiKeyFile = None,
+    admin_key: o.AdminKey = None,
+    cors_origin: o.CorsOrigin = None,
+    max_waiting: o.MaxWaiting = 256,
+    max_body_bytes: o.MaxBodyBytes = 4 << 20,
+    max_output_tokens: o.MaxOutputTokens = None,
+    request_timeout: o.RequestTimeout = 600.0,
+    drain_timeout: o.DrainTimeout = 30.0,
+    log_level: o.LogLevel = "info",
+    log_json: o.LogJson = False,
+    log_prompts: o.LogPrompts = False,
+    model_path: o.ModelPath = None,
+    tensor_parallel_size: o.TensorParallelSize = None,
+    disable_radix_cache: o.DisableRadixCache = False,
+    trust_remote_code: o.TrustRemoteCode = False,
+    speculative_algorithm: o.SpeculativeAlgorithm = None,
+    speculative_draft_model_path: o.SpeculativeDraftModelPath = None,
+    speculative_num_steps: o.SpeculativeNumSteps = None,
+    speculative_eagle_topk: o.SpeculativeEagleTopk = None,
+    speculative_num_draft_tokens: o.SpeculativeNumDraftTokens = None,
+    speculative_config: o.SpeculativeConfig = None,
+) -> None:
+    r"""Serve a model over an OpenAI-compatible API, with exact speculative decoding.
+
+    Examples:
+      slipstream serve
+
+      slipstream serve path/to/target --draft path/to/draft --depth 5 --width 4 --budget 16
+
+      slipstream serve --model-path T --speculative-algorithm EAGLE3 --speculative-draft-model-path D \
+        --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+    """
+    from slipstream.engine.config import EngineConfig
+    from slipstream.engine.loading import LoadOptions
+    from slipstream.serve import flags
+    from slipstream.serve.config import ServeConfig
+    from slipstream.serve.logs import set_up_logs
+    from slipstream.serve.server import serve as run
+
+    if model is not None and model_path is not None:
+        raise ConfigError("The model is named twice: as MODEL and with --model-path (--model).")
+    set_up_logs(log_level, log_json)
+    flags.check_one_device(tensor_parallel_size)
+    sglang = flags.SglangFlags(
+        speculative_algorithm,
+        speculative_draft_model_path,
+        speculative_num_steps,
+        speculative_eagle_topk,
+        speculative_num_draft_tokens,
+    )
+    own = flags.own_speculation(draft, depth, width, budget, simulated_acceptance)
+    wanted = flags.first_named(own, flags.sglang_speculation(sglang), flags.vllm_speculation(speculative_config))
+    name = model or model_path or "embedded"
+    engine = EngineConfig(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_requests=max_requests,
+        max_batch_tokens=max_batch_tokens,
+        prefix_cache=prefix_cache and not disable_radix_cache,
+    )
+    options = LoadOptions(
+        name,
+        wanted.draft or "auto",
+        wanted.tree or flags.DEFAULT_TREE,
+        device,
+        dtype,
+        max_context=max_context,
+        memory_fraction=memory_fraction,
+        engine=engine,
+    )
+    names = tuple(served_model_name or [name])
+    config = ServeConfig(
+        names[0],
+        names[1:],
+        host,
+        port,
+        api_keys=(*(api_key or ()), *flags.keys_in(api_key_file)),
+        admin_key=admin_key,
+        cors_origins=tuple(cors_origin or ()),
+        max_waiting=max_waiting,
+        max_body_bytes=max_body_bytes,
+        max_output_tokens=max_output_tokens,
+        request_timeout_s=request_timeout,
+        drain_timeout_s=drain_timeout,
+        log_prompts=log_prompts,
+    )
+    run(options, config, wanted.simulated_acceptance or ())

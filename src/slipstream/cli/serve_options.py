@@ -1,0 +1,95 @@
+"""The options of `slipstream serve`: our own, and the names of other servers' launch lines beside them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_OTHERS = "Names other servers use"
+
+Model = Annotated[str | None, typer.Argument(help="A folder, a .gguf file, a hub id, or 'embedded'.")]
+Draft = Annotated[
+    str | None, typer.Option(help="A draft's folder or hub id, 'ngram', 'none', or 'auto' (the default).")
+]
+Depth = Annotated[int | None, typer.Option(help="Drafted tokens on the longest path of a tree.")]
+Width = Annotated[int | None, typer.Option(help="Nodes expanded on each level; 1 is a chain.")]
+Budget = Annotated[int | None, typer.Option(help="Drafted nodes the target checks; 0 is all.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(help="Port to listen on.")]
+ServedModelName = Annotated[list[str] | None, typer.Option(help="What clients call the model; repeatable.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, or cuda[:N].")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+MaxContext = Annotated[
+    int | None,
+    typer.Option("--max-context", "--max-model-len", "--context-length", help="Tokens of prompt and answer."),
+]
+MaxRequests = Annotated[
+    int, typer.Option("--max-requests", "--max-num-seqs", "--max-running-requests", help="Answers made at once.")
+]
+MaxBatchTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-batch-tokens", "--max-num-batched-tokens", "--chunked-prefill-size", help="Tokens of one step."
+    ),
+]
+PageSize = Annotated[int, typer.Option("--page-size", "--block-size", help="Tokens a page holds.")]
+NumPages = Annotated[int | None, typer.Option(help="Pages of the KV cache.")]
+MemoryFraction = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-fraction",
+        "--mem-fraction-static",
+        "--gpu-memory-utilization",
+        help="Share of the device's memory for weights and KV cache.",
+    ),
+]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep pages of earlier prompts.",
+    ),
+]
+SimulatedAcceptance = Annotated[
+    str | None, typer.Option(help="Measurements only: keep drafted tokens by these rates, such as 0.8,0.6,0.4.")
+]
+ApiKey = Annotated[list[str] | None, typer.Option(help="A key clients must send; repeatable.")]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="A file with one key a line.")]
+AdminKey = Annotated[str | None, typer.Option(help="The key of /admin.")]
+CorsOrigin = Annotated[list[str] | None, typer.Option(help="A web origin that may call; repeatable.")]
+MaxWaiting = Annotated[int, typer.Option(help="Answers that may wait; more are refused with 429.")]
+MaxBodyBytes = Annotated[int, typer.Option(help="Largest body of a request.")]
+MaxOutputTokens = Annotated[int | None, typer.Option(help="Most tokens of one answer.")]
+RequestTimeout = Annotated[float, typer.Option(help="Seconds one request may take.")]
+DrainTimeout = Annotated[float, typer.Option(help="Seconds answers may go on after SIGTERM.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogJson = Annotated[bool, typer.Option(help="Write the log as JSON, one object a line.")]
+LogPrompts = Annotated[bool, typer.Option(help="Write prompts and answers to the log.")]
+ModelPath = Annotated[
+    str | None, typer.Option("--model-path", "--model", rich_help_panel=_OTHERS, help="The same as MODEL.")
+]
+TensorParallelSize = Annotated[
+    int | None, typer.Option("--tensor-parallel-size", "--tp", "--tp-size", rich_help_panel=_OTHERS, help="1 only.")
+]
+DisableRadixCache = Annotated[
+    bool, typer.Option("--disable-radix-cache", rich_help_panel=_OTHERS, help="The same as --no-prefix-cache.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", rich_help_panel=_OTHERS, help="Not needed: no checkpoint's code is run.")
+]
+SpeculativeAlgorithm = Annotated[str | None, typer.Option(rich_help_panel=_OTHERS, help="EAGLE3 or NGRAM.")]
+SpeculativeDraftModelPath = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-draft-model-path", "--speculative-draft-model", rich_help_panel=_OTHERS, help="As --draft."
+    ),
+]
+SpeculativeNumSteps = Annotated[int | None, typer.Option(rich_help_panel=_OTHERS, help="As --depth.")]
+SpeculativeEagleTopk = Annotated[int | None, typer.Option(rich_help_panel=_OTHERS, help="As --width.")]
+SpeculativeNumDraftTokens = Annotated[
+    int | None, typer.Option(rich_help_panel=_OTHERS, help="As --budget, plus one for the root.")
+]
+SpeculativeConfig = Annotated[
+    str | None, typer.Option(rich_help_panel=_OTHERS, help="vLLM's JSON: method, model, num_speculative_tokens.")
+]

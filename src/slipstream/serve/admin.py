@@ -1,0 +1,85 @@
+"""Speculation at run time: what it does now, and routes to change the tree or simulate acceptance without a restart."""
+
+import logging
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+
+from slipstream.engine.engine import Engine
+from slipstream.errors import ConfigError
+from slipstream.serve.answers import Json, speculation_json
+from slipstream.serve.errors import HttpError
+from slipstream.serve.protocol import TreeRequest
+from slipstream.serve.worker import EngineWorker
+from slipstream.speculation.tree import TreeShape
+
+logger = logging.getLogger(__name__)
+
+
+def add_routes(app: FastAPI, engine: Engine, worker: EngineWorker) -> None:
+    """Add the routes. The gate keeps /admin to those who may."""
+
+    @app.get("/speculation", tags=["information"])
+    async def speculation() -> Json:
+        """Say how the server speculates, and how well, since it started."""
+        return describe(engine)
+
+    @app.post("/admin/speculation", tags=["admin"], responses={400: {"description": "The change is impossible."}})
+    async def change(body: TreeRequest) -> Json:
+        """Change the tree's shape or the simulated rates from the next step on; what is left out stays."""
+
+        def apply(engine: Engine) -> None:
+            before = engine.simulated_acceptance
+            if body.simulated_acceptance is not None:
+                engine.simulate_acceptance(body.simulated_acceptance)
+            if body.depth is not None or body.width is not None or body.budget is not None:
+                try:
+                    engine.set_tree(_changed(engine.drafter.shape, body))
+                except ConfigError:
+                    engine.simulate_acceptance(before)  # all of a change or none of it
+                    raise
+
+        try:
+            await worker.call(apply)
+        except ConfigError as error:
+            raise HttpError(400, str(error)) from error
+        logger.info("speculation changed: %s", engine.drafter.shape)
+        warn_if_simulated(engine.simulated_acceptance)
+        return describe(engine)
+
+    @app.get("/server_info", include_in_schema=False)
+    @app.get("/get_server_info", include_in_schema=False)
+    async def server_info() -> Json:
+        """Say what sglang's bench reads at the end of a run."""
+        length = engine.stats.acceptance.acceptance_length
+        return {**describe(engine), "internal_states": [{"avg_spec_accept_length": length}]}
+
+
+def describe(engine: Engine) -> Json:
+    """Return the state of speculation as JSON."""
+    shape = engine.drafter.shape
+    return {
+        "drafter": engine.drafter.name,
+        "tree": None if shape is None else {"depth": shape.depth, "width": shape.width, "budget": shape.budget},
+        "tree_description": "none" if shape is None else str(shape),
+        "simulated_acceptance": list(engine.simulated_acceptance),
+        "statistics": speculation_json(engine.stats.acceptance, engine.simulated_acceptance),
+    }
+
+
+def warn_if_simulated(rates: Sequence[float]) -> None:
+    """Say in the log that answers are not the model's."""
+    if rates:
+        logger.warning(
+            "SIMULATED ACCEPTANCE %s: drafted tokens are kept by these rates, so answers are not the model's.",
+            list(rates),
+        )
+
+
+def _changed(shape: TreeShape | None, body: TreeRequest) -> TreeShape:
+    old = shape or TreeShape()
+    return TreeShape(
+        depth=old.depth if body.depth is None else body.depth,
+        width=old.width if body.width is None else body.width,
+        budget=old.budget if body.budget is None else body.budget,
+    )

@@ -1,0 +1,272 @@
+"""The HTTP application: routes, and errors in the form OpenAI's clients expect."""
+
+import asyncio
+import dataclasses
+import importlib.resources
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+import slipstream
+from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.engine.engine import Engine
+from slipstream.serve import admin
+from slipstream.serve.answers import Json, Wants
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.convert import Converter
+from slipstream.serve.docs_page import docs_page
+from slipstream.serve.errors import HttpError
+from slipstream.serve.gate import Gate
+from slipstream.serve.generate import Generator
+from slipstream.serve.grammar import GrammarCompiler
+from slipstream.serve.metrics import CONTENT_TYPE, Metrics
+from slipstream.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from slipstream.serve.ticket import Job
+from slipstream.serve.worker import EngineWorker
+
+_LONG_PROMPT = 1 << 14  # characters; tokenizing more than this would hold up the event loop for milliseconds
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in (
+        (400, "A field has a wrong value; `error.param` names it."),
+        (401, "The API key is missing or wrong."),
+        (404, "There is no such model."),
+        (413, "The body is too large."),
+        (415, "The body is not JSON."),
+        (429, "Too many answers are under way or waiting; `Retry-After` says when to try again."),
+        (503, "The server is shutting down."),
+        (504, "The answer took too long."),
+    )
+}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+B = TypeVar("B", bound=Generation)
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the routes share."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    worker: EngineWorker
+    config: ServeConfig
+    converter: Converter
+    generator: Generator
+    metrics: Metrics
+    started: int
+
+
+def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started: int) -> FastAPI:
+    """Return the application; its engine's thread runs from start-up to shut-down.
+
+    Args:
+        started: when the server started, in seconds since 1970 (/v1/models reports it).
+    """
+    worker = EngineWorker(engine, tokenizer, config.max_waiting)
+    grammars = GrammarCompiler(tokenizer, engine.vocab_size)
+    service = Service(
+        engine,
+        tokenizer,
+        worker,
+        config,
+        Converter(engine, tokenizer, grammars, config),
+        Generator(worker, tokenizer, config),
+        Metrics(engine, worker, config.model_name),
+        started,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await worker.stop()
+
+    app = FastAPI(
+        title="Slipstream",
+        version=slipstream.__version__,
+        summary="OpenAI-compatible answers, with exact speculative decoding.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_information(app, service)
+    admin.add_routes(app, engine, worker)
+    _add_errors(app)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(Gate, config=config)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    converter, generator = service.converter, service.generator
+
+    @app.post("/v1/chat/completions", responses=_ERRORS, tags=["generation"])
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a chat."""
+        length = sum(len(str(message.content)) for message in body.messages)
+        jobs = await _maybe_in_thread(length, converter.chat, body)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return await generator.respond(request, jobs, _wants(body, Wants("chat", body.stream, logprobs)))
+
+    @app.post("/v1/completions", responses=_ERRORS, tags=["generation"])
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue a text, or several."""
+        jobs = await _maybe_in_thread(_length(body.prompt), converter.completion, body)
+        wants = Wants(
+            "completion",
+            body.stream,
+            body.logprobs,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            echo=body.echo,
+            drop_answer=body.max_tokens == 0,
+        )
+        return await generator.respond(request, jobs, _wants(body, wants))
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    converter, tokenizer = service.converter, service.tokenizer
+
+    @app.post("/tokenize", responses=_ERRORS, tags=["tokens"])
+    async def tokenize(body: TokenizeRequest) -> Json:
+        """Return the tokens of a text or of a chat."""
+        converter.check_model(body.model)
+        if body.messages is not None:
+            ids = converter.chat_prompt(body.messages, body.add_generation_prompt, {})
+        else:
+            ids = tokenizer.encode(body.prompt or "", body.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": service.engine.config.max_context}
+
+    @app.post("/detokenize", responses=_ERRORS, tags=["tokens"])
+    async def detokenize(body: DetokenizeRequest) -> Json:
+        """Return the text of tokens."""
+        converter.check_model(body.model)
+        if wrong := [token for token in body.tokens if token >= service.engine.vocab_size]:
+            raise HttpError(400, f"tokens has {wrong[0]}; ids end at {service.engine.vocab_size - 1}.", param="tokens")
+        return {"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)}
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    config, worker = service.config, service.worker
+    page = importlib.resources.files("slipstream.serve").joinpath("playground.html").read_text(encoding="utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> HTMLResponse:
+        """Return the playground."""
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        """Describe the API."""
+        return HTMLResponse(docs_page(app.openapi()), headers=_PAGE_HEADERS)
+
+    @app.get("/v1/models", tags=["information"])
+    async def models() -> Json:
+        """List the one model served, under each of its names."""
+        names = (config.model_name, *config.aliases)
+        return {"object": "list", "data": [_model(name, service) for name in names]}
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS, tags=["information"])
+    async def model(name: str) -> Json:
+        """Describe the model."""
+        service.converter.check_model(name)
+        return _model(name, service)
+
+    @app.get("/health", tags=["information"])
+    @app.get("/health/ready", tags=["information"])
+    async def ready() -> Response:
+        """Tell whether requests are taken."""
+        is_ready = worker.alive and not worker.draining
+        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+    @app.get("/health/live", tags=["information"])
+    @app.get("/ping", include_in_schema=False)
+    async def live() -> Response:
+        """Tell whether the engine's thread runs; a server that is not live should be restarted."""
+        return JSONResponse({"status": "live" if worker.alive else "dead"}, 200 if worker.alive else 503)
+
+    @app.get("/metrics", tags=["information"])
+    async def metrics() -> Response:
+        """Return Prometheus metrics."""
+        return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/version", tags=["information"])
+    async def version() -> Json:
+        """Return the server's version."""
+        return {"version": slipstream.__version__}
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(HttpError)
+    async def on_http_error(_: Request, error: HttpError) -> JSONResponse:
+        return JSONResponse(error.body(), error.status, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse(_invalid(error.errors()).body(), 400)
+
+    @app.exception_handler(HTTPException)
+    async def on_framework_error(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(HttpError(error.status_code, str(error.detail)).body(), error.status_code, error.headers)
+
+
+def _invalid(errors: Sequence[Any]) -> HttpError:
+    """Name the first field at fault. What the client sent is not repeated: it may be large, or secret."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    field = path[0] if path else None
+    where = ".".join(path) if path else "the body"
+    return HttpError(400, f"{where}: {first['msg']}", param=field)
+
+
+def _wants(body: Generation, wants: Wants) -> Wants:
+    """Complete what chats and completions ask for in the same way."""
+    options = body.stream_options
+    return dataclasses.replace(
+        wants,
+        usage=not body.stream or (options is not None and options.include_usage),
+        running_usage=options is not None and options.include_usage and options.continuous_usage_stats,
+        speculation=body.speculation_stats,
+        tokens=body.return_tokens,
+        token_ids=body.return_token_ids,
+    )
+
+
+async def _maybe_in_thread(length: int, convert: Callable[[B], list[Job]], body: B) -> list[Job]:
+    """Convert a request; a long prompt is tokenized off the event loop."""
+    return await asyncio.to_thread(convert, body) if length > _LONG_PROMPT else convert(body)
+
+
+def _length(prompt: object) -> int:
+    """Return about how many characters a prompt has."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(part) for part in prompt if isinstance(part, str)) if isinstance(prompt, list) else 0
+
+
+def _model(name: str, service: Service) -> Json:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "slipstream",
+        "root": service.config.model_name,
+        "max_model_len": service.engine.config.max_context,
+    }

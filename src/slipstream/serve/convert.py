@@ -1,0 +1,168 @@
+"""From what a client sent to jobs for the engine: tokens, sampling settings, seeds."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.engine.engine import Engine
+from slipstream.errors import RequestError
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import HttpError
+from slipstream.serve.grammar import GrammarCompiler
+from slipstream.serve.protocol import ChatMessage, ChatRequest, CompletionRequest, Generation
+from slipstream.serve.ticket import Job
+from slipstream.speculation.sampling import SamplingParams, derive_seed
+
+
+@dataclass(frozen=True)
+class Converter:
+    """Turns requests into jobs, or into an HttpError that names the field."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    grammars: GrammarCompiler
+    config: ServeConfig
+
+    def check_model(self, name: str | None) -> None:
+        """Raise unless the request's model is the one served (or it names none)."""
+        known = (self.config.model_name, *self.config.aliases)
+        if name is not None and name not in known:
+            raise HttpError(404, f"The model {name!r} is not served here; {known[0]!r} is.", param="model")
+
+    def chat(self, request: ChatRequest) -> list[Job]:
+        """Return a chat's jobs, one for each of its `n` answers."""
+        self.check_model(request.model)
+        if request.top_logprobs and not request.logprobs:
+            raise HttpError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
+        prompt = self.chat_prompt(request.messages, request.add_generation_prompt, request.chat_template_kwargs or {})
+        given = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        field = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        max_tokens = self._max_tokens(given, [prompt], field)
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return self._jobs(request, [prompt], self._params(request, max_tokens, logprobs))
+
+    def completion(self, request: CompletionRequest) -> list[Job]:
+        """Return a completion's jobs: for each prompt, its `n` answers next to each other."""
+        self.check_model(request.model)
+        prompts = self._prompts(request)
+        scored = request.prompt_logprobs
+        if request.echo and request.logprobs is not None:
+            scored = max(request.logprobs, scored or 0)
+        # A prompt can be scored without an answer; the engine always makes one token, which is then dropped.
+        wanted = 1 if request.max_tokens == 0 and request.echo else request.max_tokens
+        max_tokens = self._max_tokens(wanted, prompts, "max_tokens")
+        return self._jobs(request, prompts, self._params(request, max_tokens, request.logprobs, scored))
+
+    def chat_prompt(
+        self, messages: Sequence[ChatMessage], open_answer: bool, variables: dict[str, object]
+    ) -> list[int]:
+        """Return the tokens of a chat."""
+        turns = [_turn(message, index) for index, message in enumerate(messages)]
+        try:
+            return self.tokenizer.encode_chat(turns, open_answer, **variables)  # type: ignore[arg-type]  # JSON
+        except RequestError as error:
+            raise HttpError(400, str(error), param="messages") from error
+        except TypeError as error:  # a variable of the template that the call itself has already
+            raise HttpError(400, f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
+
+    def _prompts(self, request: CompletionRequest) -> list[list[int]]:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            return [self.tokenizer.encode(prompt, request.add_special_tokens)]
+        if not prompt:
+            raise HttpError(400, "prompt is an empty list.", param="prompt")
+        if all(isinstance(part, int) for part in prompt):
+            return [[part for part in prompt if isinstance(part, int)]]
+        return [
+            self.tokenizer.encode(part, request.add_special_tokens) if isinstance(part, str) else list(part)
+            for part in prompt
+            if not isinstance(part, int)
+        ]
+
+    def _max_tokens(self, wanted: int | None, prompts: Sequence[Sequence[int]], field: str) -> int:
+        longest = max(len(prompt) for prompt in prompts)
+        room = self.engine.config.max_context - longest
+        if room < 1:
+            raise HttpError(
+                400,
+                f"The prompt has {longest} tokens; the context of {self.engine.config.max_context} leaves no room for "
+                "an answer.",
+                param="prompt",
+            )
+        limit = room if self.config.max_output_tokens is None else min(room, self.config.max_output_tokens)
+        if wanted is None:
+            return limit
+        if wanted < 1:
+            raise HttpError(400, f"{field} is {wanted}; it must be at least 1.", param=field)
+        if wanted > limit:
+            raise HttpError(
+                400,
+                f"{field} is {wanted}; with a prompt of {longest} tokens at most {limit} are possible "
+                f"(context {self.engine.config.max_context}).",
+                param=field,
+            )
+        return wanted
+
+    def _params(
+        self, request: Generation, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+        if request.min_tokens > max_tokens:
+            raise HttpError(400, f"min_tokens is {request.min_tokens}, more than {max_tokens}.", param="min_tokens")
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=request.min_tokens,
+                temperature=1.0 if request.temperature is None else request.temperature,
+                top_k=max(request.top_k or 0, 0),
+                top_p=1.0 if request.top_p is None else request.top_p,
+                min_p=request.min_p or 0.0,
+                presence_penalty=request.presence_penalty or 0.0,
+                frequency_penalty=request.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+                logit_bias=request.logit_bias or {},
+                seed=request.seed,
+                stop=tuple(text for text in stop if text),
+                stop_token_ids=tuple(request.stop_token_ids or ()),
+                ignore_eos=request.ignore_eos,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                n=request.n or 1,
+                grammar=self.grammars.compile(request.response_format),
+            )
+        except RequestError as error:
+            raise HttpError(400, str(error), param=str(error).split()[0]) from error
+
+    def _jobs(self, request: Generation, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Job]:
+        for prompt in prompts:
+            try:
+                self.engine.check_request(prompt, params)
+            except RequestError as error:
+                raise HttpError(400, str(error), param=_field_of(str(error))) from error
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return [
+            Job(tuple(prompt), params, derive_seed(seed, index), request.speculate, request.skip_special_tokens)
+            for prompt in prompts
+            for index in range(params.n)
+        ]
+
+
+def _turn(message: ChatMessage, index: int) -> dict[str, str]:
+    """Return a message as templates take it, its text parts joined."""
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type != "text" or part.text is None:
+                raise HttpError(
+                    400,
+                    f"messages[{index}].content has a part of type {part.type!r}; this model reads text only.",
+                    param=f"messages[{index}].content",
+                )
+        content = "".join(part.text or "" for part in content)
+    return {"role": message.role, "content": content or ""}
+
+
+def _field_of(message: str) -> str:
+    first = message.split()[0]
+    return first if "_" in first else "prompt"

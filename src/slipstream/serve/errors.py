@@ -1,0 +1,64 @@
+"""What a client is told when something is wrong: an HTTP status and an error object in OpenAI's form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+
+
+class HttpError(SlipstreamError):
+    """An answer that is an error.
+
+    Args:
+        param: the request's field at fault.
+        retry_after_s: when trying again may help.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers that go with the status."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+    def body(self) -> dict[str, Any]:  # JSON
+        """Return the error object clients of OpenAI's API expect."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error"),
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def queue_full(limit: int) -> HttpError:
+    """Return the answer to one request too many."""
+    return HttpError(429, f"The server already has {limit} answers under way or waiting; try again.", retry_after_s=1)
+
+
+def shutting_down() -> HttpError:
+    """Return the answer to a request that comes after the server was told to stop."""
+    return HttpError(503, "The server is shutting down and takes no new requests.", retry_after_s=5)
+
+
+def timed_out(timeout_s: float) -> HttpError:
+    """Return the answer to a request that took too long."""
+    return HttpError(504, f"The answer was not finished within {timeout_s:g} s (the server's --request-timeout).")

@@ -1,0 +1,196 @@
+"""The flags of other servers' launch lines, turned into our settings. One we cannot honour is an error.
+
+SGLang counts `--speculative-num-draft-tokens` with the root, we count drafted nodes; vLLM's `num_speculative_tokens`
+is a chain's length.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.speculation.tree import TreeShape
+
+_SGLANG_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+_VLLM_KEYS = frozenset(
+    {
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "draft_tensor_parallel_size",
+        "rejection_sample_method",
+        "synthetic_acceptance_rates",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a launch line says about speculation; None where it says nothing."""
+
+    draft: str | None = None
+    tree: TreeShape | None = None
+    simulated_acceptance: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SglangFlags:
+    """SGLang's flags for speculation, as given."""
+
+    speculative_algorithm: str | None = None
+    speculative_draft_model_path: str | None = None
+    speculative_num_steps: int | None = None
+    speculative_eagle_topk: int | None = None
+    speculative_num_draft_tokens: int | None = None
+
+
+DEFAULT_TREE = TreeShape()
+
+
+def own_speculation(
+    draft: str | None, depth: int | None, width: int | None, budget: int | None, simulated: str | None
+) -> Speculation:
+    """Return what our own flags ask for."""
+    tree = None
+    if depth is not None or width is not None or budget is not None:
+        tree = TreeShape(
+            depth=DEFAULT_TREE.depth if depth is None else depth,
+            width=DEFAULT_TREE.width if width is None else width,
+            budget=DEFAULT_TREE.budget if budget is None else budget,
+        )
+    try:
+        rates = None if simulated is None else tuple(float(rate) for rate in simulated.split(",") if rate)
+    except ValueError:
+        raise ConfigError(f"--simulated-acceptance is {simulated!r}; give rates such as 0.8,0.6,0.4.") from None
+    return Speculation(draft, tree, rates)
+
+
+def keys_in(file: Path | None) -> tuple[str, ...]:
+    """Return the API keys of a file, one a line."""
+    if file is None:
+        return ()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {file}: cannot be read ({error.strerror or error}).") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"--api-key-file {file}: holds no key, which would let everybody in.")
+    return keys
+
+
+def check_one_device(tensor_parallel_size: int | None) -> None:
+    """Raise unless the launch line asks for one device."""
+    if tensor_parallel_size not in (None, 1):
+        raise ConfigError(
+            f"--tensor-parallel-size (--tp) is {tensor_parallel_size}; this server runs on one device. Leave it out."
+        )
+
+
+def sglang_speculation(flags: SglangFlags) -> Speculation:
+    """Return what SGLang's flags ask for."""
+    algorithm = flags.speculative_algorithm
+    numbers = [getattr(flags, name) for name in _SGLANG_FLAGS]
+    if algorithm is None:
+        given = [name for name in (*_SGLANG_FLAGS, "speculative_draft_model_path") if getattr(flags, name) is not None]
+        if given:
+            raise ConfigError(f"{_option(given[0])} needs --speculative-algorithm (EAGLE3 or NGRAM).")
+        return Speculation()
+    if algorithm.upper() not in ("EAGLE3", "NGRAM"):
+        raise ConfigError(f"--speculative-algorithm is {algorithm}; this server knows EAGLE3 and NGRAM.")
+    if any(number is None for number in numbers) and any(number is not None for number in numbers):
+        raise ConfigError(f"Give all of {', '.join(map(_option, _SGLANG_FLAGS))}, or none of them.")
+    tree = None if numbers[0] is None else _sglang_tree(*numbers)
+    if algorithm.upper() == "NGRAM":
+        if flags.speculative_draft_model_path is not None:
+            raise ConfigError("--speculative-algorithm NGRAM has no --speculative-draft-model-path; leave it out.")
+        return Speculation("ngram", tree)
+    if flags.speculative_draft_model_path is None:
+        raise ConfigError("--speculative-algorithm EAGLE3 needs --speculative-draft-model-path.")
+    return Speculation(flags.speculative_draft_model_path, tree)
+
+
+def vllm_speculation(text: str | None) -> Speculation:
+    """Return what vLLM's --speculative-config asks for."""
+    if text is None:
+        return Speculation()
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config is not JSON ({error}).") from error
+    if not isinstance(config, dict):
+        raise ConfigError("--speculative-config must be a JSON object.")
+    if unknown := sorted(set(config) - _VLLM_KEYS):
+        raise ConfigError(
+            f"--speculative-config has {unknown[0]!r}, which this server cannot honour. It knows "
+            f"{', '.join(sorted(_VLLM_KEYS))}."
+        )
+    if config.get("draft_tensor_parallel_size", 1) != 1:
+        raise ConfigError("--speculative-config: draft_tensor_parallel_size must be 1; this server runs on one device.")
+    return Speculation(_vllm_draft(config), _vllm_chain(config), _vllm_rates(config))
+
+
+def first_named(*found: Speculation) -> Speculation:
+    """Return the one launch line's worth that says anything; two are an error."""
+    speaking = [one for one in found if one != Speculation()]
+    if len(speaking) > 1:
+        raise ConfigError(
+            "Speculation is described twice: use --draft, or SGLang's flags, or vLLM's --speculative-config."
+        )
+    return speaking[0] if speaking else Speculation()
+
+
+def _sglang_tree(num_steps: int, topk: int, num_draft_tokens: int) -> TreeShape:
+    if num_draft_tokens < 2:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens is {num_draft_tokens}; it counts the root, so 2 is the least."
+        )
+    if topk == 1 and num_draft_tokens != num_steps + 1:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens is {num_draft_tokens}; a chain (--speculative-eagle-topk 1) of "
+            f"{num_steps} steps has {num_steps + 1}."
+        )
+    shape = TreeShape(depth=num_steps, width=topk, budget=num_draft_tokens - 1)
+    if shape.num_nodes != num_draft_tokens:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens is {num_draft_tokens}; {num_steps} steps of top-{topk} make only "
+            f"{shape.num_nodes} nodes with the root."
+        )
+    return TreeShape.chain(num_steps) if topk == 1 else shape
+
+
+def _vllm_draft(config: Mapping[str, Any]) -> str:
+    method, model = config.get("method"), config.get("model")
+    if method == "ngram":
+        if model not in (None, "ngram"):
+            raise ConfigError("--speculative-config: method ngram has no model; leave it out.")
+        return "ngram"
+    if method not in (None, "eagle3"):
+        raise ConfigError(f"--speculative-config: method is {method!r}; this server knows eagle3 and ngram.")
+    if not isinstance(model, str):
+        raise ConfigError("--speculative-config: method eagle3 needs a model (a draft's folder or hub id).")
+    return model
+
+
+def _vllm_chain(config: Mapping[str, Any]) -> TreeShape:
+    length = config.get("num_speculative_tokens")
+    if not isinstance(length, int) or isinstance(length, bool):
+        raise ConfigError("--speculative-config needs num_speculative_tokens, a whole number.")
+    return TreeShape.chain(length)
+
+
+def _vllm_rates(config: Mapping[str, Any]) -> tuple[float, ...] | None:
+    method, rates = config.get("rejection_sample_method", "standard"), config.get("synthetic_acceptance_rates")
+    if method == "standard" and rates is None:
+        return None
+    if method != "synthetic" or not isinstance(rates, list) or not all(isinstance(r, int | float) for r in rates):
+        raise ConfigError(
+            "--speculative-config: rejection_sample_method is standard, or synthetic with synthetic_acceptance_rates."
+        )
+    return tuple(float(rate) for rate in rates)
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")

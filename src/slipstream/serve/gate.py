@@ -1,0 +1,124 @@
+"""What every request passes first: an id, API keys, limits on its body, and one line in the log at its end."""
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.serve.config import LOOPBACK, ServeConfig
+from slipstream.serve.errors import HttpError
+
+logger = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset(
+    {"/", "/health", "/health/live", "/health/ready", "/ping", "/metrics", "/docs", "/openapi.json"}
+)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Gate:
+    """ASGI middleware. Streams pass through it untouched."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it with what is wrong."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = time.perf_counter()
+        status = 0
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            await self._app(scope, self._counted(receive), watched_send)
+        except HttpError as error:
+            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, watched_send)
+        except ConnectionAbortedError as error:
+            logger.warning("a client was given up: %s", error, extra={"fields": {"request_id": request_id}})
+        finally:
+            fields = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "ms": round(1000 * (time.perf_counter() - started), 1),
+            }
+            level = logging.DEBUG if scope["path"] in _OPEN_PATHS else logging.INFO
+            logger.log(level, "request", extra={"fields": fields})
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        path = scope["path"]
+        if scope["method"] == "OPTIONS":  # a browser's question before a call; CORS answers it, without keys
+            return
+        if path == "/admin" or path.startswith("/admin/"):
+            self._check_admin(headers)
+        elif path not in _OPEN_PATHS and self._config.api_keys and not _has_key(headers, self._config.api_keys):
+            raise HttpError(401, "An API key is needed: send the header 'Authorization: Bearer <key>'.")
+        if scope["method"] == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise HttpError(415, "The body must be JSON; send the header 'Content-Type: application/json'.")
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._config.max_body_bytes:
+            raise self._too_large()
+
+    def _check_admin(self, headers: Headers) -> None:
+        if self._config.admin_key is not None:
+            if not _has_key(headers, [self._config.admin_key]):
+                raise HttpError(401, "/admin needs the admin key: send the header 'Authorization: Bearer <key>'.")
+        elif not self._config.is_local or self._config.api_keys:
+            raise HttpError(403, "/admin is closed: start the server with --admin-key to open it.")
+        elif urlsplit(f"//{headers.get('host', '')}").hostname not in LOOPBACK:
+            # A page of another site can point its own name at this machine; the browser then calls us by that name.
+            raise HttpError(403, "/admin answers by the names localhost, 127.0.0.1 and ::1 only, without --admin-key.")
+
+    def _counted(self, receive: Receive) -> Receive:
+        """Return `receive`, stopping bodies that grow past the limit without having said so."""
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._config.max_body_bytes:
+                raise HTTPException(413, str(self._too_large()))
+            return message
+
+        return counted
+
+    def _too_large(self) -> HttpError:
+        return HttpError(413, f"The body is larger than {self._config.max_body_bytes} bytes.")
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _has_key(headers: Headers, keys: Iterable[str]) -> bool:
+    """Compare in constant time, and with every key, so that timing tells nothing about any of them."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    token = given.strip().encode() if scheme.lower() == "bearer" else b""
+    matches = [hmac.compare_digest(token, key.encode()) for key in keys]
+    return any(matches)

@@ -1,0 +1,188 @@
+"""What clients may send: the JSON of OpenAI's API and the extensions its open servers share, checked field by field.
+
+Fields nobody here knows are ignored, as other servers do. Fields that ask for something this server cannot do are
+declared in `_CANNOT`, and refused unless they hold the value that asks for nothing.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from slipstream.serve.errors import HttpError
+from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Text = Annotated[str, Field(max_length=1 << 24)]
+
+_CANNOT: dict[str, tuple[object, ...]] = {
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "include_stop_str_in_output": (None, False),
+    "continue_final_message": (None, False),
+    "tools": (None, []),
+    "functions": (None, []),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "truncate_prompt_tokens": (None,),
+    "lora_path": (None,),
+    "prediction": (None,),
+}
+
+
+class _Message(BaseModel):
+    """Every message: unknown fields are ignored, and NaN is no number."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(_Message):
+    """What a stream carries beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(_Message):
+    """A named JSON schema the answer must follow."""
+
+    name: str = "answer"
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")  # foreign JSON
+    strict: bool | None = None
+
+
+class ResponseFormat(_Message):
+    """The form an answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Generation(_Message):
+    """The fields chats and completions share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    max_tokens: Count | None = None
+    min_tokens: Count = 0
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = 1.0
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    speculate: bool = Field(default=True, description="Let the draft guess. The answer is the same either way.")
+    speculation_stats: bool = Field(
+        default=False, description="Add drafted and accepted counts, by position, to `usage`."
+    )
+    return_tokens: bool = Field(
+        default=False, description="Add to each choice its tokens: id, text, and where the draft guessed it."
+    )
+    return_token_ids: bool = Field(default=False, description="Add the ids of prompt and answer to each choice.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_what_cannot_be_done(cls, values: Any) -> Any:  # whatever JSON came
+        """Refuse fields that ask for something this server does not do."""
+        if isinstance(values, dict):
+            for name, harmless in _CANNOT.items():
+                if values.get(name) not in harmless:
+                    raise HttpError(400, f"{name} is not supported by this server; leave it out.", param=name)
+        return values
+
+
+class CompletionRequest(Generation):
+    """The body of /v1/completions."""
+
+    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Count | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class ContentPart(_Message):
+    """A part of a message's content; only text can be read."""
+
+    type: str
+    text: Text | None = None
+
+
+class ChatMessage(_Message):
+    """One turn of a chat."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Text | list[ContentPart] | None = None
+    name: str | None = None
+
+
+class ChatRequest(Generation):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
+
+
+class TokenizeRequest(_Message):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def has_one_source(self) -> "TokenizeRequest":
+        """Ask for just one of prompt and messages."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Message):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
+
+
+class TreeRequest(_Message):
+    """The body of /admin/speculation: what to change; what is left out stays."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    depth: Annotated[int, Field(ge=1, le=64)] | None = None
+    width: Annotated[int, Field(ge=1, le=64)] | None = None
+    budget: Annotated[int, Field(ge=0, le=64)] | None = None
+    simulated_acceptance: list[Annotated[float, Field(ge=0, le=1)]] | None = Field(
+        default=None, description="Chance that a drafted token is kept, by position; [] ends the simulation."
+    )

@@ -1,0 +1,84 @@
+"""Getting an answer to a client that may read slowly, stop reading, or go away."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from slipstream.serve.answers import Json
+from slipstream.serve.errors import HttpError
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def server_sent_event(body: Json) -> bytes:
+    """Return one event of a stream."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Streams events until they end, the client goes away, or it leaves them unread for too long."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], write_timeout_s: float, close: Callable[[], None]) -> None:
+        """Wrap the events.
+
+        Args:
+            close: called once at the end, however it came.
+        """
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._write_timeout_s = write_timeout_s
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; a client that is gone or does not read ends it early."""
+        try:
+            await until_disconnect(receive, self._pump(send))
+        finally:
+            self._close()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await self._send(send, {"type": "http.response.body", "body": event, "more_body": True})
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: Json) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise ConnectionAbortedError(f"the client left bytes unread for {self._write_timeout_s:g} s") from None
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
+    """Return what `work` returns; if the client goes away first, cancel it and return None."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def error_events(error: HttpError) -> bytes:
+    """Return how a stream that has begun ends with an error."""
+    return server_sent_event(error.body()) + DONE

@@ -1,0 +1,63 @@
+"""Answers being made, as the event loop sees them: jobs handed to the engine's thread, and what comes back."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.engine.output import EmittedToken, TokenLogprob
+from slipstream.engine.request import FinishReason
+from slipstream.serve.errors import HttpError
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.statistics import AcceptanceStats
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to make: a prompt in tokens, and how."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    speculate: bool = True
+    skip_special: bool = True
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What one step gave an answer.
+
+    Args:
+        num_drafted: nodes the target checked in this step beside its own.
+        stats: the answer's acceptance, given with the last event.
+        prompt_logprobs: given with the first event if they were asked for.
+    """
+
+    tokens: tuple[EmittedToken, ...]
+    num_drafted: int = 0
+    finish_reason: FinishReason | None = None
+    stats: AcceptanceStats | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of this step."""
+        return "".join(token.text for token in self.tokens)
+
+
+class Ticket:
+    """A request's answers under way. Holds their events until somebody reads them; the engine never waits for that."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = tuple(jobs)
+        self._events: asyncio.Queue[tuple[int, StepEvent | HttpError]] = asyncio.Queue()
+
+    def deliver(self, index: int, event: StepEvent | HttpError) -> None:
+        """Add an event of the index-th answer; called on the event loop."""
+        self._events.put_nowait((index, event))
+
+    async def next_event(self) -> tuple[int, StepEvent]:
+        """Return the next event and which answer it belongs to; raises HttpError if that answer failed."""
+        index, event = await self._events.get()
+        if isinstance(event, HttpError):
+            raise event
+        return index, event

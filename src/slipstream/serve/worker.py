@@ -1,0 +1,265 @@
+"""The engine's thread: takes jobs from the event loop, steps the engine while there is work, hands back events.
+
+Everything that touches the engine runs here, between steps, as a command. The event loop never waits for a step and
+the engine never waits for a reader.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.engine.engine import Engine, StepError
+from slipstream.engine.output import Emission, EmittedToken
+from slipstream.errors import RequestError
+from slipstream.serve.errors import HttpError, queue_full, shutting_down
+from slipstream.serve.meters import AnswerTimes, Meters
+from slipstream.serve.ticket import Job, StepEvent, Ticket
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Delivery = tuple[Ticket, int, StepEvent | HttpError]
+
+
+class EngineWorker:
+    """Owns an engine and the thread that runs it. Public methods are for the event loop's thread."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, max_waiting: int) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._limit = engine.config.max_requests + max_waiting
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._answers: dict[int, _Answer] = {}
+        self._ids: dict[Ticket, set[int]] = {}
+        self._num_open = 0
+        self._stopping = False
+        self._over = False
+        self.draining = False
+        self.meters = Meters()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def simulated_acceptance(self) -> tuple[float, ...]:
+        """The engine's simulated rates, if any."""
+        return self._engine.simulated_acceptance
+
+    @property
+    def num_open(self) -> int:
+        """Answers that were taken on and are not over."""
+        return self._num_open
+
+    def start(self) -> None:
+        """Start the thread; events go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End every answer and the thread."""
+        self.draining = True
+        if not self._over:
+            self._command(self._shut)
+        await asyncio.to_thread(self._thread.join)
+
+    def submit(self, jobs: Sequence[Job]) -> Ticket:
+        """Take on a request's answers, all or none; raises HttpError when there are too many or at the end."""
+        if self.draining or not self.alive:
+            self.meters.refused += 1
+            raise shutting_down()
+        if self._num_open + len(jobs) > self._limit:
+            self.meters.refused += 1
+            raise queue_full(self._limit)
+        self._num_open += len(jobs)
+        ticket = Ticket(jobs)
+        arrived = time.monotonic()
+        self._command(lambda: self._add(ticket, arrived))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End answers nobody waits for; those that are over already are left alone."""
+        if not self._over:
+            self._command(lambda: self._abort(ticket))
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run a function on the engine between two steps, and return what it returns."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def command() -> None:
+            try:
+                outcome = function(self._engine)
+            except Exception as error:  # noqa: BLE001 (handed to whoever awaits the call)
+                self._post(_set_exception, future, error)
+            else:
+                self._post(_set_result, future, outcome)
+
+        self._command(command)
+        return await future
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._over:
+                raise shutting_down()
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None, "the worker was started"
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                with self._wake:
+                    while not self._commands and not self._engine.has_work:
+                        self._wake.wait()
+                    commands, self._commands = self._commands, deque()
+                for command in commands:
+                    command()
+                if self._engine.has_work:
+                    self._step()
+        except Exception:
+            logger.exception("the engine's thread failed; every answer under way is given up")
+            raise
+        finally:
+            self._stopping = True
+            with self._wake:
+                self._over = True
+            for command in self._commands:
+                command()
+            for request_id in list(self._answers):
+                self._engine.abort(request_id)
+                self._deliver([self._close(request_id, _stopped())])
+
+    def _step(self) -> None:
+        try:
+            emissions = self._engine.step()
+        except StepError as error:
+            logger.error("a step failed, its requests are given up: %s", error, exc_info=error.__cause__)
+            self.meters.failed_steps += 1
+            failure = HttpError(500, "The step that computed this answer failed; the server's log has the reason.")
+            self._deliver([self._close(i, failure) for i in error.request_ids if i in self._answers])
+            self._engine.check_invariants()
+            return
+        now = time.monotonic()
+        self._deliver([self._event(emission, now) for emission in emissions])
+
+    def _event(self, emission: Emission, now: float) -> Delivery:
+        answer = self._answers[emission.request_id]
+        answer.times.emitted(len(emission.tokens), now)
+        num_drafted = emission.stats.drafted - answer.num_drafted
+        answer.num_drafted = emission.stats.drafted
+        finished = emission.finish_reason is not None
+        event = StepEvent(
+            _with_tail(emission),
+            num_drafted,
+            emission.finish_reason,
+            emission.stats if finished else None,
+            emission.prompt_logprobs,
+        )
+        return self._close(emission.request_id, event) if finished else (answer.ticket, answer.index, event)
+
+    def _add(self, ticket: Ticket, arrived: float) -> None:
+        self._ids[ticket] = set()
+        for index, job in enumerate(ticket.jobs):
+            if self._stopping:
+                self._deliver([(ticket, index, _stopped())])
+                continue
+            try:
+                request_id = self._engine.add(
+                    job.prompt,
+                    job.params,
+                    job.seed,
+                    self._tokenizer.eos_token_ids,
+                    self._tokenizer.detokenizer(job.skip_special),
+                    job.speculate,
+                )
+            except RequestError as error:
+                self._deliver([(ticket, index, HttpError(400, str(error)))])
+                continue
+            self._answers[request_id] = _Answer(ticket, index, AnswerTimes(self.meters, arrived))
+            self._ids[ticket].add(request_id)
+        if not self._ids[ticket]:
+            del self._ids[ticket]
+
+    def _abort(self, ticket: Ticket) -> None:
+        for request_id in list(self._ids.get(ticket, ())):
+            self._engine.abort(request_id)
+            self._deliver([self._close(request_id, HttpError(499, "The client went away."))])
+
+    def _close(self, request_id: int, event: StepEvent | HttpError) -> Delivery:
+        """Forget an answer and return its last event."""
+        answer = self._answers.pop(request_id)
+        open_ids = self._ids[answer.ticket]
+        open_ids.remove(request_id)
+        if not open_ids:
+            del self._ids[answer.ticket]
+        prompt = answer.ticket.jobs[answer.index].prompt
+        answer.times.ended(len(prompt), _reason(event), time.monotonic())
+        return answer.ticket, answer.index, event
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        if deliveries:
+            self._post(self._hand_out, deliveries)
+
+    def _hand_out(self, deliveries: list[Delivery]) -> None:
+        """Give events to their tickets, on the event loop, in one go for a whole step."""
+        for ticket, index, event in deliveries:
+            if isinstance(event, HttpError) or event.finish_reason is not None:
+                self._num_open -= 1
+            ticket.deliver(index, event)
+
+    def _shut(self) -> None:
+        self._stopping = True
+
+
+class _Answer:
+    """What the thread keeps for an answer under way."""
+
+    def __init__(self, ticket: Ticket, index: int, times: AnswerTimes) -> None:
+        self.ticket = ticket
+        self.index = index
+        self.times = times
+        self.num_drafted = 0
+
+
+def _with_tail(emission: Emission) -> tuple[EmittedToken, ...]:
+    """Return a step's tokens; text that waited for the answer's end goes with the last."""
+    if not emission.tail or not emission.tokens:
+        return emission.tokens
+    *others, last = emission.tokens
+    return (*others, dataclasses.replace(last, text=last.text + emission.tail))
+
+
+def _reason(event: StepEvent | HttpError) -> str:
+    """Name the end of an answer, for the meters."""
+    if isinstance(event, HttpError):
+        return "abort" if event.status == 499 else "error"
+    assert event.finish_reason is not None, "the answer is over"
+    return event.finish_reason.value
+
+
+def _stopped() -> HttpError:
+    return HttpError(503, "The server stopped before the answer was finished.", retry_after_s=5)
+
+
+def _set_result(future: "asyncio.Future[T]", outcome: T) -> None:
+    if not future.done():
+        future.set_result(outcome)
+
+
+def _set_exception(future: "asyncio.Future[T]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

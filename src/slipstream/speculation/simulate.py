@@ -1,0 +1,56 @@
+"""Simulated acceptance: keep drafted tokens by given rates instead of by what the target says.
+
+For measuring what a draft of some quality would bring. The answers are then not the target's.
+
+Shape letters: R requests, N nodes, E emitted tokens at most.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.speculation.accept import Accepted
+from slipstream.speculation.tree import Tree
+
+
+def check_rates(rates: Sequence[float]) -> None:
+    """Raise unless the rates can be shares of passes: between 0 and 1, and no later one above an earlier."""
+    if any(not 0 <= rate <= 1 for rate in rates):
+        raise ConfigError(f"simulated acceptance rates {list(rates)}: each lies between 0 and 1.")
+    if any(later > earlier for earlier, later in itertools.pairwise(rates)):
+        raise ConfigError(
+            f"simulated acceptance rates {list(rates)}: a token is only kept if the one before it was, so no rate can "
+            "be above the one before."
+        )
+
+
+def simulated_count(rates: Sequence[float], seed: int, position: int) -> int:
+    """Return how many drafted tokens a pass keeps; over many passes, position p is kept with rate p.
+
+    One uniform number decides the whole pass. It comes from the request's seed and the text's position, so the same
+    request sees the same counts in every run.
+    """
+    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+    uniform = int.from_bytes(digest, "little") / 2**64
+    return sum(uniform < rate for rate in rates)
+
+
+def simulate(trees: Sequence[Tree], chosen_RN: Tensor, counts: Sequence[int]) -> Accepted:
+    """Keep up to `counts[r]` drafted tokens along each tree's first path, then the target's own token."""
+    tokens, nodes = [], []
+    for tree, row, count in zip(trees, chosen_RN.tolist(), counts, strict=True):
+        path = [0]
+        while len(path) <= count and path[-1] in tree.parents:
+            path.append(tree.parents.index(path[-1]))
+        tokens.append([*(tree.tokens[node] for node in path[1:]), row[path[-1]]])
+        nodes.append(path)
+    longest = max(map(len, nodes))
+
+    def padded(rows: list[list[int]]) -> Tensor:
+        return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=chosen_RN.device)
+
+    return Accepted(padded(tokens), padded(nodes), torch.tensor([len(path) for path in nodes], device=chosen_RN.device))

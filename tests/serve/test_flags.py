@@ -1,0 +1,129 @@
+"""Launch lines of other servers mean here what they mean there, or are refused."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from slipstream.cli.serve import serve
+from slipstream.errors import ConfigError
+from slipstream.speculation.tree import TreeShape
+
+APP = typer.Typer()
+APP.command()(serve)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Run a command line up to the point where it would load the model, and return what it would run."""
+
+    def launch(line: str, *more: str):
+        found = {}
+        monkeypatch.setattr(
+            "slipstream.serve.server.serve",
+            lambda options, config, simulated: found.update(options=options, config=config, simulated=simulated),
+        )
+        monkeypatch.setattr("slipstream.serve.logs.set_up_logs", lambda *_: None)
+        result = CliRunner().invoke(APP, [*line.split(), *more])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0, result.output
+        return found
+
+    return launch
+
+
+def test_without_flags_the_embedded_model_is_served_on_loopback(launched):
+    found = launched("")
+    assert found["options"].model == "embedded"
+    assert found["options"].draft == "auto"
+    assert found["config"].host == "127.0.0.1"
+    assert found["config"].model_name == "embedded"
+    assert found["simulated"] == ()
+
+
+def test_an_sglang_line_runs_with_the_same_meaning(launched):
+    found = launched(
+        "--model-path org/target --speculative-algorithm EAGLE3 --speculative-draft-model-path org/draft "
+        "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8 --tp 1 "
+        "--mem-fraction-static 0.75 --disable-radix-cache --context-length 2048 --trust-remote-code --port 30000"
+    )
+    options = found["options"]
+    assert (options.model, options.draft) == ("org/target", "org/draft")
+    assert options.tree == TreeShape(depth=5, width=4, budget=7)
+    assert options.tree.num_nodes == 8
+    assert options.memory_fraction == 0.75
+    assert options.max_context == 2048
+    assert options.engine.prefix_cache is False
+    assert found["config"].port == 30000
+
+
+def test_a_vllm_line_runs_with_the_same_meaning(launched):
+    config = {"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    found = launched(
+        "org/target --tensor-parallel-size 1 --gpu-memory-utilization 0.9 --max-model-len 4096 --max-num-seqs 16 "
+        "--no-enable-prefix-caching --served-model-name a --served-model-name b --speculative-config",
+        json.dumps(config),
+    )
+    options = found["options"]
+    assert (options.model, options.draft, options.tree) == ("org/target", "org/draft", TreeShape.chain(3))
+    assert (options.memory_fraction, options.max_context) == (0.9, 4096)
+    assert options.engine.max_requests == 16
+    assert options.engine.prefix_cache is False
+    assert (found["config"].model_name, found["config"].aliases) == ("a", ("b",))
+
+
+def test_our_own_flags_and_ngram(launched, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("one\n\ntwo\n")
+    found = launched(
+        f"m --draft ngram --depth 6 --simulated-acceptance 0.9,0.5 --api-key zero --api-key-file {keys} --num-pages 99"
+    )
+    assert (found["options"].draft, found["options"].tree) == ("ngram", TreeShape.chain(6))
+    assert found["options"].engine.num_pages == 99
+    assert found["config"].api_keys == ("zero", "one", "two")
+    assert found["simulated"] == (0.9, 0.5)
+    assert launched("m --speculative-algorithm NGRAM")["options"].draft == "ngram"
+    synthetic = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
+    synthetic["synthetic_acceptance_rates"] = [0.8, 0.2]
+    assert launched("m --speculative-config", json.dumps(synthetic))["simulated"] == (0.8, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("m --tp 8", "one device"),
+        ("m --tensor-parallel-size 2", "one device"),
+        ("m --model-path n", "named twice"),
+        ("m --speculative-algorithm EAGLE --speculative-draft-model-path d", "EAGLE3 and NGRAM"),
+        ("m --speculative-algorithm EAGLE3", "needs --speculative-draft-model-path"),
+        ("m --speculative-draft-model-path d", "needs --speculative-algorithm"),
+        ("m --speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-num-steps 3", "Give all of"),
+        ("m --speculative-algorithm NGRAM --speculative-draft-model-path d", "leave it out"),
+        ("m --draft d --speculative-algorithm NGRAM", "described twice"),
+        ("m --simulated-acceptance high", "give rates"),
+        ("m --speculative-config {", "not JSON"),
+        ("m --speculative-config []", "object"),
+        ('m --speculative-config {"method":"eagle3","model":"d"}', "num_speculative_tokens"),
+        ('m --speculative-config {"method":"medusa","model":"d","num_speculative_tokens":3}', "eagle3 and ngram"),
+        ('m --speculative-config {"method":"eagle3","num_speculative_tokens":3}', "needs a model"),
+        ('m --speculative-config {"model":"d","num_speculative_tokens":3,"quantization":"fp8"}', "quantization"),
+        (
+            'm --speculative-config {"model":"d","num_speculative_tokens":3,"draft_tensor_parallel_size":4}',
+            "one device",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(launched, line, words):
+    with pytest.raises(ConfigError, match=words):
+        launched(line)
+
+
+@pytest.mark.parametrize(("steps", "topk", "tokens"), [(3, 1, 5), (3, 2, 40), (3, 1, 1)])
+def test_sglang_numbers_that_contradict_each_other_are_refused(launched, steps, topk, tokens):
+    with pytest.raises(ConfigError, match="num-draft-tokens"):
+        launched(
+            f"m --speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-num-steps {steps} "
+            f"--speculative-eagle-topk {topk} --speculative-num-draft-tokens {tokens}"
+        )

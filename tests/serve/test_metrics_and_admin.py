@@ -1,0 +1,118 @@
+"""Metrics tell what happened, under every name tools look for; speculation changes without a restart."""
+
+import json
+import re
+
+import pytest
+from tiny_server import Running, tiny_engine
+
+TEXT = {"prompt": "once upon", "max_tokens": 30, "ignore_eos": True, "seed": 3, "temperature": 1}
+
+
+def read(text: str) -> dict[str, float]:
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+
+
+def vllm_bench_reads(text: str) -> dict[str, object]:
+    """Take the four counters as a scraper does that knows their names and nothing else of ours."""
+    found = {"drafts": 0, "draft_tokens": 0, "accepted": 0, "per_position": {}}
+    for line in text.splitlines():
+        if not line.startswith("vllm:spec_decode"):
+            continue
+        value = int(float(line.split()[-1]))
+        if "num_drafts" in line:
+            found["drafts"] += value
+        elif "num_draft_tokens" in line:
+            found["draft_tokens"] += value
+        elif "num_accepted_tokens_per_pos" in line:
+            found["per_position"][int(re.search(r'position="(\d+)"', line)[1])] = value
+        elif "num_accepted_tokens" in line:
+            found["accepted"] += value
+    return found
+
+
+def test_metrics_add_up_to_what_the_answers_said():
+    with Running(tiny_engine()) as server, server.client() as client:
+        asked = {**TEXT, "speculation_stats": True}
+        usages = [client.post("/v1/completions", json={**asked, "seed": s}).json()["usage"] for s in range(3)]
+        text = client.get("/metrics").text
+        found = read(text)
+        assert found['slipstream_requests_total{reason="length"}'] == 3
+        assert found["slipstream_emitted_tokens_total"] == 90
+        assert found["slipstream_prompt_tokens_total"] == 27
+        assert found["slipstream_ttft_seconds_count"] == 3
+        assert 0 < found["slipstream_inter_token_seconds_count"] <= 90 - 3  # a first step's tokens have no gap
+        assert found["slipstream_e2e_seconds_count"] == 3
+        assert found["slipstream_kv_usage"] == 0
+        assert found["slipstream_waiting_requests"] == 0
+        for phase in ("draft", "verify", "host"):
+            assert found[f'slipstream_phase_seconds_total{{phase="{phase}"}}'] > 0
+        drafted = sum(usage["speculation"]["drafted"] for usage in usages)
+        accepted = sum(usage["speculation"]["accepted"] for usage in usages)
+        scraped = vllm_bench_reads(text)
+        assert scraped["draft_tokens"] == drafted
+        assert scraped["accepted"] == accepted == sum(scraped["per_position"].values())
+        ours = [found[f'slipstream_accepted_tokens_total{{position="{p}"}}'] for p in range(3)]
+        assert ours == list(scraped["per_position"].values())
+        passes = sum(usage["speculation"]["passes"] for usage in usages)
+        assert found['sglang:spec_accept_length{model_name="tiny"}'] == pytest.approx(90 / passes)
+        info = client.get("/server_info").json()
+        assert info["internal_states"][0]["avg_spec_accept_length"] == pytest.approx(90 / passes)
+
+
+def test_the_tree_changes_at_run_time_and_the_text_does_not():
+    with Running(tiny_engine(num_pages=200)) as server, server.client() as client:
+        before = client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"]
+        assert client.get("/speculation").json()["tree"] == {"depth": 3, "width": 2, "budget": 6}
+        changed = client.post("/admin/speculation", json={"depth": 5, "width": 1, "budget": 0})
+        assert changed.json()["tree"] == {"depth": 5, "width": 1, "budget": 0}
+        answer = client.post("/v1/completions", json={**TEXT, "speculation_stats": True}).json()
+        assert answer["choices"][0]["text"] == before
+        assert len(answer["usage"]["speculation"]["offered_by_position"]) == 5
+        refused = client.post("/admin/speculation", json={"depth": 60, "width": 60})
+        assert refused.status_code == 400
+        assert client.get("/speculation").json()["tree"]["depth"] == 5
+        assert client.post("/admin/speculation", json={"deepth": 3}).status_code == 400
+
+
+def test_simulated_acceptance_is_said_in_answers_metrics_and_log(caplog):
+    with Running(tiny_engine(num_pages=200)) as server, server.client() as client:
+        plain = client.post("/v1/completions", json=TEXT).json()
+        assert "simulated_acceptance" not in plain
+        changed = client.post("/admin/speculation", json={"simulated_acceptance": [1.0, 1.0, 0.0]})
+        assert changed.json()["simulated_acceptance"] == [1.0, 1.0, 0.0]
+        assert "SIMULATED ACCEPTANCE" in caplog.text
+        answer = client.post("/v1/completions", json={**TEXT, "speculation_stats": True}).json()
+        assert answer["simulated_acceptance"] == [1.0, 1.0, 0.0]
+        assert answer["usage"]["completion_tokens"] == 30
+        assert answer["usage"]["speculation"]["simulated"] is True
+        # The pass over the prompt drafts nothing and emits 1 token; the others emit 3 each, the last of them cut to 2.
+        assert answer["usage"]["speculation"]["passes"] == 11
+        assert 'slipstream_simulated_acceptance{position="0"} 1.0' in client.get("/metrics").text
+        wanted = {**TEXT, "response_format": {"type": "json_object"}}
+        assert client.post("/v1/completions", json=wanted).status_code == 400
+        assert client.post("/admin/speculation", json={"simulated_acceptance": [0.1, 0.9]}).status_code == 400
+        assert client.post("/admin/speculation", json={"simulated_acceptance": []}).status_code == 200
+        assert client.post("/v1/completions", json=TEXT).json()["choices"] == plain["choices"]
+
+
+def test_information_routes(client, server):
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/v1/models/tiny").json()["max_model_len"] == 128
+    assert client.get("/v1/models/other").status_code == 404
+    assert client.get("/health").json() == {"status": "ready"}
+    assert client.get("/health/live").json() == {"status": "live"}
+    assert client.get("/version").json()["version"]
+    tokens = client.post("/tokenize", json={"prompt": "abc"}).json()
+    assert tokens["count"] == 3
+    assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "abc"}
+    chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
+    assert server.tokenizer.decode(chat["tokens"]) == "u:x\na:"
+    assert client.post("/tokenize", json={}).status_code == 400
+    assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+    document = client.get("/openapi.json").json()
+    assert "/v1/chat/completions" in document["paths"]
+    page = client.get("/docs").text
+    assert "/v1/chat/completions" in page
+    assert "https://" not in page and "http://" not in page
+    assert json.dumps(document)
