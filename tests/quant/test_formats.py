@@ -41,8 +41,11 @@ def test_searched_scales_do_not_lose_to_quarks_and_grow_with_the_weight(seed, ex
     scheme = scheme_named(name)
     packed = scheme.encode(weight, "best")
     assert bool((packed.scales["scale"] > 0).all()) and bool(packed.scales["scale"].isfinite().all())
-    errors = [(dequantize(p) - weight).double().square().sum() for p in (packed, scheme.encode(weight, "quark"))]
-    assert errors[0] <= 1.02 * errors[1]  # Quark rounds its scale to BF16, which may help it by chance
+    if exponent > -12:  # below, Quark's floor of 2^-23 takes part
+        ours, quarks = (
+            (dequantize(p) - weight).double().square().sum(1) for p in (packed, scheme.encode(weight, "quark"))
+        )
+        assert bool((ours <= 1.0001 * quarks).all())
     doubled = scheme.encode(weight * 2, "best")
     assert torch.equal(packed.codes, doubled.codes)
     assert torch.equal(packed.scales["scale"] * 2, doubled.scales["scale"])

@@ -29,7 +29,7 @@ from slipstream.quant.report import (
 )
 
 _COPY_BYTES = 1 << 24
-_SAMPLE_EVERY = 32  # blocks, of which one has its error measured; a layer's first always
+_SAMPLED_BLOCKS = 8  # of a layer, evenly spread, have their error measured
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,10 @@ class _Blocks:
             for start, stop in split_rows(item.info.nbytes, _COPY_BYTES):
                 yield partial(self._copy, item, start, stop)
             return
-        for i, (start, stop) in enumerate(self._row_blocks(item)):
-            sampled = self._plan.options.full_report or i % _SAMPLE_EVERY == 0
+        blocks = self._row_blocks(item)
+        stride = 1 if self._plan.options.full_report else -(-len(blocks) // _SAMPLED_BLOCKS)
+        for i, (start, stop) in enumerate(blocks):
+            sampled = i % stride == 0
             yield partial(self._encode, item, start, stop, sampled, amax.get(item.module))
 
     def amax_tasks(self, item: Item) -> Iterator[Task]:

@@ -29,7 +29,8 @@ def search_scales(weight_OI: Tensor, low: int, high: int, shrink: tuple[float, .
     scale that loses least is a least squares fit, so a coarse grid is enough. Rows are normalised first, so that no
     square can overflow.
     """
-    base_O = (row_amax(weight_OI).float() / ((high - low) / 2)).clamp(min=_SMALLEST_NORMAL)
+    # In the weight's dtype, as Quark divides: the first candidate is then Quark's own, so no row loses more than there.
+    base_O = (row_amax(weight_OI) / ((high - low) / 2)).float().clamp(min=_SMALLEST_NORMAL)
     unit_OI = torch.div(weight_OI, base_O[:, None])
     scratch_OI = torch.empty_like(unit_OI)
     least_O = torch.full_like(base_O, torch.inf)
