@@ -187,3 +187,13 @@ def test_default_pages_hold_one_whole_context():
     config = EngineConfig(max_context=1000, page_size=16, max_requests=1)
     assert config.resolve_num_pages(63) * 16 >= 1063
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_trees_over_a_sliding_window_are_refused_and_chains_are_exact():
+    windowed = tiny_target(sliding_window=9)
+    with pytest.raises(ConfigError, match="last 9 tokens"):
+        engine_of(windowed, tiny_draft(windowed), TreeShape(depth=2, width=2))
+    prompts, params = [list(range(20)), [3, 4, 5]], [SamplingParams(max_tokens=20)] * 2
+    expected = run(engine_of(windowed), prompts, params, [0, 0])
+    assert run(engine_of(windowed, "ngram"), prompts, params, [0, 0]) == expected
+    assert run(engine_of(windowed, follower_draft(windowed)), prompts, params, [0, 0]) == expected

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.speculation.grow import grow
+from slipstream.speculation.grow import Children, grow
 from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape, relative_bits
 
 CPU = torch.device("cpu")
@@ -72,24 +72,28 @@ def test_impossible_shapes_are_refused(settings):
         TreeShape(**settings)
 
 
-def scripted_grower(vocab: int, seed: int):
-    """Return root scores and an expander whose scores depend only on a node's path."""
-    tables: dict[tuple[int, ...], torch.Tensor] = {}
+class ScriptedGrower:
+    """A grower whose scores depend only on a node's path."""
 
-    def scores(path: tuple[int, ...]) -> torch.Tensor:
-        if path not in tables:
-            generator = torch.Generator().manual_seed(hash((seed, path)) % 2**31)
-            tables[path] = torch.log_softmax(torch.randn(vocab, generator=generator) * 3, 0)
-        return tables[path]
+    def __init__(self, vocab: int, seed: int) -> None:
+        self._vocab, self._seed = vocab, seed
+        self._level: list[tuple[int, ...]] = [()]
 
-    level = [()]
+    def scores(self, path: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash((self._seed, path)) % 2**31)
+        return torch.log_softmax(torch.randn(self._vocab, generator=generator) * 3, 0)
 
-    def expand(entries_RW, parents_RW):
-        nonlocal level
-        level = [(*level[p], e) for e, p in zip(entries_RW[0].tolist(), parents_RW[0].tolist(), strict=True)]
-        return torch.stack([scores(path) for path in level])[None]
+    def root_children(self, count: int) -> Children:
+        return self._best(count)
 
-    return scores, expand
+    def children(self, entries_RW: torch.Tensor, parents_RW: torch.Tensor, count: int) -> Children:
+        pairs = zip(entries_RW[0].tolist(), parents_RW[0].tolist(), strict=True)
+        self._level = [(*self._level[parent], entry) for entry, parent in pairs]
+        return self._best(count)
+
+    def _best(self, count: int) -> Children:
+        best = torch.stack([self.scores(path) for path in self._level])[None].topk(count, dim=-1)
+        return Children(best.values, best.indices)
 
 
 def paths_of(candidates) -> list[tuple[int, ...]]:
@@ -104,8 +108,9 @@ def paths_of(candidates) -> list[tuple[int, ...]]:
 def test_a_dynamic_tree_is_the_best_of_what_was_expanded(depth, width, budget, seed):
     if width + (depth - 1) * width**2 > 63 and not budget:
         return
-    scores, expand = scripted_grower(11, seed)
-    candidates = grow(TreeShape(depth=depth, width=width, budget=budget), scores(())[None], expand)
+    grower = ScriptedGrower(11, seed)
+    scores = grower.scores
+    candidates = grow(TreeShape(depth=depth, width=width, budget=budget), grower)
     # The same by hand: expand `width` nodes a level, keep every child tried, then the best of all.
     made: list[tuple[float, tuple[int, ...]]] = []
     beam = [(0.0, ())]
@@ -123,9 +128,10 @@ def test_a_dynamic_tree_is_the_best_of_what_was_expanded(depth, width, budget, s
 
 
 def test_a_static_tree_takes_the_ranks_it_names():
-    scores, expand = scripted_grower(11, 3)
+    grower = ScriptedGrower(11, 3)
+    scores = grower.scores
     shape = TreeShape(paths=((1,), (0,), (0, 2), (0, 0), (0, 2, 1)))
-    paths = set(paths_of(grow(shape, scores(())[None], expand)))
+    paths = set(paths_of(grow(shape, grower)))
     rank = {}
     for named in sorted(shape.paths, key=len):
         above = rank.get(named[:-1], ())

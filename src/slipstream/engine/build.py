@@ -31,6 +31,12 @@ def build_engine(
         raise ConfigError(
             f"max_context is {config.max_context}; the target was made for at most {target.spec.max_position} tokens."
         )
+    window = target.spec.sliding_window
+    if draft is not None and not shape.is_chain and window is not None and window < config.max_context:
+        raise ConfigError(
+            f"{shape}: the target attends to the last {window} tokens only, and how many of them a node of a tree sees "
+            f"would depend on the tree; draft a chain (width 1), or set max_context to {window} at most."
+        )
     dtype, device = target.embed_tokens.dtype, target.embed_tokens.device
     extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
     num_pages = config.resolve_num_pages(extra_slots)

@@ -65,7 +65,11 @@ class Metrics:
 
     def _own_speculation(self) -> Iterator[Metric]:
         stats = self._engine.stats.acceptance
-        yield _counter("slipstream_target_passes", "Passes of the target that emitted.", stats.passes)
+        yield _counter(
+            "slipstream_target_passes",
+            "Decoding passes of the target (those over prompts are not counted).",
+            stats.decoding_passes,
+        )
         yield _counter("slipstream_drafted_nodes", "Nodes the target checked.", stats.drafted)
         yield _by_position("slipstream_drafted_tokens", "Passes with a drafted token here.", stats.offered)
         yield _by_position("slipstream_accepted_tokens", "Passes that kept the token drafted here.", stats.accepted)
@@ -103,7 +107,7 @@ class Metrics:
         yield _gauge("sglang:spec_accept_rate", "Accepted share of drafted nodes.", rate, name)
         yield _gauge("sglang:spec_num_steps", "Depth of the tree.", shape.depth if shape else 0, name)
         yield _gauge("sglang:spec_num_draft_tokens", "Nodes with the root.", engine.drafter.max_nodes, name)
-        yield _counter("sglang:spec_verify_calls", "Passes of the target.", stats.passes, name)
+        yield _counter("sglang:spec_verify_calls", "Decoding passes of the target.", stats.decoding_passes, name)
         yield _gauge("sglang:num_running_reqs", "Answers that hold pages.", engine.num_running, name)
         yield _gauge("sglang:num_queue_reqs", "Answers that wait.", self._num_waiting(), name)
         yield _gauge("sglang:token_usage", "Share of the KV cache in use.", engine.page_usage, name)

@@ -17,7 +17,7 @@ from slipstream.kernels import Ops, RowSampling
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.drafter import DraftView, Observed
-from slipstream.speculation.grow import Candidates, grow
+from slipstream.speculation.grow import Candidates, Children, grow
 from slipstream.speculation.tree import TreeBatch, TreeShape, relative_bits
 
 
@@ -62,8 +62,8 @@ class Eagle3Drafter:
         roots = TreeBatch.lone_roots([view.tokens[-1] for view in views], self._draft.token_ids_V.device)
         if not known:
             return roots
-        level = _Levels(self._draft, self._kv, self._ops, [views[index] for index in known], self._last)
-        candidates = grow(self.shape, level.root_scores(), level)
+        levels = _Levels(self._draft, self._kv, self._ops, [views[index] for index in known], self._last)
+        candidates = grow(self.shape, levels)
         return _with_trees(roots, known, candidates, self._draft.token_ids_V)
 
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
@@ -115,12 +115,12 @@ class _Levels:
         self._sees_RWS = torch.zeros(len(views), 1, 0, dtype=torch.bool, device=device)
         self._depth = 0
 
-    def root_scores(self) -> Tensor:
-        """Return log scores [R, V] of the root's children."""
-        return self._scores(self._root_logits_RV[:, None])[:, 0]
+    def root_children(self, count: int) -> Children:
+        """Return the root's best children: the last slot has foretold them already."""
+        return self._best(self._root_logits_RV, 1, count)
 
-    def __call__(self, entries_RW: Tensor, parents_RW: Tensor) -> Tensor:
-        """Run the draft on this level's nodes and return log scores [R, W, V] of their children."""
+    def children(self, entries_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
+        """Run the draft on this level's nodes and return their best children."""
         num_requests, width = entries_RW.shape
         num_written = self._sees_RWS.shape[-1]
         self._depth += 1
@@ -134,8 +134,7 @@ class _Levels:
         tokens_T = self._draft.token_ids_V[entries_RW.flatten()]
         hidden = self._draft(hidden_RWD.flatten(0, 1), tokens_T, ctx)
         self._feedback_RWD = hidden.feedback_TD.view(num_requests, width, -1)
-        logits_LV = self._draft.logits(hidden.normed_TD, self._ops)
-        return self._scores(logits_LV.view(num_requests, width, -1))
+        return self._best(self._draft.logits(hidden.normed_TD, self._ops), width, count)
 
     def _hang(self, parents_RW: Tensor) -> None:
         """Record what each of the new nodes sees among the scratch keys: its parent's path, and itself."""
@@ -143,19 +142,18 @@ class _Levels:
         itself_RWW = torch.eye(parents_RW.shape[1], dtype=torch.bool, device=parents_RW.device)
         self._sees_RWS = torch.cat([inherited_RWS, itself_RWW.expand(len(parents_RW), -1, -1)], dim=-1)
 
-    def _scores(self, logits_RWV: Tensor) -> Tensor:
+    def _best(self, logits_LV: Tensor, width: int, count: int) -> Children:
         """Perturb with the noise the target will use for the same token, so that both tend to choose alike.
 
         The committed text ends at `length`, the root is at that position, and its children one further on.
         """
-        num_requests, width, _ = logits_RWV.shape
         sampling = RowSampling(
             self._temperature_R.repeat_interleave(width),
             self._seed_R.repeat_interleave(width),
             (self._lengths_R + 1 + self._depth).repeat_interleave(width),
         )
-        perturbed_LV = self._ops.perturb(logits_RWV.flatten(0, 1), self._draft.token_ids_V, sampling)
-        return torch.log_softmax(perturbed_LV, dim=-1).view(num_requests, width, -1)
+        scores_LK, entries_LK = self._ops.top_k(logits_LV, self._draft.token_ids_V, sampling, count)
+        return Children(scores_LK.view(-1, width, count), entries_LK.view(-1, width, count))
 
 
 def _last_rows_bits(sees_RWS: Tensor) -> Tensor:

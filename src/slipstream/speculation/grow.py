@@ -1,11 +1,11 @@
 """Growing a tree: expand the best nodes level by level (EAGLE-2), or fill a fixed shape; then keep a budget.
 
-A `Grower` runs the draft on a level's nodes and returns their children's scores; nothing here knows the model.
-Shape letters: R requests, W nodes expanded on a level, C candidates, K children tried, V draft vocabulary.
+A `Grower` runs the draft on a level's nodes and returns their best children; nothing here knows the model.
+Shape letters: R requests, W nodes expanded on a level, C candidates, K children tried.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +13,22 @@ from torch import Tensor
 from slipstream.speculation.tree import TreeShape
 
 
-class Grower(Protocol):
-    """Runs the draft on the nodes of one level."""
+class Children(NamedTuple):
+    """The best children of some nodes, best first: log scores and entries in the draft vocabulary."""
 
-    def __call__(self, entries_RW: Tensor, parents_RW: Tensor) -> Tensor:
-        """Return log scores [R, W, V] of the children of W nodes.
+    scores_RWK: Tensor
+    entries_RWK: Tensor
+
+
+class Grower(Protocol):
+    """Runs the draft, level by level."""
+
+    def root_children(self, count: int) -> Children:
+        """Return the best children of the root, as those of a level of one node."""
+        ...
+
+    def children(self, entries_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
+        """Return the best children of W nodes.
 
         `entries_RW` are the nodes' entries in the draft vocabulary; `parents_RW` says which node of the level before
         each hangs from (all zeros on the first level, whose parent is the root).
@@ -34,22 +45,20 @@ class Candidates:
     scores_RC: Tensor
 
 
-def grow(shape: TreeShape, root_scores_RV: Tensor, expand: Grower) -> Candidates:
+def grow(shape: TreeShape, grower: Grower) -> Candidates:
     """Return the nodes of each request's tree, parents before children."""
-    if shape.paths:
-        return _grow_static(shape, root_scores_RV, expand)
-    return _keep_budget(_grow_dynamic(shape, root_scores_RV, expand), shape)
+    return _grow_static(shape, grower) if shape.paths else _keep_budget(_grow_dynamic(shape, grower), shape)
 
 
-def _grow_dynamic(shape: TreeShape, root_scores_RV: Tensor, expand: Grower) -> Candidates:
-    width = min(shape.width, root_scores_RV.shape[-1])
-    scores_RW, entries_RW = root_scores_RV.topk(width, dim=-1)
+def _grow_dynamic(shape: TreeShape, grower: Grower) -> Candidates:
+    width = shape.width
+    scores_RW, entries_RW = (values[:, 0] for values in grower.root_children(width))
     made = [Candidates(entries_RW, torch.full_like(entries_RW, -1), scores_RW)]
     ids_RW = torch.arange(width, device=entries_RW.device).expand_as(entries_RW)
     hangs_RW = torch.zeros_like(entries_RW)
     num_made = width
     for _ in range(shape.depth - 1):
-        child_RWK, entry_RWK = expand(entries_RW, hangs_RW).topk(width, dim=-1)
+        child_RWK, entry_RWK = grower.children(entries_RW, hangs_RW, width)
         scores_RC = (scores_RW[..., None] + child_RWK).flatten(1)
         entries_RC = entry_RWK.flatten(1)
         made.append(Candidates(entries_RC, ids_RW.repeat_interleave(width, dim=1), scores_RC))
@@ -80,25 +89,26 @@ def _keep_budget(candidates: Candidates, shape: TreeShape) -> Candidates:
     )
 
 
-def _grow_static(shape: TreeShape, root_scores_RV: Tensor, expand: Grower) -> Candidates:
+def _grow_static(shape: TreeShape, grower: Grower) -> Candidates:
     paths = sorted(shape.paths, key=lambda path: (len(path), path))
     number = {path: index for index, path in enumerate(paths)}
     inner = {path[:-1] for path in paths}
-    num_requests, device = len(root_scores_RV), root_scores_RV.device
+    tried = 1 + max(path[-1] for path in paths)
+    level = grower.root_children(tried)
+    num_requests, device = len(level.entries_RWK), level.entries_RWK.device
     entries = torch.zeros(num_requests, len(paths), dtype=torch.int64, device=device)
     scores = torch.zeros(num_requests, len(paths), device=device)
     parents = torch.tensor([number.get(path[:-1], -1) for path in paths], device=device)
     expanded: list[tuple[int, ...]] = [()]
-    level_scores_RWV = root_scores_RV[:, None]
     for depth in range(1, shape.depth + 1):
         for path in (path for path in paths if len(path) == depth):
-            above = expanded.index(path[:-1])
-            best = level_scores_RWV[:, above].topk(path[-1] + 1, dim=-1)
-            entries[:, number[path]] = best.indices[:, -1]
-            scores[:, number[path]] = best.values[:, -1] + (scores[:, number[path[:-1]]] if depth > 1 else 0.0)
+            above, rank = expanded.index(path[:-1]), path[-1]
+            entries[:, number[path]] = level.entries_RWK[:, above, rank]
+            inherited = scores[:, number[path[:-1]]] if depth > 1 else 0.0
+            scores[:, number[path]] = level.scores_RWK[:, above, rank] + inherited
         above_level, expanded = expanded, [path for path in paths if len(path) == depth and path in inner]
         if expanded:
             hangs_W = torch.tensor([above_level.index(path[:-1]) for path in expanded], device=device)
             ids_W = [number[path] for path in expanded]
-            level_scores_RWV = expand(entries[:, ids_W], hangs_W.expand(num_requests, -1))
+            level = grower.children(entries[:, ids_W], hangs_W.expand(num_requests, -1), tried)
     return Candidates(entries, parents.expand(num_requests, -1), scores)

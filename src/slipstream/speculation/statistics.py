@@ -57,8 +57,12 @@ class AcceptanceStats:
 
         Passes over a prompt are left out, with the token each emits: SGLang's and vLLM's figures count the same way.
         """
-        passes = self.passes - self.prompt_passes
-        return (self.emitted - self.prompt_passes) / passes if passes else 1.0
+        return (self.emitted - self.prompt_passes) / self.decoding_passes if self.decoding_passes else 1.0
+
+    @property
+    def decoding_passes(self) -> int:
+        """Passes in which something was, or could have been, drafted."""
+        return self.passes - self.prompt_passes
 
     @property
     def rates(self) -> list[float]:

@@ -65,6 +65,11 @@ class TreeShape:
         return 1 + (min(self.budget, self.num_candidates) if self.budget else self.num_candidates)
 
     @property
+    def is_chain(self) -> bool:
+        """Tell whether every node has one child at most."""
+        return self.num_nodes == self.depth + 1
+
+    @property
     def scratch(self) -> int:
         """Keys the draft writes while it grows a tree, beyond those it keeps."""
         if self.paths:
