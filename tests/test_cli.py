@@ -6,6 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.cli.main import app
 
 runner = CliRunner()
@@ -19,7 +20,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("verb", ["", "chat", "demo", "doctor", "generate", "inspect"])
+@pytest.mark.parametrize(
+    "verb", ["", "chat", "demo", "doctor", "generate", "inspect", "quantize", "serve", "bench", "eval", "report"]
+)
 def test_every_verb_explains_itself(verb):
     result = runner.invoke(app, [verb, "--help"] if verb else ["--help"])
     assert result.exit_code == 0
@@ -86,3 +89,21 @@ def test_demo_proves_the_texts_equal():
     assert result.exit_code == 0, result.output
     assert "identical, token for token" in result.output
     assert "speed-up" in result.output
+
+
+@pytest.mark.embedded
+def test_drafts_are_compared_on_the_same_prompts_and_change_no_answer(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "What is 2 + 3?"}\n{"question": "Name three colours."}\n')
+    shipped = embedded_draft()
+    assert shipped is not None
+    quantized = tmp_path / "fp8"
+    result = runner.invoke(app, ["quantize", str(shipped), "--scheme", "ptpc_fp8", "--out", str(quantized)])
+    assert result.exit_code == 0, result.output
+    result = runner.invoke(
+        app,
+        ["eval", "drafts", str(prompts), "-d", str(shipped), "-d", str(quantized), "-d", "ngram", "-n", "16"],
+        terminal_width=200,
+    )
+    assert result.exit_code == 0, result.output
+    assert result.output.count("2 of 2") == 3

@@ -1,4 +1,4 @@
-"""`slipstream eval`: accuracy of a server on GSM8K, and token-for-token comparison of two servers."""
+"""`slipstream eval`: accuracy of a server on GSM8K, token-for-token comparison of two servers, drafts side by side."""
 
 import asyncio
 from pathlib import Path
@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.cli.eval_drafts import drafts
+
 if TYPE_CHECKING:
     from slipstream.records.evals import Gsm8kRecord, LosslessRecord
 
-app = typer.Typer(no_args_is_help=True, help="Check that no answer changed.")
+app = typer.Typer(no_args_is_help=True, help="Check that no answer changed, and what drafts are worth.")
+app.command()(drafts)
 
 Url = Annotated[str, typer.Option(help="The server, e.g. http://127.0.0.1:8600.")]
 Concurrency = Annotated[int, typer.Option(help="Requests at a time.")]
