@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser check fix clean
+.PHONY: demo test test-browser check fix clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,3 +35,11 @@ fix: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+
+# The CPU kernels with address and undefined-behaviour checks, over their tests; then built anew without.
+sanitize: $(VENV)/.ready
+	$(BIN)/python setup.py --quiet build_ext --inplace --force --sanitize --build-temp build/sanitize
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	$(BIN)/python -m pytest tests/kernels -p no:cacheprovider; \
+	status=$$?; $(BIN)/python setup.py --quiet build_ext --inplace --force && exit $$status

@@ -57,7 +57,7 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
-            extra_postargs=["-pthread", "-static-libstdc++", "-static-libgcc", *checks],
+            extra_postargs=["-pthread", *(checks or ["-static-libstdc++", "-static-libgcc"])],
             target_lang="c++",
         )
 

@@ -4,12 +4,10 @@
 
 Every question is answered twice by the offline engine, with the draft and without; the first difference of each
 question, if there is one, is shown with the margin between the target's two best tokens there. The questions file is
-JSON lines (plain or .xz) with a `question` field.
+JSON lines (plain or .xz), as `slipstream train` reads them.
 """
 
 import argparse
-import json
-import lzma
 import sys
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ from slipstream.kernels import KERNEL_CHOICES
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
+from slipstream.train.prompts import read_prompts
 
 BATCH = 32
 
@@ -46,7 +45,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console()
-    prompts = [[{"role": "user", "content": question}] for question in read_questions(args.questions)[: args.count]]
+    prompts = read_prompts(args.questions)[: args.count]
     tree = TreeShape(args.depth, args.width, args.budget)
     options = {"model": args.model, "dtype": args.dtype, "kernels": args.kernels, "tree": tree}
     plain = LLM(LoadOptions(draft="none", **options))
@@ -75,13 +74,6 @@ def main() -> int:
             highlight=False,
         )
     return 1 if differing else 0
-
-
-def read_questions(path: Path) -> list[str]:
-    """Return the questions of a JSON-lines file, compressed or not."""
-    data = path.read_bytes()
-    text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
-    return [json.loads(line)["question"] for line in text.splitlines()]
 
 
 def describe(plain: Completion, drafted: Completion) -> str:

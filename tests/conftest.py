@@ -11,6 +11,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what installs other programs, unless it is asked for."""
+    if "interop" not in (config.getoption("-m") or ""):
+        skip = pytest.mark.skip(reason="installs another program; run with -m interop")
+        for item in items:
+            if item.get_closest_marker("interop"):
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The team's data folder beside the repository; tests that need it skip where it is absent."""

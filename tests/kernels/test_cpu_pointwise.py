@@ -67,3 +67,14 @@ def _ops():
     except KernelError:
         pytest.skip("CPU kernels not built")
     return CpuOps(2)
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(1, 1), (50, 50), (777, 8), (3000, 1)])
+def test_the_best_entries_for_drafting_match_the_reference(cpu_ops, generator, vocab, k):
+    logits = torch.randn(3, vocab, generator=generator) * 3
+    ids = torch.randperm(50000, generator=generator)[:vocab]
+    rows = RowSampling(torch.tensor([0.0, 0.8, 1.3]), torch.tensor([1, -5, 2**40]), torch.tensor([0, 7, 2**33 + 1]))
+    scores, entries = cpu_ops.top_k(logits, ids, rows, k)
+    expected_scores, expected_entries = REFERENCE.top_k(logits, ids, rows, k)
+    assert torch.equal(entries, expected_entries)
+    assert torch.allclose(scores, expected_scores, rtol=1e-5, atol=1e-4)

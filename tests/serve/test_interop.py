@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from interop import GUIDELLM, LM_EVAL, OPENAI, SCHEMATHESIS, SGLANG, VLLM, run_client
 from tiny_server import Running, free_port, tiny_engine
 
+from interop import GUIDELLM, LM_EVAL, OPENAI, SCHEMATHESIS, SGLANG, VLLM, run_client
 from slipstream.checkpoint.embedded import embedded_model
 
 pytestmark = [pytest.mark.interop, pytest.mark.embedded]

@@ -8,11 +8,16 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from slipstream import __version__
+from slipstream.cli.bench import app as bench
 from slipstream.cli.chat import chat
 from slipstream.cli.demo import demo
 from slipstream.cli.doctor import doctor
+from slipstream.cli.eval import app as evaluate
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
+from slipstream.cli.quantize import quantize
+from slipstream.cli.report import report
+from slipstream.cli.serve import serve
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
@@ -21,6 +26,11 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(generate)
 app.command()(inspect)
+app.command()(quantize)
+app.command()(serve)
+app.add_typer(bench, name="bench")
+app.add_typer(evaluate, name="eval")
+app.command()(report)
 
 
 def _version(wanted: bool) -> None:

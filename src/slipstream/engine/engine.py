@@ -277,11 +277,12 @@ class Engine:
                 logits_NV = logits_LV[first_logit : first_logit + len(tree.tokens)]
                 first_logit += len(tree.tokens)
                 room = self._config.max_context - len(work.request.tokens)
-                emission = self._session(work).emit(tree, tokens[row][:count], nodes[row][:count], logits_NV, room)
+                accepted_path = list(zip(tokens[row][:count], nodes[row][:count], strict=True))
+                totals = self.stats.acceptance
+                emission = self._session(work).emit(tree, accepted_path, logits_NV, room, totals)
                 emitted = [token.token_id for token in emission.tokens]
                 path = nodes[row][1 : len(emitted)]
                 self._runner.keep(work.request.pages, work.start + work.num_tokens - 1, path)
-                self._count(work, tree, emission)
                 emissions.append(emission)
             self._scheduler.commit(work.request, work.num_tokens + len(path), emitted)
             kept.append(path)
@@ -303,10 +304,6 @@ class Engine:
 
     def _session(self, work: Scheduled) -> Session:
         return self._sessions[work.request.request_id]
-
-    def _count(self, work: Scheduled, tree: Tree, emission: Emission) -> None:
-        accepted = sum(token.draft_position > 0 for token in emission.tokens)
-        self.stats.acceptance.record(tree.nodes_by_depth(), len(emission.tokens), accepted)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is not Status.FINISHED:

@@ -65,21 +65,24 @@ class Session:
         for token, logits_V in zip(self.request.prompt[first : first + len(logits_KV)], logits_KV, strict=True):
             self._prompt_logprobs.append(_logprob(logits_V, token, num_top))
 
-    def emit(self, tree: Tree, tokens: Sequence[int], nodes: Sequence[int], logits_NV: Tensor, room: int) -> Emission:
+    def emit(
+        self, tree: Tree, path: Sequence[tuple[int, int]], logits_NV: Tensor, room: int, totals: AcceptanceStats
+    ) -> Emission:
         """Turn a step's accepted tokens into what the reader gets, cut where the answer ends.
 
         Args:
-            nodes: the node each token was chosen at.
+            path: each token with the node it was chosen at.
             logits_NV: the target's logits at every node of the tree.
             room: tokens that still fit the context.
+            totals: the engine's own statistics, which count this pass too.
         """
         params = self.request.params
         allowed = min(params.max_tokens - self.request.num_output, room)
         emitted: list[EmittedToken] = []
         reason: FinishReason | None = None
-        for position, (token, node) in enumerate(zip(tokens, nodes, strict=True), start=1):
+        for position, (token, node) in enumerate(path, start=1):
             text = self._text(token)
-            drafted = position if position < len(tokens) else 0
+            drafted = position if position < len(path) else 0
             logprob = None if params.logprobs is None else _logprob(logits_NV[node], token, params.logprobs)
             emitted.append(EmittedToken(token, text, drafted, logprob))
             if self._grammar is not None:
@@ -94,7 +97,8 @@ class Session:
         if self._history is not None:
             self._history.extend([token.token_id for token in emitted])
         accepted = sum(token.draft_position > 0 for token in emitted)
-        self.stats.record(tree.nodes_by_depth(), len(emitted), accepted)
+        for stats in (self.stats, totals):
+            stats.record(tree.nodes_by_depth(), len(emitted), accepted, first=self.request.num_output == 0)
         request = self.request
         scored = params.prompt_logprobs is not None and request.num_output == 0
         return Emission(

@@ -137,6 +137,14 @@ class Ops(Protocol):
         """Return logits / T + gumbel(seed, position, token id); at T = 0 the logits themselves."""
         ...
 
+    def top_k(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: "RowSampling", k: int) -> tuple[Tensor, Tensor]:
+        """Return the k best entries of each row of perturbed logits: log-probabilities [L, k] and entries, best first.
+
+        The log-probabilities are of the softmax over the perturbed row. For drafting, which only proposes: a backend
+        may round the noise of the rule.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class RowSampling:

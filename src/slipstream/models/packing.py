@@ -55,12 +55,18 @@ class QuantizedFolder:
     def __init__(self, source: TensorSource, scheme: QuantScheme) -> None:
         self._source = source
         self._scheme = scheme
+        self._names = frozenset(source.names())
 
     def stored(self, module: str, shape: Shape) -> dict[str, Shape] | None:
-        """Ask the scheme."""
+        """Ask the scheme; where it leaves dimensions of one open, the file decides."""
         if not self._scheme.is_quantized(module):
             return None
-        return {suffix: form.shape for suffix, form in self._scheme.tensors_for(module, *shape).items()}
+        stored = {}
+        for suffix, form in self._scheme.tensors_for(module, *shape).items():
+            name = f"{module}.{suffix}"
+            actual = self._source.info(name).shape if name in self._names else form.shape
+            stored[suffix] = actual if form.fits(actual) else form.shape
+        return stored
 
     def read(self, module: str, shape: Shape) -> PackedWeight:
         """Read and normalise."""

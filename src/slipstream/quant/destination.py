@@ -36,6 +36,7 @@ class Destination:
         self._lock: IO[str] | None = None
         self._done: dict[str, Any] = {}
         self._own = False
+        self._fingerprint = plan.fingerprint()
 
     def __enter__(self) -> Self:
         self._refuse()
@@ -126,10 +127,9 @@ class Destination:
 
     def _take_up(self) -> None:
         state = self._work / _STATE
-        fingerprint = self._plan.fingerprint()
         if state.is_file():
             saved = read_json(state)
-            if saved.get("fingerprint") == fingerprint:
+            if saved.get("fingerprint") == self._fingerprint:
                 self._done = dict(saved.get("done") or {})
             elif not self._overwrite:
                 raise CheckpointError(
@@ -154,7 +154,7 @@ class Destination:
             )
 
     def _save_state(self) -> None:
-        _write_json(self._work / _STATE, {"fingerprint": self._plan.fingerprint(), "done": self._done})
+        _write_json(self._work / _STATE, {"fingerprint": self._fingerprint, "done": self._done})
 
     def _carry_over(self) -> None:
         source = self._plan.checkpoint.folder

@@ -34,6 +34,10 @@ class Stored:
         """The bytes it takes as slipstream writes it."""
         return torch.Size(self.shape).numel() * self.dtypes[0].itemsize
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether a stored shape is this one; writers differ in dimensions of one ([], [1], [N], [N, 1])."""
+        return [size for size in shape if size != 1] == [size for size in self.shape if size != 1]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -62,7 +66,7 @@ class Layout:
                         f"{module}.{suffix} is missing, though config.json says the layer is quantized."
                     )
                 continue
-            if tensor.dtype not in stored.dtypes or tensor.numel() != torch.Size(stored.shape).numel():
+            if tensor.dtype not in stored.dtypes or not stored.fits(tuple(tensor.shape)):
                 raise CheckpointError(
                     f"{module}.{suffix} is {_name(tensor.dtype)} {list(tensor.shape)}; the layer's {self.format} "
                     f"weight needs {' or '.join(map(_name, stored.dtypes))} {list(stored.shape)}."

@@ -29,7 +29,7 @@ from slipstream.quant.report import (
 )
 
 _COPY_BYTES = 1 << 24
-_SAMPLE_EVERY = 16  # blocks, of which one has its error measured; a layer's first always
+_SAMPLE_EVERY = 32  # blocks, of which one has its error measured; a layer's first always
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,17 @@ def quantize(
     Args:
         advance: called with source bytes as they are dealt with, in this thread.
     """
-    with Destination(plan, folder, overwrite) as destination:
+    with Destination(plan, folder, overwrite) as destination, BlockReader(plan.checkpoint) as reader:
         totals: dict[str, ErrorSums] = {}
         resumed = 0
         for shard in plan.shards:
             summary = destination.finished(shard)
             if summary is None:
-                errors = _run_shard(plan, shard, destination, advance, num_threads or _cores())
+                with (
+                    destination.reporting_full_disk(),
+                    BlockWriter(destination.unfinished(shard), shard.layout) as writer,
+                ):
+                    errors = _run_shard(shard, _Blocks(plan, reader, writer), advance, num_threads or _cores())
                 summary = {module: errors_to_json(sums) for module, sums in errors.items()}
                 destination.finish(shard, summary)
             else:
@@ -89,24 +93,13 @@ def quantize(
 
 
 def _run_shard(
-    plan: QuantizePlan,
-    shard: ShardPlan,
-    destination: Destination,
-    advance: Callable[[int], None],
-    num_threads: int,
+    shard: ShardPlan, blocks: "_Blocks", advance: Callable[[int], None], num_threads: int
 ) -> dict[str, ErrorSums]:
     errors: dict[str, ErrorSums] = {}
-    with (
-        destination.reporting_full_disk(),
-        BlockReader(plan.checkpoint) as reader,
-        BlockWriter(destination.unfinished(shard), shard.layout) as writer,
-        _threads(num_threads) as pool,
-    ):
-        blocks = _Blocks(plan, reader, writer)
-        amax: dict[str, float] = {}
-        if plan.options.scheme.needs_amax:
-            for done in _run(pool, num_threads, (task for item in shard.items for task in blocks.amax_tasks(item))):
-                amax[done.module] = max(amax.get(done.module, 0.0), done.amax)
+    amax: dict[str, float] = {}
+    with _threads(num_threads) as pool:
+        for done in _run(pool, num_threads, (task for item in shard.items for task in blocks.amax_tasks(item))):
+            amax[done.module] = max(amax.get(done.module, 0.0), done.amax)
         for done in _run(pool, num_threads, (task for item in shard.items for task in blocks.tasks(item, amax))):
             if done.module:
                 errors[done.module] = errors.get(done.module, NO_ERRORS) + done.errors
@@ -133,8 +126,9 @@ class _Blocks:
             yield partial(self._encode, item, start, stop, sampled, amax.get(item.module))
 
     def amax_tasks(self, item: Item) -> Iterator[Task]:
-        """Yield the tasks that find a layer's largest magnitude."""
-        for start, stop in self._row_blocks(item) if item.stored else ():
+        """Yield the tasks that find a layer's largest magnitude, if the scheme asks for it."""
+        wanted = item.stored and self._plan.options.scheme.needs_amax
+        for start, stop in self._row_blocks(item) if wanted else ():
             yield partial(self._amax, item, start, stop)
 
     def _row_blocks(self, item: Item) -> list[tuple[int, int]]:

@@ -128,7 +128,9 @@ def _int4_grouped(group_size: int, reorder: bool, scale_dtype: torch.dtype, file
         words, groups = rows // WORD, columns // group_size
         return {
             "weight": Stored((columns, words), (torch.int32,), rows_axis=1, rows_per_entry=WORD),
-            "weight_scale": Stored((groups, rows), (scale_dtype, *FLOATS), rows_axis=1),
+            "weight_scale": Stored(
+                (rows, groups) if file_to_file else (groups, rows), (scale_dtype, *FLOATS), rows_axis=1
+            ),
             "weight_zero_point": Stored(
                 (groups, words), (torch.int32,), rows_axis=1, rows_per_entry=WORD, required=False
             ),

@@ -9,17 +9,27 @@ class AcceptanceStats:
 
     Position p is the p-th drafted token on a path. `offered[p]` counts passes in which something was drafted there,
     `accepted[p]` those in which it was kept, so accepted / offered is the rate at that position for any tree.
+    `prompt_passes` are the passes, among all, that computed a prompt's end with nothing drafted yet: each emits the
+    answer's first token, whatever the draft is worth.
     """
 
     passes: int = 0
+    prompt_passes: int = 0
     emitted: int = 0
     drafted: int = 0
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def record(self, nodes_by_depth: list[int], emitted: int, accepted: int) -> None:
-        """Count one target pass: nodes drafted at each depth, tokens emitted, and how many of those were drafted."""
+    def record(self, nodes_by_depth: list[int], emitted: int, accepted: int, first: bool) -> None:
+        """Count one target pass.
+
+        Args:
+            nodes_by_depth: nodes drafted at each depth.
+            accepted: how many of the emitted tokens had been drafted.
+            first: whether the pass emitted the first token of an answer.
+        """
         self.passes += 1
+        self.prompt_passes += first and not nodes_by_depth
         self.emitted += emitted
         self.drafted += sum(nodes_by_depth)
         while len(self.offered) < len(nodes_by_depth):
@@ -32,6 +42,7 @@ class AcceptanceStats:
     def add(self, other: "AcceptanceStats") -> None:
         """Take another's counts in."""
         self.passes += other.passes
+        self.prompt_passes += other.prompt_passes
         self.emitted += other.emitted
         self.drafted += other.drafted
         longest = max(len(self.offered), len(other.offered))
@@ -42,8 +53,12 @@ class AcceptanceStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Emitted tokens per target pass, the target's own token included; 1.0 without a draft."""
-        return self.emitted / self.passes if self.passes else 0.0
+        """Emitted tokens per decoding pass, the target's own token included; 1.0 without a draft.
+
+        Passes over a prompt are left out, with the token each emits: SGLang's and vLLM's figures count the same way.
+        """
+        passes = self.passes - self.prompt_passes
+        return (self.emitted - self.prompt_passes) / passes if passes else 1.0
 
     @property
     def rates(self) -> list[float]:

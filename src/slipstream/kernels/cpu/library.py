@@ -9,7 +9,7 @@ from typing import Literal
 from slipstream.errors import KernelError
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 1
+ABI = 2
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -134,6 +134,12 @@ class NativeRotation(Structure):
     )
 
 
+class NativeTopK(Structure):
+    """The shape of one search for the best entries."""
+
+    _fields_ = (("rows", c_int64), ("vocab", c_int64), ("k", c_int32), ("reserved", c_int32))
+
+
 _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
     "slip_linear": (c_void_p, POINTER(NativeLinear), c_void_p, c_int64, c_int32, c_void_p),
     "slip_attention": (
@@ -150,6 +156,15 @@ _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
     "slip_rotate": (c_void_p, POINTER(NativeRotation), c_void_p, c_void_p),
     "slip_choose": (c_void_p, c_void_p, c_int64, c_int64, POINTER(NativeSampling), c_void_p),
     "slip_perturb": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, POINTER(NativeSampling), c_void_p),
+    "slip_top_k": (
+        c_void_p,
+        POINTER(NativeTopK),
+        c_void_p,
+        c_void_p,
+        POINTER(NativeSampling),
+        c_void_p,
+        c_void_p,
+    ),
     "slip_write_slots": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "slip_repack": (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "slip_gather_rows": (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),

@@ -16,6 +16,7 @@ from slipstream.kernels.cpu.library import (
     NativeEngine,
     NativeRotation,
     NativeSampling,
+    NativeTopK,
     check,
 )
 from slipstream.kernels.cpu.stack import StackCache
@@ -252,6 +253,31 @@ class CpuOps:
         )
         return out_LV
 
+    def top_k(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int) -> tuple[Tensor, Tensor]:
+        """Find the best entries of perturbed logits, the noise within 1e-5 of the rule's."""
+        logits, ids = logits_LV.float().contiguous(), token_ids_V.contiguous()
+        rows = (
+            sampling.temperature_L.float().contiguous(),
+            sampling.seed_L.contiguous(),
+            sampling.position_L.contiguous(),
+        )
+        num_rows, vocab = logits.shape
+        _check_top_k(k, vocab)
+        scores_LK = torch.empty((num_rows, k))
+        entries_LK = torch.empty((num_rows, k), dtype=torch.int64)
+        check(
+            self._library.slip_top_k(
+                self._handle,
+                NativeTopK(num_rows, vocab, k),
+                logits.data_ptr(),
+                ids.data_ptr(),
+                _sampling(rows),
+                scores_LK.data_ptr(),
+                entries_LK.data_ptr(),
+            )
+        )
+        return scores_LK, entries_LK
+
     def _multiply(self, x_TD: Tensor, weight: Any, shape_ND: Sequence[int]) -> Tensor:
         """`weight` is a ctypes structure, which mypy cannot pass through byref."""
         if x_TD.shape[-1] != shape_ND[1]:
@@ -283,6 +309,11 @@ def _float_rows(x: Tensor) -> Tensor:
 def _sampling(rows: tuple[Tensor, Tensor, Tensor]) -> NativeSampling:
     assert rows[1].dtype == rows[2].dtype == torch.int64
     return NativeSampling(*(row.data_ptr() for row in rows))
+
+
+def _check_top_k(k: int, vocab: int) -> None:
+    if not 0 <= k <= vocab:
+        raise KernelError(f"The best {k} of {vocab} entries were asked for.")
 
 
 def _refuse_gradients(*tensors: Tensor) -> None:

@@ -136,3 +136,9 @@ class ReferenceOps:
         noise = gumbel(sampling.seed_L[warm_L, None], sampling.position_L[warm_L, None], token_ids_V[None, :])
         out_LV[warm_L] = logits_LV[warm_L] / sampling.temperature_L[warm_L, None] + noise
         return out_LV
+
+    def top_k(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int) -> tuple[Tensor, Tensor]:
+        """Perturb, take the log-softmax, keep the best."""
+        perturbed_LV = self.perturb(logits_LV, token_ids_V, sampling)
+        best = torch.log_softmax(perturbed_LV, dim=-1).topk(k, dim=-1)
+        return best.values, best.indices

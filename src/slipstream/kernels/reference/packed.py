@@ -5,12 +5,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from slipstream.kernels.reference.gguf import gguf_linear, gguf_rows
+from slipstream.kernels.reference.quantized import QUANTIZED_LINEARS
 from slipstream.quant.packed import PackedWeight
 
 PACKED_LINEARS: dict[str, Callable[[Tensor, PackedWeight], Tensor]] = {
     "q4_0": gguf_linear,
     "q4_1": gguf_linear,
     "q8_0": gguf_linear,
+    **QUANTIZED_LINEARS,
 }
 """x_TD and a weight to y_TN, without bias."""
 

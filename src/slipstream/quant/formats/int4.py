@@ -9,7 +9,7 @@ from slipstream.quant.formats.rounding import SCALE_FLOOR, Rounding, row_amax, s
 
 LOW, HIGH = -8, 7
 _HALF_RANGE = 7.5
-_SHRINK = (1.0, 0.88, 0.77, 0.66, 0.56, 0.45, 0.33)
+_SHRINK = (1.0, 0.85, 0.72, 0.6, 0.48, 0.36)
 
 
 def encode_per_channel(

@@ -23,30 +23,26 @@ def row_amax(weight_OI: Tensor) -> Tensor:
 
 
 def search_scales(weight_OI: Tensor, low: int, high: int, shrink: tuple[float, ...]) -> Tensor:
-    """Return float32 scales [O] that make integer codes `low` to `high` lose least in the square.
+    """Return float32 scales [O] that make integer codes `low` to `high` lose little in the square.
 
-    Each candidate shrinks the range that covers the whole row; for the codes it gives, the best scale is a least
-    squares fit, so a coarse grid is enough. Rows are normalised first: no square can overflow.
+    Candidates shrink the range that covers the whole row. The best is then refined twice: for the codes it gives, the
+    scale that loses least is a least squares fit, so a coarse grid is enough. Rows are normalised first, so that no
+    square can overflow.
     """
     base_O = (row_amax(weight_OI).float() / ((high - low) / 2)).clamp(min=_SMALLEST_NORMAL)
     unit_OI = torch.div(weight_OI, base_O[:, None])
-    best_O = torch.zeros_like(base_O)
+    scratch_OI = torch.empty_like(unit_OI)
+    least_O = torch.full_like(base_O, torch.inf)
     fit_O = torch.ones_like(base_O)
-    codes_OI, scratch_OI = torch.empty_like(unit_OI), torch.empty_like(unit_OI)
     for factor in shrink:
-        torch.mul(unit_OI, 1.0 / factor, out=codes_OI)
-        gain_O, scale_O = _fit(unit_OI, codes_OI.round_().clamp_(low, high), scratch_OI)
-        better_O = gain_O > best_O
-        best_O = torch.where(better_O, gain_O, best_O)
-        fit_O = torch.where(better_O, scale_O, fit_O)
-    torch.div(unit_OI, fit_O[:, None], out=codes_OI)
-    _, refit_O = _fit(unit_OI, codes_OI.round_().clamp_(low, high), scratch_OI)
-    scale_O = base_O * torch.where(best_O > 0, refit_O, fit_O)
-    return torch.where(best_O > 0, scale_O.clamp(min=_SMALLEST_NORMAL), torch.full_like(scale_O, SCALE_FLOOR))
-
-
-def _fit(unit_OI: Tensor, codes_OI: Tensor, scratch_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how much of each row's energy its codes explain, and the scale that does it; `scratch_OI` is used up."""
-    product_O = torch.mul(unit_OI, codes_OI, out=scratch_OI).sum(-1)
-    square_O = torch.mul(codes_OI, codes_OI, out=scratch_OI).sum(-1).clamp_(min=1.0)
-    return product_O * product_O / square_O, product_O / square_O
+        torch.mul(unit_OI, 1.0 / factor, out=scratch_OI).round_().clamp_(low, high)
+        torch.add(unit_OI, scratch_OI, alpha=-factor, out=scratch_OI)
+        error_O = torch.linalg.vector_norm(scratch_OI, dim=-1)
+        fit_O.masked_fill_(error_O < least_O, factor)
+        least_O = torch.minimum(least_O, error_O)
+    for _ in range(2):
+        torch.div(unit_OI, fit_O[:, None], out=scratch_OI).round_().clamp_(low, high)
+        square_O = torch.linalg.vector_norm(scratch_OI, dim=-1).square_()
+        fit_O = torch.where(square_O > 0, scratch_OI.mul_(unit_OI).sum(-1) / square_O, 0.0)
+    # Codes of a row of zeros say nothing about its scale.
+    return torch.where(fit_O > 0, (base_O * fit_O).clamp(min=_SMALLEST_NORMAL), SCALE_FLOOR)

@@ -211,6 +211,13 @@ static void score_rows(const Unit& unit, const int* rows, int num_rows, const fl
     }
 }
 
+constexpr int kKeysAhead = 96, kValuesAhead = 128;
+
+// One head's keys are strided by the other heads', which the hardware does not foresee.
+SLIP_INLINE void fetch(const float* p, int floats) {
+    for (int i = 0; i < floats; i += 16) __builtin_prefetch(p + i);
+}
+
 // Scores of ranks 16 begin .. 16 end.
 static void score_tiles(const Unit& unit, int begin, int end, float* transposed) {
     const float* pointers[16];
@@ -235,6 +242,8 @@ static void score_tiles(const Unit& unit, int begin, int end, float* transposed)
             score_rows<kScoreRows>(unit, own, group, transposed, base);
         }
         if (!longest) continue;
+        for (int lane = 0; lane < 16; ++lane)
+            if (base + kKeysAhead + lane < longest->tail_start) fetch(unit.keys(longest->slots[base + kKeysAhead + lane]), unit.args.head_dim);
         for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(longest->slot(base + lane < longest->count ? base + lane : longest->count - 1));
         transpose_keys(pointers, unit.args.head_dim, transposed);
         score_rows<kScoreRows>(unit, rows, num_rows, transposed, base);
@@ -266,18 +275,28 @@ static void softmax_row(const Unit& unit, int row) {
     unit.inverse[row] = count > first ? 1.0f / vsum(sum) : 0.0f;
 }
 
+// Ranks begin .. end of the keys all rows share; sums wait in the output between calls for one row.
+struct Ranks {
+    int begin, end;
+    bool first, last;
+};
+
 template <int R, int C>
-static void value_rows(const Unit& unit, int row, int at, int width, int from, int shared) {
+static void value_rows(const Unit& unit, int row, int at, int width, const Ranks& ranks) {
     V sum[R][C];
     const float* weights[R];
+    float* out[R];
+    const auto load = [&](const float* p, int c) { return width >= 16 ? vload(p + 16 * c) : vload_n(p, width); };
     for (int r = 0; r < R; ++r) {
+        const int token = (row + r) / unit.group(), head = unit.kv_head * unit.group() + (row + r) % unit.group();
         weights[r] = unit.row_scores(row + r);
-        for (int c = 0; c < C; ++c) sum[r][c] = vzero();
+        out[r] = unit.args.out + (unit.block.first + token) * unit.args.out_stride + static_cast<int64_t>(head) * unit.args.head_dim + at;
+        for (int c = 0; c < C; ++c) sum[r][c] = ranks.first ? vzero() : load(out[r], c);
     }
-    auto load = [&](const float* p, int c) { return width >= 16 ? vload(p + at + 16 * c) : vload_n(p + at, width); };
     const int64_t* slots = unit.view(0).slots;
-    for (int rank = from; rank < shared; ++rank) {
-        const float* p = unit.values(slots[rank]);
+    for (int rank = ranks.begin; rank < ranks.end; ++rank) {
+        const float* p = unit.values(slots[rank]) + at;
+        if (rank + kValuesAhead < unit.view(0).regular) fetch(unit.values(slots[rank + kValuesAhead]) + at, 16 * C);
         V value[C];
         for (int c = 0; c < C; ++c) value[c] = load(p, c);
         for (int r = 0; r < R; ++r) {
@@ -286,39 +305,50 @@ static void value_rows(const Unit& unit, int row, int at, int width, int from, i
         }
     }
     for (int r = 0; r < R; ++r) {
-        const int token = (row + r) / unit.group();
-        const TokenView& view = unit.view(token);
-        for (int rank = shared > from ? shared : from; rank < view.count; ++rank) {
-            const float* p = unit.values(view.slot(rank));
-            for (int c = 0; c < C; ++c) sum[r][c] = vfma(vset(weights[r][rank]), load(p, c), sum[r][c]);
+        if (ranks.last) {
+            const TokenView& view = unit.view((row + r) / unit.group());
+            for (int rank = ranks.end; rank < view.count; ++rank) {
+                const float* p = unit.values(view.slot(rank)) + at;
+                for (int c = 0; c < C; ++c) sum[r][c] = vfma(vset(weights[r][rank]), load(p, c), sum[r][c]);
+            }
+            for (int c = 0; c < C; ++c) sum[r][c] = vmul(sum[r][c], vset(unit.inverse[row + r]));
         }
-        const int head = unit.kv_head * unit.group() + (row + r) % unit.group();
-        float* out = unit.args.out + (unit.block.first + token) * unit.args.out_stride +
-                     static_cast<int64_t>(head) * unit.args.head_dim + at;
         for (int c = 0; c < C; ++c) {
-            const V value = vmul(sum[r][c], vset(unit.inverse[row + r]));
-            if (width >= 16) vstore(out + 16 * c, value);
-            else vstore_n(out, value, width);
+            if (width >= 16) vstore(out[r] + 16 * c, sum[r][c]);
+            else vstore_n(out[r], sum[r][c], width);
         }
     }
 }
 
 template <int R, int C>
-static void value_columns(const Unit& unit, int row, int at, int width, int from, int shared) {
+static void value_columns(const Unit& unit, int row, int at, int width, const Ranks& ranks) {
     const int rows = unit.rows();
-    for (; row + R <= rows; row += R) value_rows<R, C>(unit, row, at, width, from, shared);
+    for (; row + R <= rows; row += R) value_rows<R, C>(unit, row, at, width, ranks);
     if constexpr (R > 1) {
-        if (row < rows) value_columns<R - 1, C>(unit, row, at, width, from, shared);
+        if (row < rows) value_columns<R - 1, C>(unit, row, at, width, ranks);
     }
 }
 
-// Values at .. at + 32 of every row's output.
-static void value_chunk(const Unit& unit, int chunk) {
-    const int from = unit.first_rank(), shared = unit.shared_ranks();
+// Values 32 chunk .. 32 chunk + 32 of every row's output.
+static void value_chunk(const Unit& unit, int chunk, const Ranks& ranks) {
     int at = 32 * chunk;
     const int end = at + 32 < unit.args.head_dim ? at + 32 : unit.args.head_dim;
-    if (end - at == 32) return value_columns<kValueRows, 2>(unit, 0, at, 32, from, shared);
-    for (; at < end; at += 16) value_columns<kValueRows, 1>(unit, 0, at, end - at < 16 ? end - at : 16, from, shared);
+    if (end - at == 32) return value_columns<kValueRows, 2>(unit, 0, at, 32, ranks);
+    for (; at < end; at += 16) value_columns<kValueRows, 1>(unit, 0, at, end - at < 16 ? end - at : 16, ranks);
+}
+
+// Columns begin .. end of one block's outputs, counted in chunks over its kv heads; keys in tiles, so that memory is
+// read from front to back whatever the number of heads.
+template <class UnitOf>
+static void value_range(const UnitOf& unit_of, int chunks, int begin, int end) {
+    constexpr int kTile = 64;
+    const Unit some = unit_of(begin / chunks);
+    const int shared = some.shared_ranks(), from = some.first_rank() < shared ? some.first_rank() : shared;
+    for (int rank = from; rank == from || rank < shared; rank += kTile) {
+        const int stop = rank + kTile < shared ? rank + kTile : shared;
+        const Ranks ranks{rank, stop, rank == from, stop == shared};
+        for (int column = begin; column < end; ++column) value_chunk(unit_of(column / chunks), column % chunks, ranks);
+    }
 }
 
 struct AttentionRoom {
@@ -328,7 +358,7 @@ struct AttentionRoom {
 
 static AttentionRoom attention_room(int num_blocks, int max_rows, int padded_keys, int kv_heads, int head_dim, int team) {
     const int64_t units = static_cast<int64_t>(num_blocks) * kv_heads;
-    const bool together = team > 1 && units < 4 * team;
+    const bool together = units < 4 * team;
     const int64_t copies = together ? units : team;
     return {together, copies * max_rows * padded_keys, copies * max_rows, static_cast<int64_t>(team) * 16 * head_dim};
 }
@@ -339,35 +369,41 @@ SLIP_INLINE Unit make_unit(const AttentionArgs& args, int index, int copy) {
             args.inverse + static_cast<int64_t>(copy) * args.plan.max_rows};
 }
 
-// Every member calls this; the caller puts a barrier after it. Uses at most 3 phases.
+// Every member calls this. Uses at most 3 phases.
 static void attend(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
     const int units = args.plan.num_blocks * args.kv_heads, chunks = (args.head_dim + 31) / 32;
     float* transposed = transposed_room + static_cast<int64_t>(team.id) * 16 * args.head_dim;
     if (!together) {
-        team.pieces(units, 1, [&](int index, int) {
+        team.share(units, 1, [&](int index, int) {
             const Unit unit = make_unit(args, index, team.id);
             score_tiles(unit, unit.first_rank() / 16, (unit.last_rank() + 15) / 16, transposed);
             for (int row = 0; row < unit.rows(); ++row) softmax_row(unit, row);
-            for (int chunk = 0; chunk < chunks; ++chunk) value_chunk(unit, chunk);
+            value_range([&](int) { return unit; }, chunks, 0, chunks);
         });
         return;
     }
+    // Members share each block's keys, all heads of a tile together, and then its columns of values.
     constexpr int kTiles = 4;
-    const int groups = (args.plan.padded_keys / 16 + kTiles - 1) / kTiles;
-    team.pieces(units * groups, 1, [&](int index, int) {
-        const Unit unit = make_unit(args, index / groups, index / groups);
-        const int first = unit.first_rank() / 16, last = (unit.last_rank() + 15) / 16;
-        const int begin = index % groups * kTiles, end = begin + kTiles;
-        score_tiles(unit, begin > first ? begin : first, end < last ? end : last, transposed);
+    const int groups = (args.plan.padded_keys / 16 + kTiles - 1) / kTiles, heads = args.kv_heads;
+    team.share(args.plan.num_blocks * groups, 1, [&](int index, int) {
+        const int block = index / groups;
+        for (int tile = index % groups * kTiles; tile < (index % groups + 1) * kTiles; ++tile)
+            for (int head = 0; head < heads; ++head) {
+                const Unit unit = make_unit(args, block * heads + head, block * heads + head);
+                if (tile >= unit.first_rank() / 16 && tile < (unit.last_rank() + 15) / 16) score_tiles(unit, tile, tile + 1, transposed);
+            }
     });
-    team.barrier();
-    team.pieces(units * args.plan.max_rows, 1, [&](int index, int) {
-        const Unit unit = make_unit(args, index / args.plan.max_rows, index / args.plan.max_rows);
-        if (index % args.plan.max_rows < unit.rows()) softmax_row(unit, index % args.plan.max_rows);
+    team.share(units * args.plan.max_rows, 4, [&](int begin, int end) {
+        for (int index = begin; index < end; ++index) {
+            const Unit unit = make_unit(args, index / args.plan.max_rows, index / args.plan.max_rows);
+            if (index % args.plan.max_rows < unit.rows()) softmax_row(unit, index % args.plan.max_rows);
+        }
     });
-    team.barrier();
-    team.pieces(units * chunks, 1, [&](int index, int) {
-        value_chunk(make_unit(args, index / chunks, index / chunks), index % chunks);
+    const int columns = heads * chunks, spans = columns < team.size ? columns : team.size;
+    team.share(args.plan.num_blocks * spans, 1, [&](int index, int) {
+        const int block = index / spans, span = index % spans;
+        value_range([&](int head) { return make_unit(args, block * heads + head, block * heads + head); }, chunks,
+                    columns * span / spans, columns * (span + 1) / spans);
     });
 }
 

@@ -19,12 +19,11 @@ static void linear(Pool& pool, Scratch& scratch, const Linear& w, const float* x
     const Activations a = activations(w, x, stride, rows, codes);
     const Output out{y, w.n, false};
     const int panels = num_panels(w);
-    pool.run(1, [&](Team& team) {
+    pool.run(2, [&](Team& team) {
         if (!is_dense(w.format)) {
-            for (int row = team.id; row < rows; row += team.size) prepare_rows(w, a, row, row + 1);
-            team.barrier();
+            team.share(rows, 4, [&](int begin, int end) { prepare_rows(w, a, begin, end); });
         }
-        team.pieces(panels, piece_size(panels, team.size), [&](int begin, int end) { product(w, a, rows, begin, end, out); });
+        team.share(panels, piece_size(panels, team.size), [&](int begin, int end) { product(w, a, rows, begin, end, out); });
     });
 }
 
@@ -65,7 +64,7 @@ static void over_rows(Pool& pool, int64_t rows, int64_t width, Body body) {
     }
     const int piece = static_cast<int>(8192 / (width + 1) + 1);
     pool.run(1, [&](Team& team) {
-        team.pieces(static_cast<int>(rows), piece, [&](int begin, int end) {
+        team.share(static_cast<int>(rows), piece, [&](int begin, int end) {
             for (int row = begin; row < end; ++row) body(row);
         });
     });
@@ -88,7 +87,7 @@ static void rotate(Pool& pool, const Rotation& r, const float* x, float* y) {
 }
 
 const Table& table() {
-    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb};
+    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k};
     return functions;
 }
 

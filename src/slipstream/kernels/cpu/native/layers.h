@@ -1,4 +1,4 @@
-// A stack of decoder blocks as one job: every member of the team walks through all of it, meeting at barriers.
+// A stack of decoder blocks as one job: every member of the team walks through all of it, sharing its loops.
 #pragma once
 #include "attention.h"
 #include "panels.h"
@@ -17,7 +17,7 @@ SLIP_INLINE int piece_size(int panels, int team) {
 
 // All the memory a stack needs, laid out once per call.
 struct Workspace {
-    float* normed;  // one copy, or one per member when few rows make repeating cheaper than meeting
+    float* normed;  // one copy, or one per member when few rows make repeating cheaper than sharing
     char* codes;
     float* qkv;
     float* attended;
@@ -45,14 +45,16 @@ struct Walk {
     float* normed() const { return room.normed + copy() * room.normed_size; }
     char* codes() const { return room.codes + copy() * room.codes_size; }
 
-    // Run body(row) for the rows this member is to prepare, and meet if the rows were shared out.
+    // Run body(row) for every row: shared out, or repeated by each member into its own memory. A member that comes late
+    // may then read a stream that has moved on; what it makes of that is not used, for the loop after it is done.
     template <class Body>
     void each_row(Body body) {
         if (room.repeat) {
             for (int row = 0; row < tokens(); ++row) body(row);
         } else {
-            for (int row = team.id; row < tokens(); row += team.size) body(row);
-            team.barrier();
+            team.share(tokens(), tokens() / (4 * team.size) + 1, [&](int begin, int end) {
+                for (int row = begin; row < end; ++row) body(row);
+            });
         }
     }
 
@@ -63,9 +65,8 @@ struct Walk {
     }
 
     void multiply(const Linear& w, const Activations& a, const Output& out) {
-        team.pieces(num_panels(w), piece_size(num_panels(w), team.size),
-                    [&](int begin, int end) { product(w, a, tokens(), begin, end, out); });
-        team.barrier();
+        team.share(num_panels(w), piece_size(num_panels(w), team.size),
+                   [&](int begin, int end) { product(w, a, tokens(), begin, end, out); });
     }
 
     Activations block_input(const Layer& layer) {
@@ -74,14 +75,13 @@ struct Walk {
         const Linear& w = layer.qkv;
         const Activations a = activations(w, x, w.k, tokens(), codes());
         if (layer.hidden_norm) {
-            for (int row = team.id; row < tokens(); row += team.size) {
+            team.share(tokens(), 1, [&](int row, int) {
                 float* stream = hidden + static_cast<int64_t>(row) * width;
                 float* to = room.normed + static_cast<int64_t>(row) * w.k;
                 rms_norm_row(embedding + static_cast<int64_t>(row) * width, layer.input_norm, to, width, layer.eps);
                 rms_norm_row(stream, layer.hidden_norm, to + width, width, layer.eps);
                 if (layer.normed_residual) copy_row(stream, to + width, width);
-            }
-            team.barrier();
+            });
             return prepare(w, room.normed, w.k);
         }
         each_row([&](int row) {
@@ -93,14 +93,14 @@ struct Walk {
 
     void rotate_and_write(const Layer& layer, const Kv& kv) {
         const int d = layer.head_dim, heads = layer.heads + 2 * layer.kv_heads;
-        for (int item = team.id; item < tokens() * heads; item += team.size) {
+        const auto one = [&](int item) {
             const int row = item / heads, head = item % heads;
             float* x = room.qkv + static_cast<int64_t>(row) * layer.qkv.n + head * d;
             const int64_t at = batch.slots[row] * kv.slot_stride;
             const bool query = head < layer.heads, value = head >= layer.heads + layer.kv_heads;
             if (value) {
                 copy_row(kv.values + at + (head - layer.heads - layer.kv_heads) * d, x, d);
-                continue;
+                return;
             }
             const float* norm = query ? layer.q_norm : layer.k_norm;
             if (norm) rms_norm_row(x, norm, x, d, layer.qk_eps);
@@ -108,8 +108,10 @@ struct Walk {
             float* to = query ? x : kv.keys + at + (head - layer.heads) * d;
             rotate_head(x, layer.cos + angle, layer.sin + angle, to, layer.rotary_half, d);
             if (query) scale_span(x, layer.scale, d);
-        }
-        team.barrier();
+        };
+        team.share(tokens() * heads, heads / team.size + 1, [&](int begin, int end) {
+            for (int item = begin; item < end; ++item) one(item);
+        });
     }
 
     void feed_forward(const Layer& layer) {
@@ -124,16 +126,14 @@ struct Walk {
         const Output out{room.gate_up, 2 * static_cast<int64_t>(n), false};
         if (n % 16 == 0) {
             const int panels = n / 16;
-            team.pieces(panels, piece_size(panels, team.size), [&](int begin, int end) {
+            team.share(panels, piece_size(panels, team.size), [&](int begin, int end) {
                 product(w, a, tokens(), begin, end, out);
                 product(w, a, tokens(), panels + begin, panels + end, out);
                 for (int row = 0; row < tokens(); ++row) activate(row, n, 16 * begin, 16 * end);
             });
-            team.barrier();
         } else {
             multiply(w, a, out);
-            for (int row = team.id; row < tokens(); row += team.size) activate(row, n, 0, n);
-            team.barrier();
+            team.share(tokens(), 1, [&](int row, int) { activate(row, n, 0, n); });
         }
         multiply(layer.down, prepare(layer.down, room.activated, n), {hidden, width, true});
     }
@@ -146,15 +146,17 @@ struct Walk {
     void capture(int applied) {
         for (int i = 0; i < stack.num_captured; ++i) {
             if (stack.captured[i] != applied) continue;
-            for (int row = team.id; row < tokens(); row += team.size)
+            team.share(tokens(), 16, [&](int begin, int end) {
+                for (int row = begin; row < end; ++row)
                 copy_row(stack.captured_out[i] + static_cast<int64_t>(row) * stack.width, hidden + static_cast<int64_t>(row) * stack.width, stack.width);
+            });
         }
     }
 
     void run() {
         for (int index = 0; index < stack.num_layers; ++index) {
             const Layer& layer = stack.layers[index];
-            capture(index);  // the stream is next written after the barriers below
+            capture(index);
             multiply(layer.qkv, block_input(layer), {room.qkv, layer.qkv.n, false});
             rotate_and_write(layer, stack.kv[index]);
             AttentionArgs attention = room.attention;
@@ -162,7 +164,6 @@ struct Walk {
             attention.q_stride = layer.qkv.n;
             attention.window = layer.window;
             attend(attention, room.together, room.transposed, team);
-            team.barrier();
             multiply(layer.o, prepare(layer.o, room.attended, layer.o.k), {hidden, stack.width, true});
             feed_forward(layer);
         }
@@ -218,7 +219,7 @@ static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const B
         room.attention = {plan, {}, room.qkv, room.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
                           first.heads, first.kv_heads, first.head_dim, 0, scores, inverse};
     }
-    pool.run(kPhasesPerLayer * stack.num_layers, [&](Team& members) {
+    pool.run((kPhasesPerLayer + stack.num_captured) * (stack.num_layers + 1), [&](Team& members) {
         Walk{stack, batch, room, hidden, embedding, members}.run();
     });
 }

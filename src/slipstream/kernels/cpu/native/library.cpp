@@ -57,7 +57,7 @@ bool valid(const Batch& b, const Kv& kv, bool writes, int64_t positions) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 1; }
+SLIP_EXPORT int32_t slip_abi() { return 2; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)
@@ -127,6 +127,10 @@ SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_
     SLIP_CALL(e.table.perturb(e.pool, logits, ids, rows, vocab, *sampling, out))
 }
 
+SLIP_EXPORT int32_t slip_top_k(void* engine, const TopK* shape, const float* logits, const int64_t* ids, const Sampling* sampling, float* scores, int64_t* entries) {
+    SLIP_CALL(e.table.top_k(e.pool, e.scratch, *shape, logits, ids, *sampling, scores, entries))
+}
+
 SLIP_EXPORT int32_t slip_write_slots(float* to, int64_t to_stride, int64_t num_slots, const float* from, int64_t from_stride, const int64_t* slots, int64_t tokens, int64_t width) {
     for (int64_t t = 0; t < tokens; ++t)
         if (slots[t] < 0 || slots[t] >= num_slots) return 2;
@@ -140,7 +144,7 @@ SLIP_EXPORT int32_t slip_repack(void* engine, int32_t format, const uint8_t* row
     auto& e = *static_cast<Engine*>(engine);
     const int panels = static_cast<int>((n + 15) / 16);
     e.pool.run(1, [&](Team& team) {
-        team.pieces(panels, 8, [&](int begin, int end) { repack_panels(format, {rows, row_bytes, n, k}, begin, end, out); });
+        team.share(panels, 8, [&](int begin, int end) { repack_panels(format, {rows, row_bytes, n, k}, begin, end, out); });
     });
     return 0;
 }

@@ -238,6 +238,16 @@ SLIP_INLINE void emit(V sum, const Linear& w, const Output& out, int row, int n0
     }
 }
 
+#ifndef SLIP_AHEAD
+#define SLIP_AHEAD 8192
+#endif
+// Weights come from memory once a step; ask for them well before the hardware, which stops at every 4 KiB, would.
+template <int FORMAT>
+SLIP_INLINE void prefetch_block(const uint8_t* codes) {
+    for (int line = 0; line < code_bytes(FORMAT) + 2 * scale_halves(FORMAT); line += 64)
+        __builtin_prefetch(codes + SLIP_AHEAD + line);
+}
+
 template <int FORMAT, int M>
 static void panel_rows(const Linear& w, const Activations& a, int row, int panel, const Output& out) {
     const int blocks = a.blocks;
@@ -249,6 +259,7 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
         for (int m = 0; m < M; ++m) sum[m] = iset(a.start[row + m]);
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
+            prefetch_block<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
             for (int m = 0; m < M; ++m)
                 sum[m] = dot<FORMAT>(sum[m], u, a.codes + (base + static_cast<int64_t>(m) * blocks + b) * 32);
         }
@@ -260,6 +271,7 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
         for (int m = 0; m < M; ++m) sum[m] = vzero();
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
+            prefetch_block<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
             const V d = vload_f16(halves + b * scale_halves(FORMAT));
             for (int m = 0; m < M; ++m) {
                 const int64_t at = base + static_cast<int64_t>(m) * blocks + b;

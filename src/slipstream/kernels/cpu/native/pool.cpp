@@ -9,6 +9,7 @@
 namespace slip {
 namespace {
 
+constexpr uint64_t kInside = 0xFFFFFFFFu;
 constexpr auto kSpin = std::chrono::microseconds(150);
 
 long process_id() {
@@ -40,48 +41,54 @@ Pool::~Pool() {
 
 void Pool::run_erased(int phases, Call call, void* argument) {
     std::lock_guard<std::mutex> one_caller(caller_);
-    const bool alone = size_ == 1 || process_id() != owner_;
-    if (static_cast<int>(shared_.counters.size()) < phases) shared_.counters = std::vector<Counter>(phases);
-    for (int phase = 0; phase < phases; ++phase) shared_.counters[phase].value.store(0, std::memory_order_relaxed);
-    if (alone) {
-        Team team{0, 1, &shared_};
+    if (static_cast<int>(phases_.size()) < phases) phases_ = std::vector<Phase>(static_cast<size_t>(phases));
+    for (int i = 0; i < phases; ++i) {
+        phases_[static_cast<size_t>(i)].next.store(0, std::memory_order_relaxed);
+        phases_[static_cast<size_t>(i)].done.store(0, std::memory_order_relaxed);
+    }
+    Team team{0, size_, phases_.data()};
+    if (size_ == 1 || process_id() != owner_) {
         call(argument, team);
         return;
     }
     call_ = call;
     argument_ = argument;
-    running_.store(size_ - 1, std::memory_order_relaxed);
-    job_.fetch_add(1, std::memory_order_seq_cst);
+    const uint64_t open = (state_.load(std::memory_order_relaxed) >> 32) + 1;
+    state_.store(open << 32, std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst) > 0) {
         { std::lock_guard<std::mutex> lock(sleep_); }
         wake_.notify_all();
     }
-    Team team{0, size_, &shared_};
     call(argument, team);
-    int spins = 0;
-    while (running_.load(std::memory_order_acquire) != 0) {
+    state_.fetch_add(uint64_t{1} << 32, std::memory_order_acq_rel);  // closed: nobody joins any more
+    for (int spins = 0; (state_.load(std::memory_order_acquire) & kInside) != 0;) {
         if (++spins < 4096) cpu_pause();
         else std::this_thread::yield();
     }
 }
 
 void Pool::work(int id) {
-    int64_t done = 0;
+    uint64_t last = 0;
+    const auto joinable = [&](uint64_t state) { return (state >> 32) % 2 == 1 && state >> 32 != last; };
     for (;;) {
         const auto until = std::chrono::steady_clock::now() + kSpin;
-        while (job_.load(std::memory_order_acquire) == done && !stop_.load(std::memory_order_relaxed)) {
+        while (!joinable(state_.load(std::memory_order_acquire)) && !stop_.load(std::memory_order_relaxed)) {
             for (int i = 0; i < 32; ++i) cpu_pause();
             if (std::chrono::steady_clock::now() < until) continue;
             std::unique_lock<std::mutex> lock(sleep_);
             sleeping_.fetch_add(1, std::memory_order_seq_cst);
-            wake_.wait(lock, [&] { return job_.load(std::memory_order_seq_cst) != done || stop_.load(); });
+            wake_.wait(lock, [&] { return joinable(state_.load(std::memory_order_seq_cst)) || stop_.load(); });
             sleeping_.fetch_sub(1, std::memory_order_seq_cst);
         }
         if (stop_.load()) return;
-        ++done;  // the caller waits for every member, so jobs are never skipped
-        Team team{id, size_, &shared_};
+        uint64_t state = state_.load(std::memory_order_acquire);
+        while (joinable(state) && !state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
+        }
+        if (!joinable(state)) continue;  // it closed before we joined
+        last = state >> 32;
+        Team team{id, size_, phases_.data()};
         call_(argument_, team);
-        running_.fetch_sub(1, std::memory_order_acq_rel);
+        state_.fetch_sub(1, std::memory_order_acq_rel);
     }
 }
 

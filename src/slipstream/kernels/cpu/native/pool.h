@@ -20,51 +20,37 @@ SLIP_ALWAYS_INLINE void cpu_pause() {
 #endif
 }
 
-struct alignas(64) Counter {
-    std::atomic<int32_t> value{0};
+// One loop of a job: which piece is next, and how many of its items are done.
+struct alignas(64) Phase {
+    std::atomic<int32_t> next{0};
+    std::atomic<int32_t> done{0};
 };
 
-struct Shared {
-    alignas(64) std::atomic<int32_t> arrived{0};
-    alignas(64) std::atomic<int32_t> generation{0};
-    std::vector<Counter> counters;
-};
-
-// A member's view of one job: its number, barriers, and loops whose pieces go to whoever is free.
+// A member's view of one job. Members walk through the same sequence of shared loops; a loop ends when its items are
+// done, not when every member has been there, so one that lost its core holds nobody up unless it holds a piece. It
+// finds the loops it missed empty and catches up.
 struct Team {
     int id;
     int size;
-    Shared* shared;
+    Phase* phases;
     int phase = 0;
 
-    SLIP_ALWAYS_INLINE void barrier() {
-        if (size == 1) return;
-        const int32_t generation = shared->generation.load(std::memory_order_relaxed);
-        if (shared->arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-            shared->arrived.store(0, std::memory_order_relaxed);
-            shared->generation.store(generation + 1, std::memory_order_release);
-            return;
-        }
-        int spins = 0;
-        while (shared->generation.load(std::memory_order_acquire) == generation) {
-            if (++spins < 4096) cpu_pause();
-            else std::this_thread::yield();  // a member lost its core; let it have ours
-        }
-    }
-
-    // Call body(begin, end) for pieces of [0, n); every member must make the same sequence of calls.
+    // Call body(begin, end) for pieces of [0, n) and wait until all of [0, n) is done.
     template <class Body>
-    SLIP_ALWAYS_INLINE void pieces(int n, int piece, Body body) {
-        const int my_phase = phase++;
-        if (size == 1) {
-            for (int begin = 0; begin < n; begin += piece) body(begin, begin + piece < n ? begin + piece : n);
-            return;
-        }
-        std::atomic<int32_t>& next = shared->counters[my_phase].value;
+    SLIP_ALWAYS_INLINE void share(int n, int piece, Body body) {
+        Phase& mine = phases[phase++];
+        int done = 0;
         for (;;) {
-            const int begin = next.fetch_add(piece, std::memory_order_relaxed);
-            if (begin >= n) return;
-            body(begin, begin + piece < n ? begin + piece : n);
+            const int begin = mine.next.fetch_add(piece, std::memory_order_acq_rel);
+            if (begin >= n) break;
+            const int end = begin + piece < n ? begin + piece : n;
+            body(begin, end);
+            done += end - begin;
+        }
+        if (done > 0) mine.done.fetch_add(done, std::memory_order_acq_rel);
+        for (int spins = 0; mine.done.load(std::memory_order_acquire) < n;) {
+            if (++spins < 4096) cpu_pause();
+            else std::this_thread::yield();  // whoever holds the last piece may need this core
         }
     }
 };
@@ -78,7 +64,7 @@ class Pool {
 
     int size() const { return size_; }
 
-    // Run job(team) on every member; `phases` bounds the calls of Team::pieces a member makes.
+    // Run job(team) on every member; `phases` bounds the calls of Team::share a member makes.
     template <class Job>
     void run(int phases, Job job) {
         auto call = [](void* argument, Team& team) { (*static_cast<Job*>(argument))(team); };
@@ -92,11 +78,11 @@ class Pool {
 
     int size_;
     long owner_;
-    Shared shared_;
+    std::vector<Phase> phases_;
     Call call_ = nullptr;
     void* argument_ = nullptr;
-    alignas(64) std::atomic<int64_t> job_{0};
-    alignas(64) std::atomic<int32_t> running_{0};
+    // High half: the job's number, odd while members may still join it. Low half: workers inside it.
+    alignas(64) std::atomic<uint64_t> state_{0};
     std::atomic<int32_t> sleeping_{0};
     std::atomic<bool> stop_{false};
     std::mutex caller_;

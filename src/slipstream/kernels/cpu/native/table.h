@@ -25,6 +25,13 @@ struct Rotation {
     int32_t reserved;
 };
 
+struct TopK {
+    int64_t rows;
+    int64_t vocab;
+    int32_t k;
+    int32_t reserved;
+};
+
 struct Table {
     void (*linear)(Pool&, Scratch&, const Linear&, const float* x, int64_t stride, int rows, float* y);
     void (*attention)(Pool&, Scratch&, const Batch&, const Kv&, const AttentionShape&, const float* q, float* out);
@@ -34,6 +41,7 @@ struct Table {
     void (*rotate)(Pool&, const Rotation&, const float* x, float* y);
     void (*choose)(Pool&, Scratch&, const float* logits, int64_t rows, int64_t vocab, const Sampling&, int64_t* out);
     void (*perturb)(Pool&, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling&, float* out);
+    void (*top_k)(Pool&, Scratch&, const TopK&, const float* logits, const int64_t* ids, const Sampling&, float* scores, int64_t* entries);
 };
 
 namespace portable {

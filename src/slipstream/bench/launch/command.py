@@ -1,0 +1,115 @@
+"""What a server needs to be started, and how settings become arguments; each server kind spells them its own way."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.bench.recipe import Draft, FlagValue, ServerName, Speculation, Topology, Workload
+from slipstream.records.store import sha256_of
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One server, fully resolved: nothing is looked up after this."""
+
+    server: ServerName
+    program: tuple[str, ...]
+    model: str
+    revision: str | None
+    port: int
+    host: str | None
+    topology: Topology
+    context: int | None
+    draft: Draft | None
+    speculation: Speculation | None
+    flags: dict[str, FlagValue]
+    env: dict[str, str]
+    image: str
+    start_timeout_s: float
+
+    def url(self) -> str:
+        """Return where the client reaches this server from the same machine."""
+        host = "127.0.0.1" if self.host in (None, "0.0.0.0") else self.host
+        return f"http://{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Load:
+    """The traffic of one point, as another benchmark client would be told it."""
+
+    workload: Workload
+    concurrency: int
+    num_requests: int
+    num_warmups: int
+    seed: int
+    request_rate: float | None
+
+
+@dataclass(frozen=True)
+class Command:
+    """A rendered command: what runs, in which environment, in which image."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    image: str = ""
+
+    def shell(self) -> str:
+        """Return the command as a person would type it."""
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return "\n".join([*exports, shell_line(self.argv)])
+
+    def sha256(self) -> str:
+        """Identify the server: equal commands may share one process."""
+        return sha256_of([self.argv, self.env, self.image])
+
+
+class ServerKind(Protocol):
+    """One kind of server: how it is started, asked how it is, and measured by its own project's client."""
+
+    health_path: str
+    version_path: str
+
+    def command(self, launch: Launch) -> Command:
+        """Render the start command."""
+        ...
+
+    def reference_client(self, launch: Launch, load: Load) -> Command:
+        """Render the same point for that project's own benchmark client, so that anyone can check ours."""
+        ...
+
+    def version(self, document: Mapping[str, object]) -> str:
+        """Read the server's version from what `version_path` answers."""
+        ...
+
+
+def render_flags(flags: Mapping[str, FlagValue]) -> list[str]:
+    """Turn a mapping of flags into arguments, in its order."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        arguments.append(f"--{name}")
+        if isinstance(value, tuple):
+            arguments += [str(item) for item in value]
+        elif value is not True:
+            arguments.append(str(value))
+    return arguments
+
+
+def compact_json(value: object) -> str:
+    """Render JSON the way it is written on a command line: no spaces, keys in the given order."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def shell_line(argv: tuple[str, ...]) -> str:
+    """Lay a command out as one flag a line."""
+    words = [shlex.quote(word) for word in argv]
+    lines = [""]
+    for word, quoted in zip(argv, words, strict=True):
+        if word.startswith("--"):
+            lines.append(quoted)
+        else:
+            lines[-1] = f"{lines[-1]} {quoted}".strip()
+    return " \\\n    ".join(lines)

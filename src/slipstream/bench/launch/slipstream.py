@@ -1,0 +1,41 @@
+"""slipstream's own server; its figures can be checked with `vllm bench serve`."""
+
+from collections.abc import Mapping
+
+from slipstream.bench.launch.command import Command, Launch, Load, render_flags
+from slipstream.bench.launch.vllm import vllm_bench_serve
+
+
+class SlipstreamServer:
+    """`slipstream serve`."""
+
+    health_path = "/health"
+    version_path = "/version"
+
+    def command(self, launch: Launch) -> Command:
+        """Render `slipstream serve`."""
+        argv = [*(launch.program or ("slipstream", "serve")), launch.model, "--port", str(launch.port)]
+        argv += ["--host", launch.host] if launch.host else []
+        argv += ["--tp", str(launch.topology.tp)] if launch.topology.tp > 1 else []
+        argv += ["--max-context", str(launch.context)] if launch.context else []
+        argv += render_flags(launch.flags)
+        argv += _drafting(launch)
+        return Command(tuple(argv), launch.env, launch.image)
+
+    def reference_client(self, launch: Launch, load: Load) -> Command:
+        """Render `vllm bench serve` against this server."""
+        return vllm_bench_serve(launch, load, backend="openai")
+
+    def version(self, document: Mapping[str, object]) -> str:
+        """Read `{"version": ...}`."""
+        return f"slipstream {document.get('version', 'unknown')}"
+
+
+def _drafting(launch: Launch) -> list[str]:
+    spec = launch.speculation
+    if spec is None:
+        return ["--draft", "none"]  # left out, the server would take the draft that ships with the model
+    draft = "ngram" if launch.draft is None else launch.draft.path or launch.draft.id
+    # The server counts drafted nodes, recipes count the root among them as SGLang does.
+    shape = {"depth": spec.num_steps, "width": spec.topk, "budget": spec.positions() - 1}
+    return ["--draft", draft, *(word for name, value in shape.items() for word in (f"--{name}", str(value)))]

@@ -1,0 +1,117 @@
+"""Reads a server's own Prometheus counters: what was drafted and accepted, and where step time went."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream.records.point import Acceptance, Phases
+
+_VLLM = "vllm:spec_decode_num_"
+_LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class MetricsPage:
+    """One scrape: sums by name, and by name and one label's value."""
+
+    values: Mapping[str, float]
+    by_label: Mapping[tuple[str, str, str], float]
+
+    def labelled(self, name: str, label: str) -> dict[str, float]:
+        """Return the values of a metric by one of its labels."""
+        return {value: x for (n, key, value), x in self.by_label.items() if n == name and key == label}
+
+
+def parse_metrics(text: str) -> MetricsPage:
+    """Parse Prometheus text; series of one name are summed (several engines behind one server add up)."""
+    values: dict[str, float] = {}
+    by_label: dict[tuple[str, str, str], float] = {}
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        name, labels, number = match.groups()
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        if math.isnan(value):
+            continue
+        values[name] = values.get(name, 0.0) + value
+        for label, text_value in _LABEL.findall(labels or ""):
+            key = (name, label, text_value)
+            by_label[key] = by_label.get(key, 0.0) + value
+    return MetricsPage(values, by_label)
+
+
+def read_acceptance(before: MetricsPage, after: MetricsPage) -> Acceptance | None:
+    """Return what was accepted between two scrapes, or None when the server counted no drafts in between."""
+    if f"{_VLLM}drafts_total" in after.values:
+        return _from_vllm_names(before, after)
+    return _from_sglang_names(before, after)
+
+
+def read_phases(before: MetricsPage, after: MetricsPage) -> Phases | None:
+    """Return step time by phase between two scrapes, where the server keeps such timers (slipstream)."""
+    name = "slipstream_phase_seconds_total"
+    if name not in after.values:
+        return None
+    old, new = before.labelled(name, "phase"), after.labelled(name, "phase")
+    spent = {phase: new[phase] - old.get(phase, 0.0) for phase in new}
+    return Phases(spent.get("draft", 0.0), spent.get("verify", 0.0), spent.get("host", 0.0))
+
+
+def _from_vllm_names(before: MetricsPage, after: MetricsPage) -> Acceptance | None:
+    drafts = _grown(before, after, f"{_VLLM}drafts_total")
+    if not drafts:
+        return None
+    accepted = _grown(before, after, f"{_VLLM}accepted_tokens_total") or 0.0
+    by_position = _grown_by_position(before, after, f"{_VLLM}accepted_tokens_per_pos_total")
+    drafted = _grown_by_position(before, after, "slipstream_drafted_tokens_total")
+    source = f"{_VLLM}drafts_total, accepted_tokens_total"
+    # vLLM does not count passes without a draft (n-gram finds nothing); slipstream counts every pass.
+    passes = _grown(before, after, "slipstream_target_passes_total")
+    source += ", slipstream_target_passes_total" if passes else ""
+    if len(drafted) == len(by_position) and drafted:
+        source += ", slipstream_drafted_tokens_total"
+    else:
+        drafted = (drafts,) * len(by_position)
+    return Acceptance(
+        length=1 + accepted / (passes or drafts),
+        source=source,
+        num_drafts=drafts,
+        num_draft_tokens=_grown(before, after, f"{_VLLM}draft_tokens_total"),
+        num_accepted_tokens=accepted,
+        accepted_by_position=by_position,
+        drafted_by_position=drafted,
+    )
+
+
+def _from_sglang_names(before: MetricsPage, after: MetricsPage) -> Acceptance | None:
+    calls = _grown(before, after, "sglang:spec_verify_calls_total")
+    tokens = _grown(before, after, "sglang:generation_tokens_total")
+    if calls and tokens:
+        # The first token of a request comes out of its prompt pass, not out of a verify pass.
+        finished = _grown(before, after, "sglang:num_requests_total") or 0.0
+        source = "sglang:generation_tokens_total / spec_verify_calls_total"
+        return Acceptance(length=(tokens - finished) / calls, source=source, num_drafts=calls)
+    gauge = after.values.get("sglang:spec_accept_length")
+    if gauge:
+        return Acceptance(
+            length=gauge, source="sglang:spec_accept_length (gauge: a recent window, not this point alone)"
+        )
+    return None
+
+
+def _grown(before: MetricsPage, after: MetricsPage, name: str) -> float | None:
+    if name not in after.values:
+        return None
+    return after.values[name] - before.values.get(name, 0.0)
+
+
+def _grown_by_position(before: MetricsPage, after: MetricsPage, name: str) -> tuple[float, ...]:
+    old, new = before.labelled(name, "position"), after.labelled(name, "position")
+    grown = {int(position): new[position] - old.get(position, 0.0) for position in new}
+    return tuple(grown[position] for position in sorted(grown))

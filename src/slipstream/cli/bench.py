@@ -1,0 +1,182 @@
+"""`slipstream bench`: plan, run, check and import comparisons of servers and drafts."""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from slipstream.bench.launch.command import Launch
+    from slipstream.bench.plan import Plan, Point
+    from slipstream.records.point import PointRecord
+
+app = typer.Typer(no_args_is_help=True, help="Measure servers against each other: recipes in, records out.")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).")]
+Arms = Annotated[list[str] | None, typer.Option("--arm", help="Only this arm; may be given again.")]
+Workloads = Annotated[list[str] | None, typer.Option("--workload", help="Only this workload; may be given again.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value, e.g. drafts.fp8.path=/data/fp8.")
+]
+
+
+@app.command()
+def plan(
+    recipe: RecipePath,
+    arm: Arms = None,
+    workload: Workloads = None,
+    override: Overrides = None,
+    form: Annotated[Literal["text", "json"], typer.Option("--format", help="For a person or for a program.")] = "text",
+) -> None:
+    """Print every point with the exact command and environment of its server; start nothing."""
+    from slipstream.bench.plan_text import plan_rows, plan_text
+
+    made = _plan(recipe, arm, workload, override)
+    print(json.dumps(plan_rows(made), indent=1) if form == "json" else plan_text(made), end="")
+
+
+@app.command()
+def validate(
+    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Recipes to check.")],
+    override: Overrides = None,
+) -> None:
+    """Check recipes and say what is wrong with them."""
+    from slipstream.bench.plan import build_plan
+    from slipstream.bench.recipe_file import RecipeError, load_recipe
+
+    broken = 0
+    for path in recipes:
+        try:
+            made = build_plan(load_recipe(path, override or ()))
+        except RecipeError as error:
+            broken += 1
+            print(f"{path}: not valid\n{error}")
+            continue
+        print(f"{path}: valid, {sum(1 for _ in made.points())} points")
+        for note in made.notes:
+            print(f"  note: {note}")
+    if broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    recipe: RecipePath,
+    out: Annotated[Path | None, typer.Option(help="Folder for records and logs [default: out/bench/NAME].")] = None,
+    url: Annotated[str | None, typer.Option(help="Measure the server that already runs here (with one --arm).")] = None,
+    gsm8k: Annotated[Path | None, typer.Option(help="GSM8K's folder, for recipes with evals.gsm8k.")] = None,
+    arm: Arms = None,
+    workload: Workloads = None,
+    override: Overrides = None,
+) -> None:
+    """Measure every point that has no valid record yet; run it again to fill in what is missing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from slipstream.bench.sweep import RunOptions, run_plan
+
+    made = _plan(recipe, arm, workload, override)
+    folder = out or Path("out/bench") / made.loaded.recipe.name
+    console = Console(stderr=True)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    for name, why in made.skipped_arms.items():
+        console.print(f"arm {name} is left out: {why}", style="yellow", highlight=False)
+    for note in made.notes:
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
+        summary = asyncio.run(run_plan(made, RunOptions(folder, url, gsm8k), _Screen(progress)))
+    print(
+        f"{summary.measured} points measured, {summary.invalid} of them invalid; {summary.skipped} were already there."
+    )
+    for failure in summary.failed_evals:
+        print(f"not evaluated: {failure}")
+    if made.loaded.recipe.evals.gsm8k and gsm8k is None:
+        print("not evaluated: the recipe asks GSM8K; give its folder with --gsm8k.")
+    print(f"records: {folder}\nnext: slipstream report {folder}")
+    if summary.invalid or summary.failed_evals:
+        raise typer.Exit(1)
+
+
+@app.command("import")
+def import_(
+    master: Annotated[Path, typer.Argument(help="An InferenceX master YAML.")],
+    key: Annotated[str | None, typer.Option(help="The entry to import; without it, entries are listed.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the recipes.")] = Path(),
+    token_range: Annotated[str, typer.Option(help="Token ids for random prompts, FIRST:LAST.")] = "0:32000",
+    draft: Annotated[str | None, typer.Option(help="The draft, which InferenceX keeps in a script.")] = None,
+    draft_precision: Annotated[str, typer.Option(help="The draft's number format.")] = "bf16",
+    num_steps: Annotated[int | None, typer.Option(help="Tokens drafted at a time.")] = None,
+    gpus: Annotated[int, typer.Option(help="Devices of the runner.")] = 8,
+) -> None:
+    """Turn an InferenceX entry into recipes."""
+    from slipstream.bench.inferencex import Unsaid, entry_keys, import_entry
+    from slipstream.bench.recipe_file import RecipeError
+    from slipstream.records.store import write_text
+
+    if key is None:
+        print("\n".join(entry_keys(master)))
+        return
+    first, separator, last = token_range.partition(":")
+    if not (separator and first.isdigit() and last.isdigit()):
+        raise RecipeError(f"--token-range {token_range!r}: write it as FIRST:LAST.")
+    unsaid = Unsaid((int(first), int(last)), gpus, draft, draft_precision, num_steps)
+    for name, text in import_entry(master, key, unsaid).items():
+        path = out / f"{name}.yaml"
+        write_text(path, text)
+        print(path)
+
+
+def _plan(recipe: Path, arm: list[str] | None, workload: list[str] | None, override: list[str] | None) -> "Plan":
+    from slipstream.bench.plan import build_plan
+    from slipstream.bench.recipe_file import load_recipe
+
+    return build_plan(load_recipe(recipe, override or ()), arm or (), workload or ())
+
+
+class _Screen:
+    """Shows a sweep as one bar of points, with a line for every finished point."""
+
+    def __init__(self, progress: "Progress") -> None:
+        self._progress = progress
+        self._points = progress.add_task("points", total=None)
+        self._requests = progress.add_task("requests", total=None)
+
+    def point_started(self, point: "Point", number: int, total: int) -> None:
+        """Show which point runs."""
+        key = point.key
+        self._progress.update(self._points, total=total, completed=number - 1)
+        words = f"{key.arm} {key.topology} {key.workload} c{key.concurrency} s{key.seed}"
+        self._progress.reset(self._requests, total=point.load.num_requests, description=words)
+
+    def request_done(self) -> None:
+        """Move the bar of requests."""
+        self._progress.advance(self._requests)
+
+    def point_finished(self, record: "PointRecord") -> None:
+        """Print the point's main figures, or why it is invalid."""
+        key = record.key
+        name = f"{key.arm} {key.topology} {key.workload} c{key.concurrency} s{key.seed}"
+        self._progress.advance(self._points)
+        if record.throughput is None or record.latency is None:
+            self._print(f"[red]invalid[/red] {name}: ", "; ".join(record.reasons))
+            return
+        tpot = f", TPOT {record.latency.tpot_ms.median:.1f} ms" if record.latency.tpot_ms else ""
+        length = f", acceptance length {record.acceptance.length:.2f}" if record.acceptance else ""
+        self._print(f"{name}: ", f"{record.throughput.output_tok_s:.1f} tok/s{tpot}{length}")
+        for warning in record.warnings:
+            self._print("  [yellow]warning[/yellow]: ", warning)
+
+    def server_starting(self, launch: "Launch", log_file: Path) -> None:
+        """Say which server starts and where its log is."""
+        self._print("", f"starting {launch.server} on port {launch.port} (log: {log_file})")
+
+    def _print(self, markup: str, text: str) -> None:
+        self._progress.console.print(markup, end="", highlight=False)
+        self._progress.console.print(text, markup=False, highlight=False)

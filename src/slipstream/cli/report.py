@@ -1,0 +1,20 @@
+"""`slipstream report`: a page from any set of records."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    sources: Annotated[list[Path], typer.Argument(metavar="RECORDS...", help="Record files, or folders of them.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to [default: the first folder given].")] = None,
+) -> None:
+    """Write report.html (self-contained), report.md and report.csv."""
+    from slipstream.report.build import write_report
+
+    first = sources[0] if sources[0].is_dir() else sources[0].parent
+    files = write_report(sources, out or first)
+    for line in files.headlines:
+        print(line)
+    print(f"{files.html}\n{files.markdown}\n{files.csv}")

@@ -1,0 +1,109 @@
+"""Records of accuracy runs: GSM8K answers item by item, and token-for-token comparisons."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from slipstream.records.point import SCHEMA_VERSION, Hardware
+
+Filter = Literal["flexible", "strict"]
+FILTERS: tuple[Filter, ...] = ("flexible", "strict")
+
+
+@dataclass(frozen=True)
+class Gsm8kItem:
+    """One question: what the model wrote, what each filter took from it, and whether that was right."""
+
+    index: int
+    answer: str
+    strict_extracted: str
+    flexible_extracted: str
+    strict: bool
+    flexible: bool
+
+
+@dataclass(frozen=True)
+class Gsm8kRecord:
+    """One arm's answers to the same questions in the same order."""
+
+    arm: str
+    url: str
+    model: str
+    num_shots: int
+    chat: bool
+    scorer: Literal["slipstream", "lm-eval"]
+    versions: dict[str, str]
+    hardware: Hardware
+    started_at: str
+    finished_at: str
+    data_sha256: str
+    items: tuple[Gsm8kItem, ...] = field(repr=False)
+    kind: Literal["gsm8k"] = "gsm8k"
+    schema: int = SCHEMA_VERSION
+
+    def score(self, which: Filter) -> float:
+        """Return the share of right answers under one filter."""
+        return sum(getattr(item, which) for item in self.items) / len(self.items) if self.items else 0.0
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Questions whose verdict changed from the baseline to an arm."""
+
+    num_pairs: int
+    to_right: tuple[int, ...]
+    to_wrong: tuple[int, ...]
+
+
+def changed(baseline: Sequence[Gsm8kItem], arm: Sequence[Gsm8kItem], which: Filter) -> Changes:
+    """Pair two arms' answers by question."""
+    theirs = {item.index: getattr(item, which) for item in arm}
+    pairs = [(item.index, getattr(item, which), theirs[item.index]) for item in baseline if item.index in theirs]
+    return Changes(
+        num_pairs=len(pairs),
+        to_right=tuple(index for index, before, after in pairs if after and not before),
+        to_wrong=tuple(index for index, before, after in pairs if before and not after),
+    )
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where two outputs part, and how close the baseline's two best tokens were there (natural log)."""
+
+    position: int
+    baseline_token: str
+    token: str
+    top_two_margin: float | None
+
+
+@dataclass(frozen=True)
+class LosslessCase:
+    """One prompt under one sampling setting."""
+
+    prompt: int
+    temperature: float
+    seed: int
+    num_tokens: int
+    difference: FirstDifference | None = None
+
+
+@dataclass(frozen=True)
+class LosslessRecord:
+    """An arm compared token for token with the baseline arm."""
+
+    arm: str
+    baseline_arm: str
+    url: str
+    baseline_url: str
+    model: str
+    versions: dict[str, str]
+    hardware: Hardware
+    started_at: str
+    finished_at: str
+    cases: tuple[LosslessCase, ...]
+    kind: Literal["lossless"] = "lossless"
+    schema: int = SCHEMA_VERSION
+
+    def num_identical(self) -> int:
+        """Return how many cases gave the same tokens throughout."""
+        return sum(case.difference is None for case in self.cases)

@@ -1,0 +1,83 @@
+"""Record files on disk: written whole or not at all, and read back with every field checked."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError
+from slipstream.records.evals import Gsm8kRecord, LosslessRecord
+from slipstream.records.point import PointRecord
+from slipstream.records.schema import read
+
+Record = PointRecord | Gsm8kRecord | LosslessRecord
+KINDS: dict[str, type[PointRecord] | type[Gsm8kRecord] | type[LosslessRecord]] = {
+    "bench": PointRecord,
+    "gsm8k": Gsm8kRecord,
+    "lossless": LosslessRecord,
+}
+
+
+class RecordError(SlipstreamError):
+    """A record file cannot be read as one."""
+
+
+@dataclass(frozen=True)
+class RecordSet:
+    """Everything read from a set of files, sorted by kind."""
+
+    points: tuple[PointRecord, ...] = ()
+    gsm8k: tuple[Gsm8kRecord, ...] = ()
+    lossless: tuple[LosslessRecord, ...] = ()
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write `record` to `path` through a temporary name, so that a reader never sees half a file."""
+    write_text(path, json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text to `path` through a temporary name in the same folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_record(path: Path) -> Record:
+    """Read one record file of any kind."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RecordError(f"{path}: not a readable record ({error}). Delete it and run the point again.") from error
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind not in KINDS:
+        raise RecordError(f"{path}: kind {kind!r} is not a slipstream record. It should be one of {', '.join(KINDS)}.")
+    return read(KINDS[kind], value, str(path))
+
+
+def read_records(paths: Iterable[Path]) -> RecordSet:
+    """Read files, and every record below folders; names that begin with a dot and `superseded` folders are left out."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = (p for p in path.rglob("*.json") if not p.name.startswith(".") and "superseded" not in p.parts)
+            files.extend(sorted(found))
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise RecordError(f"{path}: no such file or folder.")
+    records = [read_record(path) for path in files]
+    return RecordSet(
+        points=tuple(r for r in records if isinstance(r, PointRecord)),
+        gsm8k=tuple(r for r in records if isinstance(r, Gsm8kRecord)),
+        lossless=tuple(r for r in records if isinstance(r, LosslessRecord)),
+    )
+
+
+def sha256_of(value: object) -> str:
+    """Hash a JSON-like value in one canonical spelling."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

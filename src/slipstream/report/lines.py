@@ -1,0 +1,227 @@
+"""Line charts of a report: speed-up, acceptance, the cost of verification, and throughput against interactivity."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from matplotlib.ticker import FuncFormatter
+
+from slipstream.report.series import (
+    Cell,
+    Grid,
+    Setting,
+    input_tokens,
+    interactivity,
+    output_per_device,
+    verify_ms_per_accepted,
+)
+from slipstream.report.style import Look, Plot, hide_unused, legend_below, looks_of, new_figure, to_svg
+
+
+def speedup_by_concurrency(grid: Grid) -> Plot | None:
+    """Draw each arm's speed-up against concurrency, one panel for each setting."""
+    settings = [s for s in grid.settings if len(grid.arms(s)) > 1 and grid.concurrencies(s)]
+    if not settings:
+        return None
+    looks = looks_of(grid.all_arms())
+    columns = min(2, len(settings))
+    rows = math.ceil(len(settings) / columns)
+    figure, axes = new_figure(2.6 * rows + 0.5, rows, columns)
+    for axis, setting in zip(axes.flat, settings, strict=False):
+        ratios: list[float] = []
+        for arm in grid.arms(setting):
+            cells = [grid.cell(setting, arm, c) for c in grid.concurrencies(setting)]
+            ratios += _speedup_line(
+                axis, grid, [cell for cell in cells if cell], looks[arm], arm, lambda cell: cell.concurrency
+            )
+        _concurrency_axis(axis, grid.concurrencies(setting))
+        _speedup_axis(axis, ratios)
+        axis.set_title(setting.title(), fontsize=9, loc="left")
+    hide_unused(axes, len(settings))
+    legend_below(figure, axes)
+    return Plot(
+        "Speed-up of output throughput over the baseline, with 95% intervals.",
+        to_svg(figure),
+        "Line charts of speed-up against concurrency",
+    )
+
+
+def speedup_by_context(grid: Grid) -> Plot | None:
+    """Draw speed-up against prompt length, at the lowest and highest concurrency that several workloads share."""
+    lengths: dict[tuple[str, str], list[float]] = {}
+    for cell in grid.cells():
+        lengths.setdefault((cell.setting.recipe, cell.setting.topology), []).append(cell.mean(input_tokens) or 1.0)
+    topologies = [place for place, found in lengths.items() if max(found) >= 2 * min(found)]
+    if not topologies:
+        return None
+    looks = looks_of(grid.all_arms())
+    figure, axes = new_figure(2.8 * len(topologies), len(topologies), 2)
+    for row, (recipe, topology) in enumerate(topologies):
+        settings = [s for s in grid.settings if (s.recipe, s.topology) == (recipe, topology)]
+        shared = sorted(set.intersection(*(set(grid.concurrencies(s)) for s in settings)))
+        for axis, concurrency in zip(axes[row], [shared[0], shared[-1]] if shared else [], strict=False):
+            ratios: list[float] = []
+            for arm in grid.all_arms():
+                cells = [grid.cell(s, arm, concurrency) for s in settings]
+                found = sorted((c for c in cells if c), key=lambda c: c.mean(input_tokens) or 0)
+                if found:
+                    ratios += _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
+            _speedup_axis(axis, ratios)
+            _context_axis(axis)
+            axis.set_title(f"{topology}, concurrency {concurrency}", fontsize=9, loc="left")
+    legend_below(figure, axes)
+    return Plot("Speed-up against prompt length.", to_svg(figure), "Line charts of speed-up against prompt length")
+
+
+def verify_cost_by_context(grid: Grid) -> Plot | None:
+    """Draw milliseconds of verification for each accepted token against prompt length: the published 8K analysis."""
+    found = [cell for cell in grid.cells() if cell.mean(verify_ms_per_accepted) is not None]
+    lengths = [cell.mean(input_tokens) or 1.0 for cell in found]
+    if not lengths or max(lengths) < 2 * min(lengths):
+        return None
+    looks = looks_of(grid.all_arms())
+    loads = sorted({cell.concurrency for cell in found})
+    figure, axes = new_figure(2.8, 1, 2)
+    for axis, concurrency in zip(axes.flat, (loads[0], loads[-1]), strict=True):
+        for arm, look in looks.items():
+            cells = [cell for cell in found if cell.arm == arm and cell.concurrency == concurrency]
+            pairs = sorted((cell.mean(input_tokens) or 0.0, cell.mean(verify_ms_per_accepted) or 0.0) for cell in cells)
+            if pairs:
+                xs, ys = zip(*pairs, strict=True)
+                axis.plot(xs, ys, color=look.color, marker=look.marker, ls=look.dash, label=arm, markersize=5)
+        _context_axis(axis)
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"concurrency {concurrency}", fontsize=9, loc="left")
+        axis.set_ylabel("verify ms per accepted token", fontsize=8)
+    legend_below(figure, axes)
+    caption = "Cost of verification against prompt length, from the engine's timers."
+    return Plot(caption, to_svg(figure), "Line charts of verification cost against prompt length")
+
+
+def acceptance_by_position(grid: Grid) -> Plot | None:
+    """Draw how often the draft's first, second, ... token is accepted."""
+    rates: dict[Setting, dict[str, tuple[float, ...]]] = {}
+    for setting in grid.settings:
+        for arm in grid.arms(setting):
+            cells = [cell for c in grid.concurrencies(setting) if (cell := grid.cell(setting, arm, c))]
+            mean = _mean_rates(cells)
+            if mean:
+                rates.setdefault(setting, {})[arm] = mean
+    if not rates:
+        return None
+    looks = looks_of(grid.all_arms())
+    columns = min(2, len(rates))
+    rows = math.ceil(len(rates) / columns)
+    figure, axes = new_figure(2.4 * rows + 0.5, rows, columns)
+    for axis, (setting, by_arm) in zip(axes.flat, rates.items(), strict=False):
+        for arm, values in by_arm.items():
+            look = looks[arm]
+            axis.plot(range(1, len(values) + 1), values, color=look.color, marker=look.marker, ls=look.dash, label=arm)
+        axis.set_ylim(0, 1)
+        axis.set_xticks(range(1, max(len(v) for v in by_arm.values()) + 1))
+        axis.set_xlabel("position in the draft", fontsize=8)
+        axis.set_ylabel("accepted", fontsize=8)
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+        axis.set_title(setting.title(), fontsize=9, loc="left")
+    hide_unused(axes, len(rates))
+    legend_below(figure, axes)
+    return Plot("Share of drafts accepted, by position.", to_svg(figure), "Line charts of acceptance by position")
+
+
+def pareto(grid: Grid) -> Plot | None:
+    """Draw throughput per device against what one user sees; up and to the right is better."""
+    settings = [s for s in grid.settings if grid.concurrencies(s)]
+    if not settings:
+        return None
+    looks = looks_of(grid.all_arms())
+    columns = min(2, len(settings))
+    rows = math.ceil(len(settings) / columns)
+    figure, axes = new_figure(3.0 * rows + 0.5, rows, columns)
+    for axis, setting in zip(axes.flat, settings, strict=False):
+        for index, arm in enumerate(grid.arms(setting)):
+            look = looks[arm]
+            cells = [cell for c in grid.concurrencies(setting) if (cell := grid.cell(setting, arm, c))]
+            points = [(cell.mean(interactivity), cell.mean(output_per_device), cell.concurrency) for cell in cells]
+            known = [(x, y, c) for x, y, c in points if x is not None and y is not None]
+            xs, ys = [x for x, _, _ in known], [y for _, y, _ in known]
+            axis.plot(xs, ys, color=look.color, marker=look.marker, ls=look.dash, label=arm, markersize=5)
+            for x, y, c in known:
+                # Every other arm's labels go to the other side, so that close curves stay legible.
+                place = (4, 3) if index % 2 else (-10, -8)
+                axis.annotate(f"c{c}", (x, y), xytext=place, textcoords="offset points", fontsize=6, color="#333333")
+        axis.set_xlim(left=0)
+        axis.set_ylim(bottom=0)
+        axis.margins(0.1)
+        axis.set_xlabel("tok/s for one user (1000 / TPOT)", fontsize=8)
+        axis.set_ylabel("output tok/s/device", fontsize=8)
+        axis.set_title(setting.title(), fontsize=9, loc="left")
+    hide_unused(axes, len(settings))
+    legend_below(figure, axes)
+    return Plot(
+        "Throughput per device against interactivity; labels are concurrencies.", to_svg(figure), "Pareto curves by arm"
+    )
+
+
+def _speedup_line(
+    axis: Any, grid: Grid, cells: list[Cell], look: Look, arm: str, x_of: Callable[[Cell], float]
+) -> list[float]:
+    """Draw one arm's line with its intervals and return its ratios."""
+    found = [(x_of(cell), ratio) for cell in cells if (ratio := grid.speedup(cell, output_per_device))]
+    if not found:
+        return []  # a baseline
+    xs = [x for x, _ in found]
+    ys = [ratio.ratio for _, ratio in found]
+    # One seed has no interval: its whisker would run from nought to infinity.
+    below = [max(0.0, ratio.ratio - ratio.low) if ratio.num_pairs > 1 else 0.0 for _, ratio in found]
+    above = [max(0.0, ratio.high - ratio.ratio) if ratio.num_pairs > 1 else 0.0 for _, ratio in found]
+    axis.errorbar(
+        xs,
+        ys,
+        yerr=[below, above],
+        color=look.color,
+        marker=look.marker,
+        ls=look.dash,
+        label=arm,
+        capsize=2,
+        markersize=5,
+    )
+    return ys
+
+
+def _speedup_axis(axis: Any, ratios: list[float]) -> None:
+    """Show every ratio and 1; a whisker that says nothing may leave the panel."""
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    if ratios:
+        low, high = axis.get_ylim()
+        axis.set_ylim(max(low, 0.6 * min(1.0, *ratios)), min(high, 1.5 * max(1.0, *ratios)))
+    axis.set_ylabel("speed-up", fontsize=8)
+
+
+def _concurrency_axis(axis: Any, concurrencies: list[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(concurrencies, [str(c) for c in concurrencies])
+    axis.minorticks_off()
+    axis.set_xlabel("concurrency", fontsize=8)
+
+
+def _context_axis(axis: Any) -> None:
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_xlabel("input tokens", fontsize=8)
+
+
+def _mean_rates(cells: list[Cell]) -> tuple[float, ...]:
+    accepted: list[float] = []
+    drafted: list[float] = []
+    for cell in cells:
+        for record in cell.records:
+            if record.acceptance is None:
+                continue
+            pairs = zip(record.acceptance.accepted_by_position, record.acceptance.drafted_by_position, strict=True)
+            for position, (a, d) in enumerate(pairs):
+                if position == len(accepted):
+                    accepted.append(0.0)
+                    drafted.append(0.0)
+                accepted[position] += a
+                drafted[position] += d
+    return tuple(a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True))

@@ -1,0 +1,220 @@
+"""Tables of a report as plain values: HTML, Markdown and CSV are only ways of writing them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slipstream.records.compare import Speedup, mcnemar
+from slipstream.records.evals import FILTERS, Gsm8kRecord, LosslessRecord, changed
+from slipstream.records.point import PointRecord
+from slipstream.report.series import (
+    Cell,
+    Grid,
+    Metric,
+    Setting,
+    acceptance_length,
+    e2e_median,
+    input_tokens,
+    itl_median,
+    output_per_device,
+    output_tok_s,
+    total_per_device,
+    tpot_median,
+    tpot_p99,
+    ttft_median,
+    verify_ms_per_accepted,
+    verify_share,
+)
+
+_FIGURES = re.compile(r"[\d.]+")
+
+MARKS = {"faster": "▲", "same": "=", "slower": "▼", "unclear": "?"}
+
+COLUMNS: tuple[tuple[str, Metric, str], ...] = (
+    ("output tok/s", output_tok_s, ".1f"),
+    ("tok/s/device", output_per_device, ".1f"),
+    ("total tok/s/device", total_per_device, ".1f"),
+    ("TTFT ms", ttft_median, ".1f"),
+    ("TPOT ms", tpot_median, ".2f"),
+    ("TPOT p99", tpot_p99, ".2f"),
+    ("ITL ms", itl_median, ".2f"),
+    ("E2E ms", e2e_median, ".0f"),
+    ("accept length", acceptance_length, ".2f"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, a header, rows of text, and a remark below."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def speedup_table(grid: Grid, setting: Setting) -> Table:
+    """Return the published form: tokens per second and device for each arm, with the speed-up in brackets."""
+    arms = grid.arms(setting)
+    rows = []
+    for concurrency in grid.concurrencies(setting):
+        row = [str(concurrency)]
+        for arm in arms:
+            cell = grid.cell(setting, arm, concurrency)
+            row.append(_with_speedup(grid, cell) if cell else "–")
+        rows.append(tuple(row))
+    note = (
+        "In brackets the speed-up, below it its 95% interval, paired by seed. "
+        "▲ faster, ▼ slower, = same (within 5%), ? not told apart by these seeds."
+    )
+    bases = {arm: grid.baseline(setting, arm) for arm in arms}
+    several = len(set(bases.values())) > 1
+    names = [f"{arm} (over {base})" if several and arm != base else arm for arm, base in bases.items()]
+    over = "" if several else f" over {grid.baseline(setting, arms[0])}"
+    caption = f"{setting.title()}: output tok/s per device, and speed-up{over}"
+    return Table(caption, ("Concurrency", *names), tuple(rows), note)
+
+
+def detail_table(grid: Grid, setting: Setting) -> Table:
+    """Return every metric of every arm, as means over seeds."""
+    rows = []
+    for concurrency in grid.concurrencies(setting):
+        for arm in grid.arms(setting):
+            cell = grid.cell(setting, arm, concurrency)
+            if cell:
+                figures = (number(cell.mean(metric), form) for _, metric, form in COLUMNS)
+                rows.append((str(concurrency), arm, str(len(cell.records)), *figures))
+    header = ("Conc.", "arm", "seeds", *(name for name, _, _ in COLUMNS))
+    note = "Medians within a run (p99 where it says so), averaged over seeds. ITL is the gap between streamed chunks."
+    return Table(f"{setting.title()}: all figures", header, tuple(rows), note)
+
+
+def phase_table(grid: Grid) -> Table | None:
+    """Return where step time goes and what verification costs, by context length."""
+    rows = []
+    for cell in grid.cells():
+        share = cell.mean(verify_share)
+        if share is not None and cell.mean(acceptance_length) is not None:
+            cost = number(cell.mean(verify_ms_per_accepted), ".2f")
+            context = number(cell.mean(input_tokens), ".0f")
+            rows.append((cell.setting.title(), cell.arm, str(cell.concurrency), context, f"{share:.0%}", cost))
+    if not rows:
+        return None
+    header = ("setting", "arm", "conc.", "input tokens", "verify share", "verify ms per accepted token")
+    note = "Share of draft plus verify time. When it grows with context, long prompts eat the speed-up."
+    return Table("Cost of verification", header, tuple(rows), note)
+
+
+def gsm8k_table(records: Sequence[Gsm8kRecord], baselines: frozenset[str]) -> Table | None:
+    """Return accuracy by arm, with the answers that changed against the baseline."""
+    if not records:
+        return None
+    base = next((record for record in records if record.arm in baselines), records[0])
+    rows = [(*_scores(record), *_changes(base, record)) for record in records]
+    header = ("arm", "shots", "questions", "flexible-extract", "strict-match", "became right / wrong", "McNemar p")
+    return Table("GSM8K", header, tuple(rows), f"Changes are paired with {base.arm}, flexible-extract.")
+
+
+def lossless_table(records: Sequence[LosslessRecord]) -> Table | None:
+    """Return how many outputs are identical and where the first difference lies."""
+    if not records:
+        return None
+    rows = []
+    for record in records:
+        differences = [case.difference for case in record.cases if case.difference]
+        worst = max((d.top_two_margin for d in differences if d.top_two_margin is not None), default=None)
+        first = min((d.position for d in differences), default=None)
+        rows.append(
+            (
+                f"{record.arm} against {record.baseline_arm}",
+                f"{record.num_identical()} of {len(record.cases)}",
+                "–" if first is None else str(first),
+                number(worst, ".4f"),
+            )
+        )
+    header = ("arms", "identical outputs", "earliest difference (token)", "largest top-two margin there")
+    return Table("Token for token", header, tuple(rows))
+
+
+def invalid_table(records: Sequence[PointRecord]) -> Table | None:
+    """Return the points that did not count and why."""
+    rows = [(name_of(r), "; ".join(r.reasons)) for r in records if r.status == "invalid"]
+    return Table("Invalid points, left out of every figure", ("point", "reason"), tuple(rows)) if rows else None
+
+
+def warning_table(records: Sequence[PointRecord]) -> Table | None:
+    """Return warnings; those that differ only in their figures share a row, with the first as example."""
+    points: dict[str, list[tuple[str, str]]] = {}
+    for record in records:
+        for warning in record.warnings:
+            where = f"{record.key.arm} {record.key.workload}"
+            points.setdefault(_FIGURES.sub("#", warning), []).append((warning, where))
+    rows = [
+        (found[0][0], str(len(found)), ", ".join(dict.fromkeys(where for _, where in found)))
+        for found in points.values()
+    ]
+    return Table("Warnings", ("warning (first of its kind)", "points", "where"), tuple(rows)) if rows else None
+
+
+def headlines(grid: Grid) -> Iterator[str]:
+    """Yield one sentence for each arm and setting: its best and worst speed-up, and how many loads it wins."""
+    for setting in grid.settings:
+        for arm in grid.arms(setting):
+            found: list[tuple[Speedup, Cell]] = []
+            for concurrency in grid.concurrencies(setting):
+                cell = grid.cell(setting, arm, concurrency)
+                ratio = grid.speedup(cell, output_per_device) if cell else None
+                if cell and ratio:
+                    found.append((ratio, cell))
+            if not found:
+                continue
+            low, low_cell = min(found, key=lambda pair: pair[0].ratio)
+            high, high_cell = max(found, key=lambda pair: pair[0].ratio)
+            reach = f"{high.ratio:.2f}x ({interval(high)}) at concurrency {high_cell.concurrency}"
+            if len(found) > 1:
+                reach += f", {low.ratio:.2f}x ({interval(low)}) at {low_cell.concurrency}"
+            yield f"{arm} against {grid.baseline(setting, arm)}, {setting.title()}: {reach}; {_counts(found)}."
+
+
+def name_of(record: PointRecord) -> str:
+    """Return a point's name for a reader."""
+    key = record.key
+    return f"{key.arm}, {key.workload} on {key.topology}, concurrency {key.concurrency}, seed {key.seed}"
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number, or a dash for none."""
+    return "–" if value is None else format(value, form)
+
+
+def interval(ratio: Speedup) -> str:
+    """Return a speed-up's interval for a reader."""
+    return f"{ratio.low:.2f}–{ratio.high:.2f}" if ratio.num_pairs > 1 else "one seed"
+
+
+def _with_speedup(grid: Grid, cell: Cell) -> str:
+    text = number(cell.mean(output_per_device), ".1f")
+    ratio = grid.speedup(cell, output_per_device)
+    return f"{text} ({ratio.ratio:.2f}x) {MARKS[ratio.verdict]}\n{interval(ratio)}" if ratio else text
+
+
+def _counts(found: Sequence[tuple[Speedup, Cell]]) -> str:
+    words = {"faster": "faster", "same": "the same", "slower": "slower", "unclear": "not told apart"}
+    verdicts = [ratio.verdict for ratio, _ in found]
+    parts = [f"{word} at {verdicts.count(v)}" for v, word in words.items() if v in verdicts]
+    return f"{', '.join(parts)} of {len(found)} loads"
+
+
+def _scores(record: Gsm8kRecord) -> tuple[str, ...]:
+    scores = (f"{record.score(which):.4f}" for which in FILTERS)
+    return (record.arm, str(record.num_shots), str(len(record.items)), *scores)
+
+
+def _changes(base: Gsm8kRecord, record: Gsm8kRecord) -> tuple[str, str]:
+    if record is base:
+        return "–", "–"
+    if (base.data_sha256, base.num_shots, base.chat) != (record.data_sha256, record.num_shots, record.chat):
+        return "not the same questions", "–"
+    changes = changed(base.items, record.items, "flexible")
+    right, wrong = len(changes.to_right), len(changes.to_wrong)
+    return f"{right} / {wrong}", f"{mcnemar(right, wrong):.3f}"

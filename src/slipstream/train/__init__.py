@@ -1,0 +1,1 @@
+"""Training: the target writes its own data, the draft learns to run ahead of it, and a walk measures how far."""

@@ -1,0 +1,284 @@
+"""The data plan: which conversations to ask the target for, turn by turn, and what of its writing is kept."""
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.errors import ConfigError
+from slipstream.train.corpus import Text
+from slipstream.train.frame import ChatFrame, ChatTokenizer, chat_frame, encode_prompt
+from slipstream.train.generate import GenerationRequest, GenerationResult
+from slipstream.train.prompts import OPENINGS, SYSTEM_PROMPTS, Messages, normalized
+from slipstream.train.repetition import loop_end
+
+MIN_ANSWER = 8
+MAX_TURN = 128
+_MIN_TURN = 4
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The mixture and its sampling.
+
+    Args:
+        answer_tokens: stop once the answers hold this many.
+        magpie, maths: shares of conversations whose user turn the target samples itself, freely or after examples of
+            maths questions; the rest are prompts from files, each used `file_repeats` times at most.
+        forced_opening: share of free user turns whose first words are given.
+        second_turn: share of conversations that go on.
+        greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`.
+        max_prompt, max_answer: in tokens.
+    """
+
+    answer_tokens: int = 30_000_000
+    magpie: float = 0.65
+    maths: float = 0.2
+    file_repeats: int = 4
+    forced_opening: float = 0.6
+    default_system: float = 0.6
+    second_turn: float = 0.2
+    greedy: float = 0.5
+    temperature: tuple[float, float] = (0.7, 0.8)
+    top_p: float = 0.95
+    max_prompt: int = 256
+    max_answer: int = 320
+    shard_texts: int = 16_384
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("magpie", "maths", "forced_opening", "default_system", "second_turn", "greedy"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; a share lies between 0 and 1.")
+        if self.magpie + self.maths > 1:
+            raise ConfigError("magpie and maths are shares of all conversations; together they exceed 1.")
+
+
+@dataclass
+class _Conversation:
+    """One in the making: what is written so far, and whether the turn being written is the user's."""
+
+    frame: ChatFrame
+    ids: list[int]
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    writes_user: bool = False
+    answers_in: ChatFrame | None = None
+    more_turns: int = 0
+
+
+@dataclass
+class Tally:
+    """What became of the conversations."""
+
+    kept: int = 0
+    answer_tokens: int = 0
+    loops_cut: int = 0
+    duplicates: int = 0
+    excluded: int = 0
+    malformed: int = 0
+
+
+class ConversationSource:
+    """A `RequestSource` that plays conversations with the target; finished ones wait in `texts`."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, config: DataConfig, prompts: Sequence[Messages], excluded: frozenset[str]
+    ) -> None:
+        """Prepare a mixture; `prompts` come from files, `excluded` is normalised text never to be used."""
+        self._tokenizer, self._config, self._excluded = tokenizer, config, excluded
+        self._rng = np.random.default_rng(config.seed)
+        samples_turns = config.magpie + config.maths > 0 or config.second_turn > 0
+        self._frames = [chat_frame(tokenizer, system) for system in SYSTEM_PROMPTS] if samples_turns else []
+        self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
+        self._short_reply = tokenizer.encode("Next question.", add_special=False)
+        self._file_prompts = self._encode(prompts)
+        self._examples = self._find_examples()
+        if config.maths > 0 and len(self._examples) < 8:
+            raise ConfigError("maths questions are sampled after examples from the prompt files; give such files.")
+        if not self._file_prompts and config.magpie + config.maths < 1:
+            raise ConfigError("No prompt files are given, so magpie and maths must add up to 1.")
+        self._files_left = self._shuffled_files()
+        self._retry: deque[GenerationRequest] = deque()
+        self._open: dict[int, _Conversation] = {}
+        self._next_key = 0
+        self._seen: set[bytes] = set()
+        self.tally = Tally()
+        self.texts: list[Text] = []
+
+    def remember(self, text: Text) -> None:
+        """Count a text made earlier: towards the total, and as a duplicate should it come again."""
+        self._is_new(text)
+        self.tally.kept += 1
+        self.tally.answer_tokens += sum(end - start for start, end in text.spans)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answers are as many as asked for."""
+        return self.tally.answer_tokens >= self._config.answer_tokens
+
+    def take(self, count: int) -> list[GenerationRequest]:
+        """Return requests: turns that go on first, then new conversations."""
+        requests: list[GenerationRequest] = []
+        while len(requests) < count and not self.finished:
+            if self._retry:
+                requests.append(self._retry.popleft())
+            else:
+                request = self._new()
+                if request is None:
+                    break
+                requests.append(request)
+        return requests
+
+    def give(self, result: GenerationResult) -> None:
+        """Continue a conversation with a finished turn, or drop it."""
+        conversation = self._open.pop(result.request.key)
+        if conversation.writes_user:
+            self._end_user_turn(conversation, result)
+        else:
+            self._end_answer(conversation, result)
+
+    def _new(self) -> GenerationRequest | None:
+        draw = self._rng.random()
+        more = int(self._rng.random() < self._config.second_turn)
+        if draw < self._config.magpie:
+            return self._free_turn(more)
+        if draw < self._config.magpie + self._config.maths:
+            return self._maths_turn(more)
+        if not self._files_left:
+            return self._free_turn(more) if self._config.magpie + self._config.maths > 0 else None
+        frame = self._frames[0] if self._frames else ChatFrame([], [], [])
+        prompt = self._files_left.pop()
+        return self._answer(_Conversation(frame, list(prompt), more_turns=more if self._frames else 0))
+
+    def _free_turn(self, more: int) -> GenerationRequest:
+        default = self._rng.random() < self._config.default_system
+        frame = self._frames[0 if default else int(self._rng.integers(1, len(self._frames)))]
+        opening: list[int] = []
+        if self._rng.random() < self._config.forced_opening:
+            opening = self._openings[int(self._rng.integers(len(self._openings)))]
+        return self._user(_Conversation(frame, list(frame.before_user), turn=list(opening), more_turns=more))
+
+    def _maths_turn(self, more: int) -> GenerationRequest:
+        """Show the target a few questions as earlier user turns; it writes the next one."""
+        frame = self._frames[0]
+        reply = [*self._short_reply, self._tokenizer.eos_token_ids[0], *frame.to_next_user]
+        ids = list(frame.before_user)
+        for index in self._rng.integers(len(self._examples), size=3).tolist():
+            shown = [*self._examples[index][len(frame.before_user) :], *reply]
+            if len(ids) + len(shown) <= self._config.max_prompt:
+                ids += shown
+        return self._user(_Conversation(frame, ids, answers_in=frame, more_turns=more))
+
+    def _user(self, conversation: _Conversation) -> GenerationRequest:
+        conversation.writes_user = True
+        return self._request(conversation, [*conversation.ids, *conversation.turn], MAX_TURN, (1.0, 0.99))
+
+    def _answer(self, conversation: _Conversation) -> GenerationRequest:
+        conversation.writes_user = False
+        low, high = self._config.temperature
+        warm = self._rng.random() >= self._config.greedy
+        how = (float(self._rng.uniform(low, high)), self._config.top_p) if warm else (0.0, 1.0)
+        return self._request(conversation, conversation.ids, self._config.max_answer, how)
+
+    def _request(
+        self, conversation: _Conversation, prompt: list[int], max_new: int, how: tuple[float, float]
+    ) -> GenerationRequest:
+        key, self._next_key = self._next_key, self._next_key + 1
+        self._open[key] = conversation
+        return GenerationRequest(key, prompt, max_new, *how)
+
+    def _end_user_turn(self, conversation: _Conversation, result: GenerationResult) -> None:
+        special = self._tokenizer.special_token_ids
+        turn = [*conversation.turn, *result.tokens[:-1]]
+        if not result.ended or not _MIN_TURN <= len(turn) <= MAX_TURN or special.intersection(turn):
+            self.tally.malformed += 1
+            self._finish(conversation)
+            return
+        if normalized(self._tokenizer.decode(turn)) in self._excluded:
+            self.tally.excluded += 1
+            self._finish(conversation)
+            return
+        frame = conversation.frame
+        if conversation.answers_in is not None:  # the examples were only there to be imitated
+            conversation.ids, conversation.answers_in = list(frame.before_user), None
+        ids = [*conversation.ids, *turn, result.tokens[-1], *self._after_end(frame)]
+        if len(ids) > self._limit(conversation):
+            self._finish(conversation)
+            return
+        conversation.ids, conversation.turn = ids, []
+        self._retry.append(self._answer(conversation))
+
+    def _end_answer(self, conversation: _Conversation, result: GenerationResult) -> None:
+        tokens, loops = result.tokens, loop_end(result.tokens)
+        if loops is not None:
+            tokens = tokens[:loops]
+            self.tally.loops_cut += 1
+        if len(tokens) < MIN_ANSWER:
+            self.tally.malformed += 1
+            self._finish(conversation)
+            return
+        start = len(conversation.ids)
+        conversation.ids = [*conversation.ids, *tokens]
+        conversation.spans.append((start, len(conversation.ids)))
+        room = self._limit(conversation) - len(conversation.ids) - 64
+        if conversation.more_turns > 0 and result.ended and loops is None and room > 0:
+            conversation.more_turns -= 1
+            follow_up = _Conversation(
+                conversation.frame,
+                [*conversation.ids, *conversation.frame.to_next_user],
+                list(conversation.spans),
+                more_turns=conversation.more_turns,
+            )
+            self._retry.append(self._user(follow_up))
+            return
+        self._finish(conversation)
+
+    def _finish(self, conversation: _Conversation) -> None:
+        """Keep the conversation up to its last answer, if it has one and is new."""
+        if not conversation.spans:
+            return
+        text = Text(conversation.ids[: conversation.spans[-1][1]], conversation.spans)
+        if self._is_new(text):
+            self.tally.kept += 1
+            self.tally.answer_tokens += sum(end - start for start, end in text.spans)
+            self.texts.append(text)
+        else:
+            self.tally.duplicates += 1
+
+    def _is_new(self, text: Text) -> bool:
+        digest = hashlib.blake2b(np.asarray(text.ids, np.uint32).tobytes(), digest_size=12).digest()
+        if digest in self._seen:
+            return False
+        self._seen.add(digest)
+        return True
+
+    def _limit(self, conversation: _Conversation) -> int:
+        """Return the longest prompt allowed: a second turn may build on a first one."""
+        return self._config.max_prompt + (self._config.max_answer // 2 if conversation.spans else 0)
+
+    def _after_end(self, frame: ChatFrame) -> list[int]:
+        """Return what follows the end token of a user turn; the template's own text starts with that token."""
+        return frame.to_answer[1:] if frame.to_answer[0] in self._tokenizer.eos_token_ids else frame.to_answer
+
+    def _encode(self, prompts: Sequence[Messages]) -> list[list[int]]:
+        encoded = []
+        for messages in prompts:
+            users = [normalized(message["content"]) for message in messages if message["role"] == "user"]
+            if self._excluded.intersection(users):
+                continue
+            ids = encode_prompt(self._tokenizer, messages)
+            if len(ids) <= self._config.max_prompt:
+                encoded.append(ids)
+        return encoded
+
+    def _find_examples(self) -> list[list[int]]:
+        """Return file prompts short enough to show several of, and that start as the default frame does."""
+        before = self._frames[0].before_user if self._frames else []
+        return [p for p in self._file_prompts if 24 <= len(p) <= 160 and p[: len(before)] == before]
+
+    def _shuffled_files(self) -> list[list[int]]:
+        repeated = [prompt for prompt in self._file_prompts for _ in range(self._config.file_repeats)]
+        return [repeated[i] for i in self._rng.permutation(len(repeated)).tolist()]

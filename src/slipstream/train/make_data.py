@@ -1,0 +1,156 @@
+"""Making data: the training corpus in shards, as many as asked for, and the greedy answers of the evaluation sets."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from slipstream.errors import ConfigError
+from slipstream.models.llama import LlamaDecoder
+from slipstream.train.conversations import MAX_TURN, ConversationSource, Tally
+from slipstream.train.corpus import Corpus, Text, read_shard, shard_paths, write_shard
+from slipstream.train.errors import DataError
+from slipstream.train.frame import ChatTokenizer, encode_prompt
+from slipstream.train.generate import (
+    GenerationRequest,
+    GenerationResult,
+    GenerationStats,
+    Generator,
+    GeneratorConfig,
+)
+from slipstream.train.prompts import read_excluded, read_prompts
+from slipstream.train.recipe import EvalSet, Recipe
+
+Report = Callable[[Tally, GenerationStats], None]
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A target that can be talked to."""
+
+    model: LlamaDecoder
+    tokenizer: ChatTokenizer
+
+
+def make_corpus(
+    speaker: Speaker, recipe: Recipe, data: Path, folder: Path, report: Report, seconds: float | None = None
+) -> Tally:
+    """Add shards to `folder` until the recipe's number of answer tokens is there, or `seconds` have passed.
+
+    What an earlier call left counts, so a call that was interrupted is simply made again.
+    """
+    prompts = [messages for name in recipe.files.prompts for messages in read_prompts(data / name)]
+    named = [*recipe.files.exclude, *(item.file for item in recipe.files.evaluate)]
+    excluded = read_excluded(data / name for name in named)
+    done = shard_paths(folder)
+    # A later call must not repeat the draws of an earlier one.
+    config = replace(recipe.data, seed=recipe.data.seed + 1_000_003 * len(done))
+    source = ConversationSource(speaker.tokenizer, config, prompts, excluded)
+    for path in done:
+        shard = read_shard(path)
+        for text in _texts(shard):
+            source.remember(text)
+    if source.finished:
+        return source.tally
+    _check_lengths(recipe)
+    generator = _generator(speaker, replace(recipe.generate, seed=config.seed))
+    started = time.monotonic()
+    number = len(done)
+
+    def stop() -> bool:
+        return seconds is not None and time.monotonic() - started > seconds
+
+    def progress(stats: GenerationStats) -> None:
+        nonlocal number
+        if len(source.texts) >= config.shard_texts:
+            number = _flush(folder, number, source, recipe)
+        report(source.tally, stats)
+
+    generator.run(source, stop, progress)
+    if source.texts:
+        _flush(folder, number, source, recipe)
+    if source.tally.kept == 0:
+        raise DataError(
+            f"The target gave no usable answer ({source.tally.malformed} malformed, {source.tally.excluded} excluded): "
+            f"is it instruction-tuned, and is its chat template the right one?"
+        )
+    return source.tally
+
+
+def make_eval_set(speaker: Speaker, item: EvalSet, data: Path, path: Path, config: GeneratorConfig) -> Corpus:
+    """Return the evaluation set's texts: each prompt as served, then the target's greedy answer. Kept in `path`."""
+    if path.is_file():
+        return read_shard(path)
+    prompts = read_prompts(data / item.file)
+    seen: dict[tuple[int, ...], None] = {}
+    for messages in prompts:
+        ids = encode_prompt(speaker.tokenizer, messages)
+        if len(ids) + item.max_new <= config.max_length:
+            seen.setdefault(tuple(ids))
+    chosen = list(seen)[: item.first]
+    source = _Answers([GenerationRequest(i, prompt, item.max_new) for i, prompt in enumerate(chosen)])
+    rows = min(config.rows, max(1, len(chosen)))
+    _generator(speaker, replace(config, rows=rows, stop_loops=False)).run(source)
+    texts = [source.text(i) for i in range(len(chosen))]
+    # A walk needs at least one round: a second token.
+    texts = [text for text in texts if text.spans[0][1] - text.spans[0][0] >= 2]
+    if not texts:
+        raise DataError(f"{data / item.file}: the target answered none of its prompts at length.")
+    return write_shard(path, texts, {"name": item.name, "file": item.file, "prompts": len(prompts)})
+
+
+class _Answers:
+    """A fixed list of requests, and their results."""
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self._waiting = list(requests)
+        self._results: dict[int, GenerationResult] = {}
+
+    def take(self, count: int) -> list[GenerationRequest]:
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+    def give(self, result: GenerationResult) -> None:
+        self._results[result.request.key] = result
+
+    def text(self, key: int) -> Text:
+        result = self._results[key]
+        prompt = list(result.request.prompt)
+        return Text([*prompt, *result.tokens], [(len(prompt), len(prompt) + len(result.tokens))])
+
+
+def _generator(speaker: Speaker, config: GeneratorConfig) -> Generator:
+    eos = speaker.tokenizer.eos_token_ids
+    if not eos:
+        raise DataError("The target names no end token (eos_token_id), so its answers would never end.")
+    if max(eos) >= speaker.model.spec.vocab_size:
+        raise DataError(f"The end token {max(eos)} lies outside the target's vocabulary: the tokenizer is another's.")
+    return Generator(speaker.model, eos, config)
+
+
+def _check_lengths(recipe: Recipe) -> None:
+    longest = recipe.data.max_prompt + recipe.data.max_answer // 2 + max(recipe.data.max_answer, MAX_TURN)
+    for name, room in (
+        ("generate.max_length", recipe.generate.max_length),
+        ("train.row_length", recipe.train.row_length),
+    ):
+        if room < longest:
+            raise ConfigError(
+                f"{name} is {room}, less than the {longest} that data.max_prompt and data.max_answer can add up to."
+            )
+
+
+def _texts(shard: Corpus) -> list[Text]:
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(len(shard))]
+    for text, start, end in shard.spans.tolist():
+        spans[text].append((start, end))
+    ids = shard.ids.tolist()
+    offsets = shard.offsets.tolist()
+    return [Text(ids[offsets[i] : offsets[i + 1]], spans[i]) for i in range(len(shard))]
+
+
+def _flush(folder: Path, number: int, source: ConversationSource, recipe: Recipe) -> int:
+    notes = {"data": asdict(recipe.data), "files": asdict(recipe.files), "tally": asdict(source.tally)}
+    write_shard(folder / f"shard-{number:05d}.safetensors", source.texts, notes)
+    source.texts.clear()
+    return number + 1

@@ -1,0 +1,138 @@
+"""One training step's loss: the target in the loop, the draft unrolled, each step against the target's own opinion."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.checkpoint.spec import DraftSpec, ModelSpec
+from slipstream.errors import ConfigError
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.llama import LlamaDecoder
+from slipstream.train.loss import Teacher, make_teacher, soft_cross_entropy
+from slipstream.train.ops import TrainOps
+from slipstream.train.packing import Batch
+from slipstream.train.unroll import PackedContext, UnrollContext, text_bias, unroll
+from slipstream.train.vocab import DraftVocab
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What may be chosen about a draft; the rest follows from the target.
+
+    Args:
+        captured_layers: k = number of target blocks applied before the capture; None is the target's default.
+        feature_norm: `per_layer` and feedback `post_norm` together are EAGLE-3.1.
+    """
+
+    vocab_size: int = 12_288
+    num_layers: int = 1
+    captured_layers: tuple[int, ...] | None = None
+    feature_norm: str = "per_layer"
+    feedback: str = "post_norm"
+
+    def spec(self, target: ModelSpec) -> DraftSpec:
+        """Return the draft's full description for a target."""
+        captured = self.captured_layers or target.default_captured_layers()
+        if any(not 0 <= k <= target.num_layers for k in captured):
+            raise ConfigError(f"captured_layers {captured} do not exist in a target of {target.num_layers} blocks.")
+        if self.feature_norm not in ("none", "concat", "per_layer") or self.feedback not in ("pre_norm", "post_norm"):
+            raise ConfigError(
+                f"feature_norm {self.feature_norm!r} must be none, concat or per_layer, and feedback "
+                f"{self.feedback!r} pre_norm or post_norm."
+            )
+        return DraftSpec(
+            architecture="LlamaForCausalLMEagle3",
+            vocab_size=target.vocab_size,
+            draft_vocab_size=min(self.vocab_size, target.vocab_size),
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            intermediate_size=target.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            rms_eps=target.rms_eps,
+            rope=target.rope,
+            max_position=target.max_position,
+            captured_layers=captured,
+            num_features=len(captured),
+            feature_norm=self.feature_norm,  # type: ignore[arg-type]  # checked above
+            feedback=self.feedback,  # type: ignore[arg-type]  # checked above
+        )
+
+
+def new_draft(spec: DraftSpec, target: LlamaDecoder, vocab: DraftVocab, seed: int) -> Eagle3Draft:
+    """Return a fresh draft on the target's device: small random blocks, the target's own rows as its head."""
+    device = target.embed_tokens.device
+    draft = Eagle3Draft(spec, max_position=target.rotary.cos_Pr.shape[0])
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if parameter.dim() == 2 and not name.startswith("embed_tokens"):
+                parameter.normal_(0.0, 0.02, generator=generator)
+        assert target.lm_head.weight is not None and draft.lm_head.weight is not None
+        draft.lm_head.weight.copy_(target.lm_head.weight[vocab.token_ids_V.to(device)].float())
+    draft.token_ids_V = vocab.token_ids_V
+    draft.share_embedding(target.embed_tokens)
+    target.requires_grad_(False)
+    return draft.to(device)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The loss to differentiate, and per unrolled step its loss, agreeing slots and supervised slots."""
+
+    loss: Tensor
+    loss_J: Tensor
+    agreed_J: Tensor
+    count_J: Tensor
+
+
+class Objective:
+    """Computes the loss of a batch; holds the target, the draft and the maps between their vocabularies."""
+
+    def __init__(self, target: LlamaDecoder, draft: Eagle3Draft, vocab: DraftVocab, decay: float = 0.8) -> None:
+        assert draft.spec.captured_layers is not None
+        self.target, self.draft = target, draft
+        self._captured, self._decay = draft.spec.captured_layers, decay
+        self._device = target.embed_tokens.device
+        self.ops = TrainOps(self._device)
+        self._draft_index = vocab.draft_index().to(self._device)
+
+    @torch.no_grad()
+    def features(self, ids_BT: Tensor, positions_BT: Tensor, bias_BTT: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the target; return its normed last states and the captured ones."""
+        hidden = self.target(ids_BT, PackedContext(self.ops, positions_BT, bias_BTT), self._captured)
+        return self.target.norm(hidden.last_TD, self.ops), hidden.captured
+
+    def teacher(self, last_BTD: Tensor, slots_N: Tensor) -> Teacher:
+        """Return the target's opinion at flat positions."""
+        assert self.target.lm_head.weight is not None
+        rows_ND = last_BTD.flatten(0, 1).index_select(0, slots_N)
+        return make_teacher(rows_ND, self.target.lm_head.weight, self.draft.token_ids_V, self._draft_index)
+
+    def head(self) -> Tensor:
+        """Return the draft's head in the precision of the target's states."""
+        assert self.draft.lm_head.weight is not None
+        return self.draft.lm_head.weight.to(self.target.embed_tokens.dtype)
+
+    def __call__(self, batch: Batch, total: Callable[[Tensor], Tensor] = lambda count_J: count_J) -> StepOutput:
+        """Return the loss; `total` adds supervised slots up over processes, so that all divide alike."""
+        bias_BTT = text_bias(batch.text_BT, self.target.embed_tokens.dtype)
+        last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, bias_BTT)
+        teacher = self.teacher(last_BTD, batch.teacher_slots_N)
+        count_J = total(torch.stack([teacher.inside_N[rows.teacher_N].sum() for rows in batch.steps]))
+        assert self.draft.lm_head.weight is not None
+        ctx = UnrollContext(self.ops, batch.positions_BT, bias_BTT)
+        losses, agreed = [], []
+        hidden_steps = unroll(self.draft, captured, batch.ids_BT, ctx, len(batch.steps))
+        for step, (rows, hidden) in enumerate(zip(batch.steps, hidden_steps, strict=True)):
+            normed_ND = hidden.normed_TD.flatten(0, 1).index_select(0, rows.slots_N)
+            scale = self._decay**step / count_J[step].clamp(min=1)
+            result = soft_cross_entropy(normed_ND, self.draft.lm_head.weight, teacher, rows.teacher_N, scale)
+            losses.append(result.loss)
+            agreed.append(result.agreed)
+        loss_J = torch.stack(losses)
+        return StepOutput(loss_J.sum(), loss_J.detach(), torch.stack(agreed), count_J)

@@ -1,0 +1,216 @@
+"""A whole run, phase by phase, each of which picks up what is already in the run's folder: data, training, output."""
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import slipstream
+from slipstream.checkpoint.config import DraftDialect
+from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.errors import ConfigError
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.load import load_draft, load_target
+from slipstream.train.corpus import Corpus, read_corpus
+from slipstream.train.make_data import Report, Speaker, make_corpus, make_eval_set
+from slipstream.train.objective import Objective, new_draft
+from slipstream.train.output import RunRecord, result_record, write_draft
+from slipstream.train.packing import Packer
+from slipstream.train.recipe import Recipe
+from slipstream.train.state import TrainState
+from slipstream.train.trainer import Hooks, Progress, Trainer
+from slipstream.train.vocab import DraftVocab, choose_vocab
+from slipstream.train.walk import Measured, measure
+from slipstream.train.world import World
+
+CHAINS = (3, 6)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a run reads and writes: `data` holds prompt files, `work` the corpus and the state."""
+
+    data: Path
+    work: Path
+
+    @property
+    def corpus(self) -> Path:
+        """The corpus's shards."""
+        return self.work / "corpus"
+
+
+@dataclass
+class Timings:
+    """Seconds spent in each phase, by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, started: float) -> None:
+        """Count the time since `started` to a phase."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+
+class TrainingRun:
+    """A target, a recipe and a folder; the phases may be called in separate processes, in order."""
+
+    def __init__(self, target: str | Path | None, recipe: Recipe, paths: Paths, device: torch.device) -> None:
+        source = open_checkpoint(target)
+        path = getattr(source, "path", source.folder)
+        self.name = str(target) if target is not None else "embedded"
+        self.recipe, self.paths, self.device = recipe, paths, device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = load_target(source, dtype, device, _rotary_length(recipe))
+        if recipe.generate.max_length > model.spec.max_position:
+            raise ConfigError(
+                f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} "
+                f"positions."
+            )
+        self.speaker = Speaker(model, Tokenizer.load(Path(path)))
+        self.digest = _weights_digest(model)
+        self.timings = Timings()
+
+    def generate(self, report: Report, seconds: float | None = None) -> Corpus:
+        """Make (or finish) the corpus."""
+        started = time.monotonic()
+        make_corpus(self.speaker, self.recipe, self.paths.data, self.paths.corpus, report, seconds)
+        self.timings.add("generation", started)
+        return read_corpus(self.paths.corpus)
+
+    def eval_sets(self) -> dict[str, Corpus]:
+        """Answer the held-out questions, once."""
+        return {
+            item.name: make_eval_set(
+                self.speaker,
+                item,
+                self.paths.data,
+                self.paths.work / f"eval-{item.name}.safetensors",
+                self.recipe.generate,
+            )
+            for item in self.recipe.files.evaluate
+        }
+
+    def vocab(self, corpus: Corpus) -> DraftVocab:
+        """Choose the draft's vocabulary."""
+        tokenizer = self.speaker.tokenizer
+        forced = tokenizer.special_token_ids.union(tokenizer.eos_token_ids)
+        size = self.speaker.model.spec.vocab_size
+        return choose_vocab(corpus, size, min(self.recipe.draft.vocab_size, size), forced)
+
+    def new_draft(self, vocab: DraftVocab) -> Eagle3Draft:
+        """Return a fresh draft."""
+        spec = self.recipe.draft.spec(self.speaker.model.spec)
+        return new_draft(spec, self.speaker.model, vocab, self.recipe.train.seed)
+
+    def train(
+        self,
+        draft: Eagle3Draft,
+        vocab: DraftVocab,
+        corpus: Corpus,
+        report: Callable[[Progress], None],
+        stop_after_s: float | None = None,
+    ) -> TrainState:
+        """Train, or go on training, until the last step or until the time is up."""
+        config = self.recipe.train
+        objective = Objective(self.speaker.model, draft, vocab, config.decay)
+        packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
+        trainer = Trainer(objective, packer, config, World.join(self.device), self.paths.work)
+        evals = self.eval_sets()
+
+        def evaluate() -> dict[str, float]:
+            return {
+                f"{name} K={chain}": round(walk.acceptance_length, 3)
+                for name, texts in evals.items()
+                for chain, walk in measure(objective, texts, CHAINS).walks.items()
+            }
+
+        started = time.monotonic()
+        state = trainer.fit(Hooks(report, evaluate if evals else None), stop_after_s)
+        self.timings.add("training", started)
+        return state
+
+    def measure(self, draft: Eagle3Draft, vocab: DraftVocab) -> dict[str, Measured]:
+        """Walk every evaluation set."""
+        objective = Objective(self.speaker.model, draft, vocab)
+        return {name: measure(objective, texts, CHAINS) for name, texts in self.eval_sets().items()}
+
+    def write(
+        self, folder: Path, draft: Eagle3Draft, vocab: DraftVocab, state: TrainState, dialect: DraftDialect
+    ) -> RunRecord:
+        """Measure the draft and write its folder."""
+        corpus = read_corpus(self.paths.corpus)
+        training = state.history[-1]["seconds"] if state.history else 0.0
+        record = RunRecord(
+            target=self.name,
+            target_digest=self.digest,
+            recipe=self.recipe.as_dict(),
+            corpus={
+                "texts": len(corpus),
+                "tokens": len(corpus.ids),
+                "answer_tokens": corpus.num_answer_tokens,
+                "shards": list(corpus.digests),
+            },
+            coverage=vocab.coverage,
+            history=state.history,
+            results={name: result_record(measured) for name, measured in self.measure(draft, vocab).items()},
+            versions=_versions(),
+            hardware=_hardware(self.device),
+            seconds={**self.timings.seconds, "training": training},
+        )
+        write_draft(folder, draft, dialect, record)
+        return record
+
+
+def continue_from(run: TrainingRun, folder: Path) -> tuple[Eagle3Draft, DraftVocab]:
+    """Start from a draft folder instead of fresh weights; its vocabulary is kept."""
+    draft = load_draft(open_checkpoint(folder), run.speaker.model, torch.float32)
+    draft.requires_grad_(True)
+    run.speaker.model.requires_grad_(False)
+    vocab = DraftVocab(draft.token_ids_V.cpu(), run.speaker.model.spec.vocab_size, float("nan"))
+    return draft.train(), vocab
+
+
+def _rotary_length(recipe: Recipe) -> int:
+    """Return how many positions the tables need: padded rows, and the steps unrolled past their end."""
+    longest = max(recipe.generate.max_length, recipe.train.row_length)
+    return -(-longest // 64) * 64 + max(recipe.train.unroll, *CHAINS)
+
+
+def _weights_digest(model: torch.nn.Module) -> str:
+    """Return a digest of the target as it runs; the values in bfloat16 say enough to tell two targets apart."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().to(torch.bfloat16).cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "slipstream": getattr(slipstream, "__version__", "0"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU"
+
+
+def summary(results: dict[str, dict[str, Any]]) -> list[str]:  # records, hence Any
+    """Return one line for each evaluation set."""
+    return [
+        f"{name}: {result['texts']} texts, {result['loop_share']:.1%} loop; "
+        + "; ".join(
+            f"K={chain} {entry['acceptance_length']:.3f} (without loops {entry['acceptance_length_without_loops']:.3f})"
+            for chain, entry in result["chains"].items()
+        )
+        for name, result in results.items()
+    ]

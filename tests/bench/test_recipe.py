@@ -1,0 +1,203 @@
+"""A recipe that cannot mean what it says is refused with a sentence that names the place."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slipstream.bench.arms import differences
+from slipstream.bench.inferencex import Unsaid, import_entry
+from slipstream.bench.plan import build_plan, server_command
+from slipstream.bench.recipe_file import RecipeError, load_recipe
+
+GOOD = """
+name: tiny
+about: a test
+machine: {name: test box, gpus: 8}
+target: {id: org/target, context: 4096, token_range: [10, 100]}
+drafts: {bf16: {id: org/draft, precision: bf16}}
+servers: {vllm: {port: 8000, flags: {enforce-eager: true, seed: 1}, env: {A: "1", B: "2"}}}
+baseline: plain
+arms:
+  plain: {}
+  spec: {draft: bf16, speculation: {method: eagle3, num_steps: 3}, env: {B: null, C: "3"}, flags: {seed: null}}
+workloads:
+  short: {kind: random, input_tokens: 32, output_tokens: 16}
+concurrency: [1, 2]
+seeds: [1, 2, 3]
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text, *overrides):
+        path = tmp_path / "tiny.yaml"
+        path.write_text(text)
+        return load_recipe(path, overrides)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("concurency=[1]", "unknown key 'concurency'. Did you mean 'concurrency'?"),
+        ("target.context=40", "48 tokens do not fit in a context of 40"),
+        ("servers.vllm.context=9000", "context 9000 exceeds the target's 4096"),
+        ("topologies=[{tp: 16}]", "topology tp16 needs 16 devices; test box has 8"),
+        ("topologies=[{tp: 0}]", "tp 0 and ep 1 must be at least 1"),
+        ("topologies=[{tp: 4, ep: 3}]", "ep 3 does not divide tp 4"),
+        ("topologies=[{tp: 4, ep: 2}]", "vLLM spreads experts over all of tp"),
+        ("topologies=[{tp: 4}, {tp: 4}]", "topology tp4 is given twice"),
+        ("arms.spec.speculation.topk=4", "vLLM drafts chains only"),
+        ("arms.spec.speculation.draft_tp=2", "draft_tp 2 is neither 1 nor tp 1"),
+        ("arms.spec.draft=fp8", "draft 'fp8' is not among the drafts (bf16)"),
+        ("arms.plain.draft=bf16", "a draft without 'speculation' would never be used"),
+        ("arms.plain.server=sglang", "server 'sglang' has no entry under 'servers'"),
+        ("arms.plain.server=tgi", "'tgi' is not one of 'slipstream', 'vllm', 'sglang'"),
+        ("baseline=none", "baseline 'none' is not an arm"),
+        ("concurrency=[1, 1]", "concurrency holds a value twice"),
+        ("concurrency=[]", "concurrency is empty"),
+        ("concurrency=[0]", "concurrency must not go below 1"),
+        ("seeds=[true]", "expected a whole number, found True"),
+        ("workloads.short.range_ratio=1.5", "range_ratio is 1.5"),
+        ("workloads.short.input_tokens=null", "needs 'input_tokens'"),
+        ("workloads.short.kind=prompts", "needs 'path'"),
+        ("target.token_range=null", "random prompts need target.token_range"),
+        ("servers.vllm.env.A=1", "expected text, found 1. Put it in quotes."),
+        ("schedule.rounds=9", "9 rounds need at least as many seeds"),
+    ],
+)
+def test_a_mistake_is_refused_where_it_is(load, change, words):
+    with pytest.raises(RecipeError) as error:
+        load(GOOD, change)
+    assert words in str(error.value)
+    assert "tiny.yaml" in str(error.value)
+
+
+def test_a_key_given_twice_is_refused(load):
+    with pytest.raises(RecipeError, match="key 'seeds' is given twice"):
+        load(GOOD + "seeds: [4]\n")
+
+
+def test_a_missing_key_is_named(load):
+    with pytest.raises(RecipeError, match="key 'baseline' is missing"):
+        load(GOOD.replace("baseline: plain\n", ""))
+
+
+def test_arms_differ_only_in_what_they_declare(load):
+    plan = build_plan(load(GOOD))
+    commands = {point.key.arm: server_command(point.launch) for point in plan.points()}
+    assert commands["plain"].env == {"A": "1", "B": "2"}
+    assert commands["spec"].env == {"A": "1", "C": "3"}
+    added = set(commands["spec"].argv) - set(commands["plain"].argv)
+    gone = set(commands["plain"].argv) - set(commands["spec"].argv)
+    assert gone == {"--seed"} or gone == {"--seed", "1"} - set(commands["spec"].argv)
+    assert len(added) == 2 and "--speculative-config" in added
+    assert set(differences(plan.loaded.recipe, "spec", "plain")) == {"draft", "speculation", "env", "flags"}
+
+
+def test_servers_in_turn_start_once_a_round_and_change_places(load):
+    plan = build_plan(load(GOOD, "schedule.rounds=3"))
+    order = [block.points[0].key.arm for block in plan.blocks]
+    assert order == ["plain", "spec", "spec", "plain", "plain", "spec"]
+    assert [{p.key.seed for p in block.points} for block in plan.blocks[::2]] == [{1}, {2}, {3}]
+    assert len({point.key for point in plan.points()}) == 2 * 2 * 3
+
+
+def test_servers_together_have_their_own_ports_and_arms_take_turns_point_by_point(load):
+    plan = build_plan(load(GOOD, "schedule.servers=together"))
+    (block,) = plan.blocks
+    assert sorted(launch.port for launch in block.launches) == [8000, 8001]
+    arms = [point.key.arm for point in block.points]
+    assert arms[:4] == ["plain", "spec", "spec", "plain"]
+    pairs = [block.points[i : i + 2] for i in range(0, len(block.points), 2)]
+    assert all(a.key.seed == b.key.seed and a.key.concurrency == b.key.concurrency for a, b in pairs)
+
+
+def test_an_optional_arm_whose_draft_is_not_here_is_left_out_with_a_reason(load):
+    plan = build_plan(load(GOOD, "drafts.bf16.path=/nowhere/draft", "arms.spec.optional=true"))
+    assert plan.skipped_arms == {"spec": "draft org/draft is not at /nowhere/draft"}
+    assert {point.key.arm for point in plan.points()} == {"plain"}
+
+
+MASTER = """
+kimik2.5-fp4-mi355x-vllm-eagle3-fp8:
+  image: vllm/vllm-openai-rocm:nightly
+  model: amd/Kimi-K2.5-MXFP4
+  model-prefix: kimik2.5
+  runner: mi355x
+  precision: fp4
+  framework: vllm
+  multinode: false
+  scenarios:
+    fixed-seq-len:
+    - {isl: 1024, osl: 1024, search-space: [{tp: 8, spec-decoding: eagle3_fp8, conc-start: 4, conc-end: 64},
+                                            {tp: 4, spec-decoding: eagle3_fp8, conc-start: 4, conc-end: 64}]}
+    - {isl: 1024, osl: 8192, search-space: [{tp: 8, spec-decoding: eagle3_fp8, conc-start: 4, conc-end: 64},
+                                            {tp: 4, spec-decoding: eagle3_fp8, conc-start: 4, conc-end: 64}]}
+"""
+UNSAID = Unsaid((0, 1000), draft="amd/kimi-k2.5-eagle3-fp8", draft_precision="fp8", num_steps=6)
+
+
+@pytest.fixture
+def master(tmp_path):
+    def write(text):
+        path = tmp_path / "amd-master.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+KEY = "kimik2.5-fp4-mi355x-vllm-eagle3-fp8"
+
+
+def test_an_inferencex_entry_becomes_a_recipe_that_schedules_every_row(master, tmp_path):
+    ((name, text),) = import_entry(master(MASTER), KEY, UNSAID).items()
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(text)
+    plan = build_plan(load_recipe(path))
+    keys = [point.key for point in plan.points()]
+    assert {key.concurrency for key in keys} == {4, 8, 16, 32, 64}
+    assert {key.workload for key in keys} == {"1k1k", "1k8k"}
+    assert {key.topology for key in keys} == {"tp4", "tp8"}
+    assert {key.arm for key in keys} == {"no-spec", "eagle3-fp8"}
+    contexts = {(p.key.workload, p.launch.context) for p in plan.points()}
+    assert contexts == {("1k1k", 2304), ("1k8k", 9472)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("tp: 8,", "tp: 16,", "needs 16 devices"),
+        ("tp: 8,", "tp: -4,", "tp -4"),
+        ("tp: 4,", "tp: 4, ep: 3,", "ep 3 does not divide"),
+        ("conc-end: 64", "conc-list: [4]", "give either conc-list"),
+        ("isl: 1024", "isl: 0", "input_tokens"),
+        ("framework: vllm", "framework: trt", "framework 'trt' has no launcher"),
+        ("runner: mi355x", "runner: mi355x\n  draft-model: x", "unknown key 'draft_model'"),
+        ("multinode: false", "multinode: true", "multinode"),
+        ("runner: mi355x", "runner: mi355x\n  runner: h100", "given twice"),
+    ],
+)
+def test_what_inferencex_would_accept_or_run_wrongly_is_refused(master, old, new, words):
+    with pytest.raises((RecipeError,), match=words.replace("[", r"\[")):
+        import_entry(master(MASTER.replace(old, new)), KEY, UNSAID)
+
+
+def test_an_entry_that_speculates_without_naming_its_draft_asks_for_it(master):
+    with pytest.raises(RecipeError, match="Add --draft and --num-steps"):
+        import_entry(master(MASTER), KEY, Unsaid((0, 1000)))
+
+
+def test_yaml_written_by_import_is_plain_yaml(master):
+    ((_, text),) = import_entry(master(MASTER), KEY, UNSAID).items()
+    assert yaml.safe_load(text)["traffic"]["requests_per_stream"] == 10
+
+
+def test_shipped_prompts_can_be_read():
+    from slipstream.bench.workload import read_prompts
+
+    path = Path(__file__).parents[2] / "recipes/bench/prompts/mixed.jsonl"
+    assert len(read_prompts(path, chat=True)) == 32

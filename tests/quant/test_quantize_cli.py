@@ -1,0 +1,51 @@
+"""The verb: it shows both errors, the types before and after, and leaves mistakes to the command line's one handler."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from slipstream.cli.quantize import quantize
+from slipstream.errors import CheckpointError, ConfigError
+
+APP = typer.Typer()
+APP.command()(quantize)
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(APP, [str(argument) for argument in arguments], env={"COLUMNS": "140"})
+
+
+def test_it_writes_the_folder_and_shows_both_errors_and_the_types(draft, tmp_path):
+    result = invoke(draft, "--scheme", "int4", "--out", tmp_path / "out", "--exclude", "*.mlp.*", "--report")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "config.json").exists()
+    assert "midlayer.self_attn.q_proj" in result.output and "mlp" not in result.output
+    assert "quark" in result.output and "best" in result.output and "##" in result.output
+    assert "measured over 192 of 192 rows" in result.output
+    assert "I32" in result.output and "BF16" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--scheme", "int5"], ConfigError, "no scheme 'int5'"),
+        (["--scheme", "fp8", "--exact", "awq"], ConfigError, "--exact takes 'quark'"),
+        (["--scheme", "fp8", "--exclude", "nobody"], ConfigError, "matches no linear layer"),
+    ],
+)
+def test_mistakes_are_sentences(draft, tmp_path, arguments, error, message):
+    result = invoke(draft, "--out", tmp_path / "out", *arguments)
+    assert isinstance(result.exception, error) and message in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_source_is_named(tmp_path):
+    result = invoke(tmp_path / "nowhere", "--scheme", "fp8", "--out", tmp_path / "out")
+    assert isinstance(result.exception, CheckpointError) and "nowhere" in str(result.exception)
+
+
+def test_exact_quark_writes_other_bits_than_the_default(draft, tmp_path):
+    invoke(draft, "--scheme", "ptpc_fp8", "--out", tmp_path / "best")
+    invoke(draft, "--scheme", "ptpc_fp8", "--out", tmp_path / "exact", "--exact", "quark")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("best", "exact")]
+    assert len(files[0]) == len(files[1]) and files[0] != files[1]

@@ -1,0 +1,117 @@
+"""A report shows what the records hold, nothing that is invalid, and needs nothing but its own file."""
+
+import csv
+import io
+import re
+
+import pytest
+
+from slipstream.records.store import RecordSet, read_records, write_record
+from slipstream.report.build import ReportError, write_report
+from slipstream.report.contents import make_contents
+from slipstream.report.page import html_page
+from slipstream.report.series import Grid, output_per_device
+from slipstream.report.text import cells_csv, markdown
+from tests.report.sample import ARMS, point, sample_set
+
+
+@pytest.fixture(scope="module")
+def contents():
+    return make_contents(sample_set())
+
+
+@pytest.fixture(scope="module")
+def page(contents):
+    return html_page(contents)
+
+
+def test_the_page_is_self_contained(page):
+    addresses = re.findall(r'(?:src|href)="([^"]{0,40})', page)
+    assert addresses
+    assert all(address.startswith(("data:image/svg+xml;base64,", "#")) for address in addresses)
+    assert "<script" not in page
+
+
+def test_what_servers_wrote_is_escaped(page):
+    assert "&lt;script&gt;alert(" in page
+
+
+def test_every_figure_and_section_is_there(page):
+    for words in (
+        "Throughput and speed-up",
+        "Serving metrics",
+        "Throughput against interactivity",
+        "Share of drafts accepted, by position",
+        "Where step time goes",
+        "Cost of verification against prompt length",
+        "Speed-up against prompt length",
+        "GSM8K",
+        "Token for token",
+        "Invalid points, left out of every figure",
+        "Warnings",
+        "Provenance",
+    ):
+        assert words in page, words
+    assert page.count("data:image/svg+xml") == 8
+
+
+def test_a_planted_speed_up_is_shown_with_its_verdict(contents):
+    text = markdown(contents)
+    cell = re.search(r"\| 1 \| [\d.]+ \| [\d.]+ \((\d\.\d\d)x\) (.), (\d\.\d\d)–(\d\.\d\d) \|", text)
+    ratio, mark, low, high = cell.groups()
+    # The model behind the sample: a step of 13.15 ms against one of 16.6 ms that emits 2.83 tokens.
+    assert float(low) <= 2.25 <= float(high)
+    assert float(ratio) == pytest.approx(2.25, rel=0.03)
+    assert mark == "▲"
+
+
+def test_the_baseline_comes_first_and_arms_keep_their_place():
+    grid = Grid(sample_set().points)
+    assert [grid.arms(setting)[0] for setting in grid.settings] == ["no-spec", "no-spec"]
+    assert set(grid.all_arms()) == set(ARMS)
+
+
+def test_invalid_points_count_nowhere(contents):
+    grid = Grid(sample_set().points)
+    setting = next(s for s in grid.settings if s.workload == "chat")
+    cell = grid.cell(setting, "eagle3-fp8", 8)
+    assert len(cell.records) == 2
+    assert grid.speedup(cell, output_per_device).num_pairs == 2
+    assert "1 of 96 points are invalid" in contents.headlines[-2]
+
+
+def test_csv_holds_every_cell_with_numbers():
+    rows = list(csv.DictReader(io.StringIO(cells_csv(Grid(sample_set().points)))))
+    assert len(rows) == 2 * 4 * 4
+    fast = [row for row in rows if row["arm"] == "eagle3-bf16"]
+    assert all(row["verdict"] == "faster" and float(row["speedup low"]) > 1 for row in fast)
+    assert all(row["speedup"] == "" for row in rows if row["arm"] == "no-spec")
+
+
+def test_accuracy_shows_the_answers_that_changed(contents):
+    text = markdown(contents)
+    assert "| eagle3-bf16 | 10 | 300 | 0.9167 | 0.9000 | 0 / 0 | 1.000 |" in text
+    assert "| eagle3-fp8 | 10 | 300 | 0.9133 | 0.8900 | 1 / 2 | 1.000 |" in text
+    assert "| eagle3-fp8 against no-spec | 31 of 32 | 17 | 0.0021 |" in text
+
+
+def test_one_seed_is_reported_as_unproven():
+    records = RecordSet(points=(point("no-spec", 1, 1), point("eagle3-bf16", 1, 1)))
+    text = markdown(make_contents(records))
+    assert ") ?, one seed" in text
+    assert "not told apart at 1 of 1 loads" in text
+
+
+def test_equal_records_give_equal_pages(page):
+    assert html_page(make_contents(sample_set())) == page
+
+
+def test_the_report_is_made_from_files(tmp_path):
+    for record in (point("no-spec", 1, 1), point("eagle3-bf16", 1, 1)):
+        write_record(tmp_path / "points" / record.key.file_name(), record)
+    assert len(read_records([tmp_path]).points) == 2
+    files = write_report([tmp_path], tmp_path / "out")
+    assert files.html.read_text().startswith("<!doctype html>")
+    assert files.csv.read_text().count("\n") == 3
+    with pytest.raises(ReportError, match="no records there"):
+        write_report([tmp_path / "out"], tmp_path)

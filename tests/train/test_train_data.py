@@ -1,0 +1,161 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.train.conversations import ConversationSource, DataConfig
+from slipstream.train.corpus import Text, join, read_corpus, shard_paths, write_shard
+from slipstream.train.errors import DataError
+from slipstream.train.frame import chat_frame
+from slipstream.train.generate import GenerationResult, GeneratorConfig
+from slipstream.train.make_data import Speaker, make_corpus, make_eval_set
+from slipstream.train.prompts import normalized, read_excluded, read_prompts
+from slipstream.train.recipe import EvalSet, make_recipe
+from slipstream.train.vocab import choose_vocab
+from training import EOS, CharTokenizer, tiny_target
+
+VOCAB = 120
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines = [{"question": f"How many is {i} and {i}?"} for i in range(40)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "test.jsonl").write_text(json.dumps({"question": "how many is 3 and 3"}))
+    return folder
+
+
+def recipe(**data):
+    return make_recipe(
+        {
+            "train": {"steps": 1, "row_length": 512},
+            "data": {"max_prompt": 200, "max_answer": 24, "shard_texts": 8, "answer_tokens": 400, **data},
+            "generate": {"rows": 6, "max_length": 400, "check_every": 4},
+            "files": {"prompts": ["train.jsonl"], "evaluate": [{"name": "test", "file": "test.jsonl"}]},
+        },
+        "test",
+    )
+
+
+class Scripted:
+    """Answers requests with fixed text, as a target would."""
+
+    def __init__(self, tokenizer, user="What is two and two?", answer="The answer is four."):
+        self.tokenizer, self.user, self.answer = tokenizer, user, answer
+        self.count = 0
+
+    def play(self, source, rounds):
+        for _ in range(rounds):
+            for request in source.take(4):
+                self.count += 1
+                words = self.answer if request.max_new != 128 else self.user
+                tokens = self.tokenizer.encode(f"{words} {self.count}")
+                source.give(GenerationResult(request, [*tokens, EOS], True))
+
+
+def test_the_template_taken_apart_is_the_template(data):
+    tokenizer = CharTokenizer()
+    frame = chat_frame(tokenizer, None)
+    whole = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Hi"}]))
+    assert [*frame.before_user, *tokenizer.encode("Hi"), *frame.to_answer] == whole
+    assert tokenizer.decode(frame.to_next_user) == "\nu\n"
+
+
+def test_conversations_are_chats_as_served_with_answers_marked(data):
+    tokenizer = CharTokenizer()
+    config = DataConfig(answer_tokens=2000, magpie=0.5, maths=0.3, second_turn=0.5, max_prompt=300, seed=1)
+    source = ConversationSource(tokenizer, config, read_prompts(data / "train.jsonl"), frozenset())
+    Scripted(tokenizer).play(source, 60)
+    assert len(source.texts) > 20
+    assert any(len(text.spans) == 2 for text in source.texts)
+    for text in source.texts:
+        for start, end in text.spans:
+            assert text.ids[end - 1] == EOS
+            assert tokenizer.decode(text.ids[start:end]).startswith("The answer is four.")
+            assert tokenizer.decode(text.ids[:start]).endswith("a\n")
+        assert len(text.ids) == text.spans[-1][1]
+
+
+def test_excluded_prompts_and_duplicates_are_dropped(data):
+    tokenizer = CharTokenizer()
+    excluded = read_excluded([data / "test.jsonl"])
+    assert excluded == {normalized("How many is 3, and 3?")}
+    source = ConversationSource(
+        tokenizer, DataConfig(magpie=0, maths=0, second_turn=0), read_prompts(data / "train.jsonl"), excluded
+    )
+    assert len(source._file_prompts) == 39
+    source.remember(Text([5, 6, 7], [(1, 3)]))
+    assert not source._is_new(Text([5, 6, 7], [(1, 3)]))
+
+
+def test_a_corpus_is_made_in_shards_and_a_second_call_goes_on(data, tmp_path):
+    speaker = Speaker(tiny_target(vocab_size=VOCAB), CharTokenizer())
+    folder = tmp_path / "corpus"
+    first = make_corpus(speaker, recipe(magpie=0, maths=0), data, folder, lambda tally, stats: None)
+    assert first.answer_tokens >= 400 and len(shard_paths(folder)) >= 1
+    corpus = read_corpus(folder)
+    assert corpus.num_answer_tokens == first.answer_tokens
+    again = make_corpus(speaker, recipe(magpie=0, maths=0), data, folder, lambda tally, stats: None)
+    assert again.answer_tokens == first.answer_tokens
+    more = recipe(magpie=0, maths=0, answer_tokens=800)
+    assert make_corpus(speaker, more, data, folder, lambda tally, stats: None).answer_tokens >= 800
+    assert read_corpus(folder).num_answer_tokens >= 800
+
+
+def test_an_evaluation_set_is_answered_once_and_kept(data, tmp_path):
+    speaker = Speaker(tiny_target(vocab_size=VOCAB), CharTokenizer())
+    config = GeneratorConfig(rows=4, max_length=128, check_every=4)
+    item = EvalSet("train", "train.jsonl", first=5, max_new=12)
+    texts = make_eval_set(speaker, item, data, tmp_path / "eval.safetensors", config)
+    again = make_eval_set(speaker, item, data, tmp_path / "eval.safetensors", config)
+    assert len(texts) == 5 and np.array_equal(texts.ids, again.ids)
+
+
+def test_a_target_without_a_chat_template_is_refused(data):
+    tokenizer = CharTokenizer()
+    tokenizer.has_chat_template = False
+    with pytest.raises(DataError, match="no chat template"):
+        ConversationSource(tokenizer, DataConfig(), read_prompts(data / "train.jsonl"), frozenset())
+
+
+def test_data_without_answers_is_refused(tmp_path):
+    write_shard(tmp_path / "shard-00000.safetensors", [Text([1, 2, 3], [])])
+    with pytest.raises(DataError, match="no answers"):
+        read_corpus(tmp_path)
+
+
+def test_the_draft_vocabulary_holds_the_special_tokens_and_the_frequent_ones():
+    corpus = join([Text([9, 9, 9, 5, 5, 7, 50], [(0, 6)])])
+    vocab = choose_vocab(corpus, 60, 4, forced=[0, 2])
+    assert vocab.token_ids_V.tolist() == [0, 2, 5, 9]
+    assert vocab.coverage == pytest.approx(5 / 6)
+    assert vocab.draft_index()[torch.tensor([0, 1, 5, 9])].tolist() == [0, -1, 2, 3]
+    with pytest.raises(ConfigError, match="no room"):
+        choose_vocab(corpus, 60, 1, forced=[0, 2])
+    with pytest.raises(ConfigError, match="outside"):
+        choose_vocab(corpus, 60, 8, forced=[99])
+
+
+def test_a_recipe_refuses_keys_it_does_not_know():
+    with pytest.raises(ConfigError, match="learning_rate"):
+        make_recipe({"train": {"steps": 1, "learning_rate": 1}}, "recipe")
+    with pytest.raises(ConfigError, match="optimiser"):
+        make_recipe({"train": {"steps": 1}, "optimiser": {}}, "recipe")
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(tmp_path, monkeypatch):
+    import errno
+
+    from slipstream.train import corpus as module
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(DataError, match="disk is full"):
+        write_shard(tmp_path / "shard-00000.safetensors", [Text([1, 2], [(0, 2)])])
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,47 @@
+import json
+
+import pytest
+import torch
+
+from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.models.load import load_draft
+from slipstream.train.output import RunRecord, result_record, write_draft
+from slipstream.train.walk import measure
+from training import objective_for, random_texts, tiny_target
+
+TRAIN = {"rows_per_step": 1, "row_length": 8, "unroll": 2, "decay": 0.8, "lr": 1e-3}
+
+
+def record(results):
+    return RunRecord(
+        target="tiny",
+        target_digest="0" * 64,
+        recipe={"train": TRAIN, "files": {"prompts": []}},
+        corpus={"texts": 3, "answer_tokens": 40, "tokens": 60, "shards": []},
+        coverage=0.99,
+        history=[{"step": 5}],
+        results=results,
+        versions={},
+        hardware="a test",
+        seconds={"training": 60.0},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm", "speculators"])
+def test_a_written_draft_loads_back_as_the_draft_that_was_trained(tmp_path, dialect):
+    target = tiny_target()
+    objective, corpus, _ = objective_for(target, random_texts(20))
+    with torch.no_grad():
+        for parameter in objective.draft.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    results = {"held-out": result_record(measure(objective, corpus))}
+    write_draft(tmp_path / "draft", objective.draft, dialect, record(results))
+    loaded = load_draft(open_checkpoint(tmp_path / "draft"), target, torch.float32)
+    assert loaded.spec.feedback == "post_norm" and loaded.spec.feature_norm == "per_layer"
+    assert loaded.token_ids_V.equal(objective.draft.token_ids_V)
+    mine = dict(objective.draft.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, mine[name]), name
+    kept = json.loads((tmp_path / "draft" / "slipstream.json").read_text())
+    assert kept["results"]["held-out"]["chains"]["3"]["acceptance_length"] >= 1.0
+    assert "held-out" in (tmp_path / "draft" / "README.md").read_text()

@@ -1,0 +1,181 @@
+"""A tiny target to train drafts for, texts, and drafting step by step as serving does it."""
+
+import numpy as np
+import torch
+
+from slipstream.checkpoint.config import model_config
+from slipstream.checkpoint.spec import ModelSpec, RopeSpec
+from slipstream.checkpoint.writer import CheckpointWriter
+from slipstream.kernels import AttentionBatch, select
+from slipstream.models.accounting import places
+from slipstream.models.context import KvCache, PagedContext
+from slipstream.models.llama import LlamaDecoder
+from slipstream.train.corpus import Text, join
+from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
+from slipstream.train.objective import DraftShape, Objective, new_draft
+from slipstream.train.packing import Packer
+from slipstream.train.trainer import TrainConfig, Trainer
+from slipstream.train.vocab import choose_vocab
+from slipstream.train.world import World
+
+EOS = 2
+PAGE = 16
+
+
+def tiny_spec(vocab_size=96):
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_eps=1e-5,
+        rope=RopeSpec(theta=10_000.0, rotary_dim=8),
+        max_position=1024,
+        tie_embeddings=True,
+        eos_token_ids=(EOS,),
+    )
+
+
+def tiny_target(seed=0, scale=0.2, vocab_size=96):
+    model = LlamaDecoder(tiny_spec(vocab_size))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, scale, generator=generator)
+    return model.requires_grad_(False).eval()
+
+
+def random_texts(count, seed=0, low=12, high=40, vocab_size=96):
+    rng = np.random.default_rng(seed)
+    texts = []
+    for _ in range(count):
+        length = int(rng.integers(low, high))
+        start = int(rng.integers(3, length - 6))
+        texts.append(Text(rng.integers(3, vocab_size, length).tolist(), [(start, length)]))
+    return texts
+
+
+def objective_for(target, texts, draft_vocab=48, seed=0, **shape):
+    corpus = join(texts)
+    vocab = choose_vocab(corpus, target.spec.vocab_size, draft_vocab, forced=[0, 1, EOS])
+    spec = DraftShape(vocab_size=draft_vocab, **shape).spec(target.spec)
+    draft = new_draft(spec, target, vocab, seed)
+    return Objective(target, draft, vocab), corpus, vocab
+
+
+class ListSource:
+    def __init__(self, requests):
+        self.waiting, self.results = list(requests), {}
+
+    def take(self, count):
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken
+
+    def give(self, result):
+        self.results[result.request.key] = result
+
+
+def paged(ops, kv, start, count):
+    index = torch.arange(start, start + count)
+    batch = AttentionBatch(
+        torch.tensor([0, count], dtype=torch.int32),
+        torch.tensor([start + count], dtype=torch.int32),
+        torch.arange(8, dtype=torch.int32)[None],
+        index,
+        torch.full((count,), -1, dtype=torch.int64),
+        PAGE,
+    )
+    return PagedContext(ops, index, index, batch, kv)
+
+
+def draft_step_by_step(objective, ids, slot, steps):
+    """Draft as serving does: the target over the text so far, draft-extend, then one token at a time."""
+    ops = select(torch.device("cpu"))
+    target, draft = objective.target, objective.draft
+    kv = KvCache.allocate(target.kv_shape, 8, PAGE, torch.float32, torch.device("cpu"))
+    hidden = target(ids[: slot + 1], paged(ops, kv, 0, slot + 1), draft.spec.captured_layers)
+    draft_kv = KvCache.allocate(draft.kv_shape, 8, PAGE, torch.float32, torch.device("cpu"))
+    out = draft(draft.fuse(hidden.captured, ops), ids[1 : slot + 2], paged(ops, draft_kv, 0, slot + 1))
+    logits = [draft.logits(out.normed_TD[-1:], ops)]
+    feedback = out.feedback_TD[-1:]
+    for step in range(1, steps):
+        token = ids[slot + 1 + step : slot + 2 + step]
+        out = draft(feedback, token, paged(ops, draft_kv, slot + step, 1))
+        logits.append(draft.logits(out.normed_TD, ops))
+        feedback = out.feedback_TD
+    return torch.cat(logits)
+
+
+def greedy_texts(target, count, max_new=24, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, 96, (count, 8), generator=generator).tolist()
+    source = ListSource([GenerationRequest(i, prompt, max_new) for i, prompt in enumerate(prompts)])
+    Generator(target, [EOS], GeneratorConfig(rows=16, max_length=64, stop_loops=False)).run(source)
+    return [
+        Text([*prompts[i], *source.results[i].tokens], [(8, 8 + len(source.results[i].tokens))]) for i in range(count)
+    ]
+
+
+def train(objective, corpus, folder, steps, **settings):
+    config = TrainConfig(
+        steps=steps, **{"row_length": 128, "rows_per_step": 4, "unroll": 3, "log_every": 5, **settings}
+    )
+    packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
+    return Trainer(objective, packer, config, World(), folder)
+
+
+class CharTokenizer:
+    """A ChatML tokenizer whose tokens are characters: 0 is unused, 1 opens a turn, 2 ends it."""
+
+    special_token_ids = frozenset({0, 1, EOS})
+    eos_token_ids = (EOS,)
+    has_chat_template = True
+
+    def encode(self, text, add_special=True):
+        ids, at = [], 0
+        while at < len(text):
+            special = {"<s>": 1, "<e>": EOS}.get(text[at : at + 3])
+            ids.append(special if special is not None else 3 + (ord(text[at]) - 10) % 117)
+            at += 3 if special is not None else 1
+        return ids
+
+    def decode(self, ids, skip_special=True):
+        return "".join(chr(i - 3 + 10) for i in ids if i >= 3)
+
+    def render_chat(self, messages, add_generation_prompt=True):
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": "Be good."}, *messages]
+        text = "".join(f"<s>{m['role'][0]}\n{m['content']}<e>\n" for m in messages)
+        return text + ("<s>a\n" if add_generation_prompt else "")
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<s>system\nBe good.<e>\n{% endif %}"
+    "<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def write_target_folder(folder):
+    """Write a tiny target with a character tokenizer and a chat template, as a Hugging Face folder."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    characters = ["\n", *(chr(code) for code in range(32, 127))]
+    vocab = {"<unk>": 0, "<s>": 1, "<e>": EOS, **{c: 3 + i for i, c in enumerate(characters)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "<e>")])
+    tokenizer.decoder = decoders.Fuse()
+    target = tiny_target(vocab_size=len(vocab), scale=0.3)
+    with CheckpointWriter(folder) as writer:
+        for name, place in places(target).items():
+            if name != "lm_head.weight":
+                rows = getattr(place.module, place.parameter)[place.start : place.start + place.shape[0]]
+                writer.add(f"model.{name}", rows)
+        writer.write_json("config.json", model_config(target.spec))
+        writer.write_text("tokenizer.json", tokenizer.to_str())
+        writer.write_json("tokenizer_config.json", {"eos_token": "<e>", "chat_template": TEMPLATE})
+    return folder
