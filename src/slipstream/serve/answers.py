@@ -219,6 +219,7 @@ def speculation_json(stats: AcceptanceStats, simulated: Sequence[float]) -> Json
         "drafted": stats.drafted,
         "accepted": sum(stats.accepted),
         "passes": stats.passes,
+        "prompt_passes": stats.prompt_passes,
         "acceptance_length": round(stats.acceptance_length, 4),
         "offered_by_position": list(stats.offered),
         "accepted_by_position": list(stats.accepted),
