@@ -46,10 +46,10 @@ def eventually(condition) -> None:
     raise AssertionError("it did not come to be")
 
 
-def ask(server: Running, body: dict) -> socket.socket:
+def ask(server: Running, body: dict, path: str = "/v1/completions") -> socket.socket:
     """Send a request over a bare socket and leave the answer unread."""
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(content)}\r\n\r\n"
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -158,6 +158,25 @@ def test_a_client_that_never_reads_stalls_nobody_and_is_given_up(caplog):
         server.wait_idle()
         assert server.worker.num_open == 0
         silent.close()
+
+
+def test_a_stream_says_nothing_before_its_first_token():
+    engine = tiny_engine()
+    brake = Brake(engine)
+    with Running(engine) as server:
+        connection = ask(
+            server, {"messages": [{"role": "user", "content": "x"}], "stream": True}, "/v1/chat/completions"
+        )
+        eventually(lambda: brake.num_begun == 1)
+        head = connection.recv(1 << 16)
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"data:" not in head
+        brake.release()
+        received = b""
+        while b"data:" not in received:
+            received += connection.recv(1 << 16)
+        connection.close()
+        server.wait_idle()
 
 
 def test_a_request_that_takes_too_long_is_a_504_and_its_pages_come_back():
