@@ -43,7 +43,7 @@ class _State:
             self._taken.append(token)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.floats(0, 2),

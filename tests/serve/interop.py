@@ -31,10 +31,18 @@ class Client:
 
 
 OPENAI = Client("openai", ("openai==3.49.0",))
-GUIDELLM = Client("guidellm", ("guidellm==0.8.1",))
 LM_EVAL = Client("lm-eval", ("lm_eval[api]==0.4.13",))
 SCHEMATHESIS = Client("schemathesis", ("schemathesis==4.32.5",))
 # fmt: off
+# It asks for an older click than ours, and runs with this one.
+GUIDELLM = Client(
+    "guidellm",
+    (
+        "culsans", "datasets", "eval_type_backport", "faker", "ftfy", "httpx[http2]", "loguru", "more-itertools",
+        "msgpack", "protobuf", "pydantic-settings", "sanic", "tabulate", "transformers", "uvloop", "websockets",
+    ),
+    ("guidellm==0.8.1",),
+)
 # The bench needs only the client half of the package; its dependencies are those of a server for GPUs.
 VLLM = Client(
     "vllm",
@@ -52,7 +60,7 @@ SGLANG = Client(
     "sglang",
     (
         "aiohttp", "orjson", "pybase64", "psutil", "pyzmq", "requests", "tqdm", "numpy", "transformers",
-        "datasets", "pillow", "msgspec",
+        "datasets", "pillow", "msgspec", "IPython", "uvloop", "zstandard", "setproctitle",
     ),
     ("sglang==0.5.9",),
 )

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from tiny_server import Running, free_port, tiny_engine
 
-TEXT = {"prompt": "once upon", "max_tokens": 100, "ignore_eos": True, "seed": 3, "temperature": 1}
+TEXT = {"prompt": "once upon", "max_tokens": 60, "ignore_eos": True, "seed": 3, "temperature": 1}
 
 
 class Brake:
@@ -23,11 +23,13 @@ class Brake:
 
     def __init__(self, engine) -> None:
         self.go = threading.Semaphore(0)
+        self.num_begun = 0
         self.num_steps = 0
         self._step = engine.step
         engine.step = self._braked
 
     def _braked(self):
+        self.num_begun += 1
         self.go.acquire()
         self.num_steps += 1
         return self._step()
@@ -44,10 +46,10 @@ def eventually(condition) -> None:
     raise AssertionError("it did not come to be")
 
 
-def ask(server: Running, body: dict) -> socket.socket:
+def ask(server: Running, body: dict, path: str = "/v1/completions") -> socket.socket:
     """Send a request over a bare socket and leave the answer unread."""
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(content)}\r\n\r\n"
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -63,7 +65,8 @@ def test_a_disconnect_frees_the_pages_within_one_step(stream):
     with Running(engine) as server:
         connection = ask(server, {**TEXT, "stream": stream})
         brake.go.release(2)
-        eventually(lambda: brake.num_steps == 2 and engine.num_running == 1)
+        eventually(lambda: brake.num_begun == 3)
+        assert engine.num_running == 1
         connection.close()
         eventually(lambda: len(server.worker._commands) == 1)  # the cancellation waits for the step to end
         brake.go.release(1)
@@ -139,7 +142,13 @@ def test_a_full_queue_is_a_429_that_says_when_to_try_again():
 
 def test_a_client_that_never_reads_stalls_nobody_and_is_given_up(caplog):
     engine = tiny_engine()
-    body = {**TEXT, "logprobs": 20, "n": 3, "return_token_ids": True}  # far more bytes than socket buffers hold
+    body = {
+        **TEXT,
+        "max_tokens": 100,
+        "logprobs": 20,
+        "n": 3,
+        "return_token_ids": True,
+    }  # far more bytes than socket buffers hold
     with Running(engine, write_timeout_s=0.5) as server, server.client() as client:
         expected = client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"]
         silent = ask(server, {**body, "stream": True})
@@ -149,6 +158,25 @@ def test_a_client_that_never_reads_stalls_nobody_and_is_given_up(caplog):
         server.wait_idle()
         assert server.worker.num_open == 0
         silent.close()
+
+
+def test_a_stream_says_nothing_before_its_first_token():
+    engine = tiny_engine()
+    brake = Brake(engine)
+    with Running(engine) as server:
+        connection = ask(
+            server, {"messages": [{"role": "user", "content": "x"}], "stream": True}, "/v1/chat/completions"
+        )
+        eventually(lambda: brake.num_begun == 1)
+        head = connection.recv(1 << 16)
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"data:" not in head
+        brake.release()
+        received = b""
+        while b"data:" not in received:
+            received += connection.recv(1 << 16)
+        connection.close()
+        server.wait_idle()
 
 
 def test_a_request_that_takes_too_long_is_a_504_and_its_pages_come_back():
@@ -214,7 +242,7 @@ def test_sigterm_under_load_lets_every_answer_finish():
         started.wait()
         process.send_signal(signal.SIGTERM)
         texts = [one.result() for one in reads]
-    assert all(text.endswith("data: [DONE]") and '"completion_tokens":100' in text for text in texts)
+    assert all(text.endswith("data: [DONE]") and '"completion_tokens":60' in text for text in texts)
     assert process.wait(30) == 0
     log = process.stderr.read()
     assert "SIGTERM" in log

@@ -4,6 +4,7 @@ from slipstream.cli import serve_options as o
 from slipstream.errors import ConfigError
 
 
+# Longer than a function should be: each flag is a line here and a line below, and splitting it would repeat them.
 def serve(
     model: o.Model = None,
     draft: o.Draft = None,

@@ -2,32 +2,30 @@
 
 import asyncio
 import dataclasses
-import importlib.resources
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
 import slipstream
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
-from slipstream.serve import admin
+from slipstream.serve import admin, information
 from slipstream.serve.answers import Json, Wants
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.convert import Converter
-from slipstream.serve.docs_page import docs_page
 from slipstream.serve.errors import HttpError
 from slipstream.serve.gate import Gate
 from slipstream.serve.generate import Generator
 from slipstream.serve.grammar import GrammarCompiler
-from slipstream.serve.metrics import CONTENT_TYPE, Metrics
+from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from slipstream.serve.service import Service
 from slipstream.serve.ticket import Job
 from slipstream.serve.worker import EngineWorker
 
@@ -45,27 +43,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (504, "The answer took too long."),
     )
 }
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 B = TypeVar("B", bound=Generation)
-
-
-@dataclass(frozen=True)
-class Service:
-    """What the routes share."""
-
-    engine: Engine
-    tokenizer: Tokenizer
-    worker: EngineWorker
-    config: ServeConfig
-    converter: Converter
-    generator: Generator
-    metrics: Metrics
-    started: int
 
 
 def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started: int) -> FastAPI:
@@ -104,7 +82,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
     app.state.service = service
     _add_generation(app, service)
     _add_tokens(app, service)
-    _add_information(app, service)
+    information.add_routes(app, service)
     admin.add_routes(app, engine, worker)
     _add_errors(app)
     if config.cors_origins:
@@ -163,56 +141,6 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return {"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)}
 
 
-def _add_information(app: FastAPI, service: Service) -> None:
-    config, worker = service.config, service.worker
-    page = importlib.resources.files("slipstream.serve").joinpath("playground.html").read_text(encoding="utf-8")
-
-    @app.get("/", include_in_schema=False)
-    async def playground() -> HTMLResponse:
-        """Return the playground."""
-        return HTMLResponse(page, headers=_PAGE_HEADERS)
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        """Describe the API."""
-        return HTMLResponse(docs_page(app.openapi()), headers=_PAGE_HEADERS)
-
-    @app.get("/v1/models", tags=["information"])
-    async def models() -> Json:
-        """List the one model served, under each of its names."""
-        names = (config.model_name, *config.aliases)
-        return {"object": "list", "data": [_model(name, service) for name in names]}
-
-    @app.get("/v1/models/{name:path}", responses=_ERRORS, tags=["information"])
-    async def model(name: str) -> Json:
-        """Describe the model."""
-        service.converter.check_model(name)
-        return _model(name, service)
-
-    @app.get("/health", tags=["information"])
-    @app.get("/health/ready", tags=["information"])
-    async def ready() -> Response:
-        """Tell whether requests are taken."""
-        is_ready = worker.alive and not worker.draining
-        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
-
-    @app.get("/health/live", tags=["information"])
-    @app.get("/ping", include_in_schema=False)
-    async def live() -> Response:
-        """Tell whether the engine's thread runs; a server that is not live should be restarted."""
-        return JSONResponse({"status": "live" if worker.alive else "dead"}, 200 if worker.alive else 503)
-
-    @app.get("/metrics", tags=["information"])
-    async def metrics() -> Response:
-        """Return Prometheus metrics."""
-        return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE)
-
-    @app.get("/version", tags=["information"])
-    async def version() -> Json:
-        """Return the server's version."""
-        return {"version": slipstream.__version__}
-
-
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HttpError)
     async def on_http_error(_: Request, error: HttpError) -> JSONResponse:
@@ -259,14 +187,3 @@ def _length(prompt: object) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(part) for part in prompt if isinstance(part, str)) if isinstance(prompt, list) else 0
-
-
-def _model(name: str, service: Service) -> Json:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "slipstream",
-        "root": service.config.model_name,
-        "max_model_len": service.engine.config.max_context,
-    }

@@ -62,14 +62,14 @@ class Generator:
 
     async def _stream(self, run: "_Run") -> AsyncIterator[bytes]:
         writer, wants = run.writer, run.wants
-        if wants.kind == "chat":
-            for index in range(len(run.tallies)):
-                yield server_sent_event(writer.chunk([writer.opening(index)]))
         try:
             while not run.finished:
                 index, event = await self._next(run)
                 last = event if event.finish_reason is not None else None
                 usage = writer.usage(run.tallies) if wants.running_usage else None
+                if wants.kind == "chat" and not run.tallies[index].started:
+                    # Not before the first token is there: clients take a stream's first event for its first token.
+                    yield server_sent_event(writer.chunk([writer.opening(index)]))
                 choice = writer.choice(index, run.tallies[index], [event], last)
                 yield server_sent_event(writer.chunk([choice], usage))
         except HttpError as error:
