@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slipstream.models.eagle3 import Eagle3Draft
 
 PROMPTS = (
-    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
-    "How many clips did she sell altogether in April and May?",
+    "A baker makes 12 trays of 8 rolls each and sells two thirds of them before noon. "
+    "How many rolls are left for the afternoon?",
     "Explain in a few sentences why leaves change colour in autumn.",
     "Write a Python function that returns the n-th Fibonacci number.",
 )
