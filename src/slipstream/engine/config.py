@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from slipstream.errors import ConfigError
 
+_USUAL_TOKENS = 512
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -12,8 +14,8 @@ class EngineConfig:
     Args:
         max_context: tokens of a request, prompt and answer together.
         page_size: tokens a page of the KV cache holds.
-        num_pages: pages of the KV cache; None takes room for `max_requests` requests of an eighth of the context
-            each, and at least one whole context.
+        num_pages: pages of the KV cache; None takes room for `max_requests` requests of 512 tokens each (or of the
+            whole context, where that is shorter), and at least one whole context.
         max_requests: requests that run at once; more wait.
         max_batch_tokens: query tokens of one step; a longer prompt is computed in chunks.
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
@@ -42,7 +44,7 @@ class EngineConfig:
         """Return the number of pages to allocate, given the slots a step may need past a request's last token."""
         one = self.pages_for(self.max_context + extra_tokens)
         if self.num_pages is None:
-            return max(one, self.max_requests * self.pages_for(self.max_context // 8 + extra_tokens))
+            return max(one, self.max_requests * self.pages_for(min(self.max_context, _USUAL_TOKENS) + extra_tokens))
         if self.num_pages < one:
             raise ConfigError(
                 f"{self.num_pages} pages of {self.page_size} tokens cannot hold one request of max_context "

@@ -357,15 +357,24 @@ SLIP_INLINE void dense_tile(const Linear& w, const Activations& a, int row, int 
         }
 }
 
-template <int FORMAT, int M>
-static void dense_tiles(const Linear& w, const Activations& a, int row, int rows, int begin, int end, const Output& out) {
-    for (; row + M <= rows; row += M) {
-        int n = begin;
-        for (; n + kDenseRows <= end; n += kDenseRows) dense_tile<FORMAT, kDenseRows, M>(w, a, row, n, out);
-        for (; n < end; ++n) dense_tile<FORMAT, 1, M>(w, a, row, n, out);
-    }
+// All rows against N outputs before the next N: these weights stay in the first cache, and are read from memory once.
+template <int FORMAT, int N, int M>
+static void dense_rows(const Linear& w, const Activations& a, int row, int rows, int n, const Output& out) {
+    for (; row + M <= rows; row += M) dense_tile<FORMAT, N, M>(w, a, row, n, out);
     if constexpr (M > 1) {
-        if (row < rows) dense_tiles<FORMAT, M - 1>(w, a, row, rows, begin, end, out);
+        if (row < rows) dense_rows<FORMAT, N, M - 1>(w, a, row, rows, n, out);
+    }
+}
+
+// Rows go in blocks that fit the second cache, so up to 64 of them read the weights from memory once.
+template <int FORMAT>
+static void dense_product(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
+    constexpr int kRowBlock = 64;
+    for (int row = 0; row < rows; row += kRowBlock) {
+        const int stop = row + kRowBlock < rows ? row + kRowBlock : rows;
+        int n = begin;
+        for (; n + kDenseRows <= end; n += kDenseRows) dense_rows<FORMAT, kDenseRows, kDenseTile>(w, a, row, stop, n, out);
+        for (; n < end; ++n) dense_rows<FORMAT, 1, kDenseTile>(w, a, row, stop, n, out);
     }
 }
 
@@ -375,9 +384,9 @@ SLIP_INLINE int num_panels(const Linear& w) { return (w.n + 15) / 16; }
 static void product(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
     const int last = 16 * end < w.n ? 16 * end : w.n;
     switch (w.format) {
-        case F32: return dense_tiles<F32, kDenseTile>(w, a, 0, rows, 16 * begin, last, out);
-        case BF16: return dense_tiles<BF16, kDenseTile>(w, a, 0, rows, 16 * begin, last, out);
-        case F16: return dense_tiles<F16, kDenseTile>(w, a, 0, rows, 16 * begin, last, out);
+        case F32: return dense_product<F32>(w, a, rows, 16 * begin, last, out);
+        case BF16: return dense_product<BF16>(w, a, rows, 16 * begin, last, out);
+        case F16: return dense_product<F16>(w, a, rows, 16 * begin, last, out);
         case Q4_1: return panel_tiles<Q4_1, kTile>(w, a, rows, begin, end, out);
         case Q4_0: return panel_tiles<Q4_0, kTile>(w, a, rows, begin, end, out);
         case Q8_0: return panel_tiles<Q8_0, kTile>(w, a, rows, begin, end, out);
