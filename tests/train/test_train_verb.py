@@ -1,6 +1,7 @@
 """`slipstream train` from a target folder to a draft that the engine runs, on a tiny target."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
 from slipstream.train.average import average_with
 from slipstream.train.prompts import read_prompts
-from slipstream.train.recipe import change_recipe, make_recipe
+from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
 from training import objective_for, random_texts, tiny_target, write_target_folder
 
 RECIPE = {
@@ -132,3 +133,12 @@ def test_drafts_whose_weights_do_not_correspond_are_not_averaged():
     for one, two in ((small, large), (large, other)):
         with pytest.raises(ConfigError, match="do not correspond"):
             average_with(one.draft, two.draft)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "recipes/train").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_recipe_we_ship_is_read_and_holds_its_evaluation_out(path):
+    recipe = read_recipe(path)
+    assert {item.file for item in recipe.files.evaluate}.isdisjoint(recipe.files.prompts)
+    assert len(recipe.files.evaluate) == 2
