@@ -71,12 +71,12 @@ def _results(results: dict[str, dict[str, Any]]) -> str:
     chains = sorted({int(chain) for result in results.values() for chain in result["chains"]})
     rows = [
         " | ".join(["prompts", "texts", "looping", *(f"{chain} drafted" for chain in chains)]),
-        "|".join(["---"] * (3 + len(chains))),
+        " | ".join(["---"] * (3 + len(chains))),
     ]
     for name, result in results.items():
         found = [result["chains"].get(str(chain)) for chain in chains]
         cells = [
-            f"{chain['acceptance_length']:.2f} ({chain['acceptance_length_without_loops']:.2f})" if chain else ""
+            f"{chain['acceptance_length']:.3f} ({chain['acceptance_length_without_loops']:.3f})" if chain else ""
             for chain in found
         ]
         rows.append(" | ".join([name, str(result["texts"]), f"{result['loop_share']:.1%}", *cells]))
