@@ -47,11 +47,11 @@ def test_vllm_accepts_the_shipped_draft_as_our_engine_does(for_vllm, embedded_fo
     asked = tmp_path / "prompts.json"
     asked.write_text(json.dumps([list(completion.prompt_tokens) for completion in ours]))
     script = vllm_environment() / "python", HERE / "vllm_acceptance.py"
-    command = [*script, embedded_folder, for_vllm, CHAIN, asked]
+    command = [*script, embedded_folder, for_vllm, CHAIN, asked, tmp_path / "result.json"]
     room = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; by default it takes what the machine has
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, env=room)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    theirs = json.loads((tmp_path / "result.json").read_text())
     same = sum(list(mine.token_ids) == other for mine, other in zip(ours, theirs["tokens"], strict=True))
     accepted = 1 + theirs["accepted"] / theirs["drafts"]
     print(f"ours {stats.acceptance_length:.3f}, vLLM {accepted:.3f}; {same} of {len(ours)} texts equal")  # noqa: T201

@@ -1,4 +1,4 @@
-"""vLLM's own acceptance of a draft. Arguments: target folder, draft folder, tokens to draft, file of prompts' ids."""
+"""vLLM's own acceptance of a draft. Arguments: target, draft, tokens to draft, file of prompts (ids), file to write."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm import LLM, SamplingParams, TokensPrompt
 
 if __name__ == "__main__":
-    target, draft, depth, prompts = sys.argv[1:]
+    target, draft, depth, prompts, out = sys.argv[1:]
     llm = LLM(
         target,
         dtype="float32",
@@ -26,4 +26,4 @@ if __name__ == "__main__":
         "by_position": counts["vllm:spec_decode_num_accepted_tokens_per_pos"].values,
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
     }
-    sys.stdout.write("\n" + json.dumps(result) + "\n")
+    Path(out).write_text(json.dumps(result))

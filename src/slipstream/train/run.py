@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -231,15 +230,3 @@ def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU"
-
-
-def summary(results: dict[str, dict[str, Any]]) -> list[str]:  # records, hence Any
-    """Return one line for each evaluation set."""
-    return [
-        f"{name}: {result['texts']} texts, {result['loop_share']:.1%} loop; "
-        + "; ".join(
-            f"K={chain} {entry['acceptance_length']:.3f} (without loops {entry['acceptance_length_without_loops']:.3f})"
-            for chain, entry in result["chains"].items()
-        )
-        for name, result in results.items()
-    ]
