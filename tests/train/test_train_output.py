@@ -16,7 +16,7 @@ def record(results):
     return RunRecord(
         target="tiny",
         target_digest="0" * 64,
-        recipe={"train": TRAIN, "files": {"prompts": []}},
+        recipe={"train": TRAIN, "data": {"magpie": 0.6, "maths": 0.2}, "files": {"prompts": []}},
         corpus={"texts": 3, "answer_tokens": 40, "tokens": 60, "shards": []},
         coverage=0.99,
         history=[{"step": 5}],

@@ -18,6 +18,7 @@ from slipstream.cli.inspect import inspect
 from slipstream.cli.quantize import quantize
 from slipstream.cli.report import report
 from slipstream.cli.serve import serve
+from slipstream.cli.train import train
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
@@ -26,6 +27,7 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(generate)
 app.command()(inspect)
+app.command()(train)
 app.command()(quantize)
 app.command()(serve)
 app.add_typer(bench, name="bench")

@@ -3,49 +3,81 @@
 from typing import Any
 
 from slipstream.checkpoint.spec import DraftSpec
+from slipstream.train.lineage import Record, stages
 
 
-def model_card(record: dict[str, Any], spec: DraftSpec) -> str:
+def model_card(record: Record, spec: DraftSpec) -> str:
     """Return the card as Markdown."""
-    corpus, train, seconds = record["corpus"], record["recipe"]["train"], record["seconds"]
-    last = record["history"][-1] if record["history"] else {}
-    lines = [
+    run = stages(record)
+    parts = [
         f"# EAGLE-3 draft for {record['target']}",
-        "",
         "Trained by `slipstream train`; `slipstream.json` beside this file holds the whole record.",
-        "",
         "## Model",
-        "",
         f"{spec.num_layers} block, width {spec.hidden_size}, {spec.num_heads} / {spec.num_kv_heads} heads, "
-        f"vocabulary {spec.draft_vocab_size} of {spec.vocab_size} ({record['coverage']:.2%} of answer tokens). "
+        f"vocabulary {spec.draft_vocab_size} of {spec.vocab_size} ({_coverage(run)} of answer tokens). "
         f"Captured layers (blocks applied): {', '.join(map(str, spec.captured_layers or ()))}. "
         f"Feature norm {spec.feature_norm}, feedback {spec.feedback}.",
-        "",
         "## Data",
-        "",
-        f"Written by the target itself: {corpus['texts']:,} conversations, {corpus['answer_tokens']:,} answer tokens. "
-        f"Prompt files: {', '.join(record['recipe']['files']['prompts']) or 'none'}; the other user turns were sampled "
-        f"from the target. The evaluation prompts below were excluded by normalised text.",
-        "",
+        "Written by the target itself. The evaluation prompts below were excluded by normalised text.",
+        _listed([_data(stage) for stage in run]),
         "## Training",
-        "",
-        f"{last.get('step', 0):,} steps of {train['rows_per_step']} rows of {train['row_length']} tokens, "
-        f"{train['unroll']} unrolled steps weighted {train['decay']}^j, AdamW at {train['lr']:g} with a cosine. "
-        f"{record['hardware']}; " + ", ".join(f"{name} {value / 60:.1f} min" for name, value in seconds.items()) + ".",
-        "",
-        "## Results",
-        "",
-        "Acceptance length (tokens per target pass, the target's own included), greedy, chain; in brackets without "
-        "the answers that loop.",
-        "",
-        "| prompts | texts | looping | 3 drafted | 6 drafted |",
-        "|---|---|---|---|---|",
+        _listed([_training(stage) for stage in run]),
     ]
-    for name, result in record["results"].items():
+    if record.get("averaged_with"):
+        earlier = record["averaged_with"] == record.get("started_from")
+        other = "the draft it started from" if earlier else f"another draft (weights {record['averaged_with'][:16]})"
+        parts.append(f"The weights are the plain average of the trained ones and those of {other}.")
+    parts += [
+        "## Results",
+        f"Acceptance length (tokens per target pass, the target's own included), greedy, chain, measured by "
+        f"{record['measured_by']}; in brackets without the answers that loop.",
+        _results(record["results"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _coverage(run: list[Record]) -> str:
+    """Name the share for the data that the vocabulary was chosen on."""
+    return f"{run[0]['coverage']:.2%}"
+
+
+def _listed(lines: list[str]) -> str:
+    return lines[0] if len(lines) == 1 else "\n".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
+
+
+def _data(stage: Record) -> str:
+    corpus, files, mix = stage["corpus"], stage["recipe"]["files"], stage["recipe"]["data"]
+    return (
+        f"{corpus['texts']:,} conversations, {corpus['answer_tokens']:,} answer tokens; user turns sampled from the "
+        f"target freely ({mix['magpie']:.0%}) or after examples of maths questions ({mix['maths']:.0%}), the rest "
+        f"prompts of {', '.join(files['prompts']) or 'no files'}."
+    )
+
+
+def _training(stage: Record) -> str:
+    train, last = stage["recipe"]["train"], stage["history"][-1] if stage["history"] else {}
+    step, total = last.get("step", 0), last.get("total_steps", 0)
+    taken = f"{step:,} steps" if step >= total else f"{step:,} steps of {total:,} planned (the cosine not finished)"
+    times = ", ".join(f"{name} {value / 60:.1f} min" for name, value in stage["seconds"].items())
+    return (
+        f"{taken} of {train['rows_per_step']} rows of {train['row_length']} tokens, {train['unroll']} unrolled steps "
+        f"weighted {train['decay']}^j, AdamW at {train['lr']:g} with a cosine. {stage['hardware']}; {times}."
+    )
+
+
+def _results(results: dict[str, dict[str, Any]]) -> str:
+    if not results:
+        return "None: the recipe names no evaluation set."
+    chains = sorted({int(chain) for result in results.values() for chain in result["chains"]})
+    rows = [
+        " | ".join(["prompts", "texts", "looping", *(f"{chain} drafted" for chain in chains)]),
+        " | ".join(["---"] * (3 + len(chains))),
+    ]
+    for name, result in results.items():
+        found = [result["chains"].get(str(chain)) for chain in chains]
         cells = [
-            f"{chain['acceptance_length']:.2f} ({chain['acceptance_length_without_loops']:.2f})"
-            for chain in (result["chains"].get("3"), result["chains"].get("6"))
-            if chain
+            f"{chain['acceptance_length']:.3f} ({chain['acceptance_length_without_loops']:.3f})" if chain else ""
+            for chain in found
         ]
-        lines.append(f"| {name} | {result['texts']} | {result['loop_share']:.1%} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append(" | ".join([name, str(result["texts"]), f"{result['loop_share']:.1%}", *cells]))
+    return "\n".join(f"| {row} |" for row in rows)

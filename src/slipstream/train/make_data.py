@@ -53,7 +53,7 @@ def make_corpus(
     if source.finished:
         return source.tally
     _check_lengths(recipe)
-    generator = _generator(speaker, replace(recipe.generate, seed=config.seed))
+    generator = _generator(speaker, replace(recipe.generate, seed=recipe.generate.seed + config.seed))
     started = time.monotonic()
     number = len(done)
 

@@ -20,7 +20,12 @@ SHARD_BYTES = 15_000_000
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What slipstream.json says of how a draft came about; plain values only, hence Any."""
+    """What slipstream.json says of how a draft came about; plain values only, hence Any.
+
+    Args:
+        seconds: by phase.
+        started_from, averaged_with: digests of other drafts' weights; `records` has what those drafts' own say.
+    """
 
     target: str
     target_digest: str
@@ -32,6 +37,10 @@ class RunRecord:
     versions: dict[str, str]
     hardware: str
     seconds: dict[str, float] = field(default_factory=dict)
+    measured_by: str = "the exact walk over greedy texts"
+    started_from: str | None = None
+    averaged_with: str | None = None
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def write_draft(folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record: RunRecord) -> None:
@@ -54,6 +63,14 @@ def write_draft(folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record:
         content = json.loads(json.dumps(record.__dict__))
         writer.write_json("slipstream.json", content)
         writer.write_text("README.md", model_card(record.__dict__, spec))
+
+
+@torch.no_grad()
+def round_weights(draft: Eagle3Draft) -> None:
+    """Round the draft's weights, in place, to what a folder holds of them."""
+    for name, parameter in draft.named_parameters():
+        if not name.startswith("embed_tokens."):
+            parameter.copy_(parameter.bfloat16())
 
 
 def result_record(measured: Measured) -> dict[str, Any]:

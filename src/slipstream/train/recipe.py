@@ -1,6 +1,6 @@
 """A recipe: every setting of a training run in one YAML file; an unknown key is an error."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from slipstream.train.objective import DraftShape
 from slipstream.train.trainer import TrainConfig
 
 T = TypeVar("T")
+_LENGTHS = ("train.steps", "train.time_budget_s")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,23 @@ def make_recipe(content: Any, where: str) -> Recipe:  # parsed YAML
         generate=_build(GeneratorConfig, sections.get("generate", {}), f"{where}: generate"),
         files=_build(Files, files, f"{where}: files"),
     )
+
+
+def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """Return the recipe with settings changed, each given as SECTION.KEY=VALUE, the value as YAML would have it."""
+    content = recipe.as_dict()
+    for change in changes:
+        name, equals, value = change.partition("=")
+        section, _, key = name.partition(".")
+        if not equals or not isinstance(content.get(section), dict) or key not in content[section]:
+            raise ConfigError(f"{change}: is not SECTION.KEY=VALUE of a recipe, such as train.lr=6e-4.")
+        try:
+            content[section][key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{change}: the value cannot be read ({error}).") from error
+        if name in _LENGTHS and content[section][key] is not None:  # a run is as long as the one given last says
+            content["train"].update({other.partition(".")[2]: None for other in _LENGTHS if other != name})
+    return make_recipe(content, "the recipe as changed")
 
 
 def _build(kind: type[T], values: Any, where: str) -> T:  # parsed YAML

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,15 +16,17 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_draft, load_target
+from slipstream.train.average import average_with
 from slipstream.train.corpus import Corpus, read_corpus
+from slipstream.train.lineage import Lineage
 from slipstream.train.make_data import Report, Speaker, make_corpus, make_eval_set
 from slipstream.train.objective import Objective, new_draft
-from slipstream.train.output import RunRecord, result_record, write_draft
+from slipstream.train.output import RunRecord, result_record, round_weights, write_draft
 from slipstream.train.packing import Packer
 from slipstream.train.recipe import Recipe
 from slipstream.train.state import TrainState
 from slipstream.train.trainer import Hooks, Progress, Trainer
-from slipstream.train.vocab import DraftVocab, choose_vocab
+from slipstream.train.vocab import DraftVocab, choose_vocab, coverage
 from slipstream.train.walk import Measured, measure
 from slipstream.train.world import World
 
@@ -43,6 +44,15 @@ class Paths:
     def corpus(self) -> Path:
         """The corpus's shards."""
         return self.work / "corpus"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a draft goes, for which readers, and which drafts are behind it."""
+
+    folder: Path
+    dialect: DraftDialect = "sglang"
+    lineage: Lineage = field(default_factory=Lineage)
 
 
 @dataclass
@@ -73,17 +83,22 @@ class TrainingRun:
             )
         self.speaker = Speaker(model, Tokenizer.load(Path(path)))
         self.digest = _weights_digest(model)
+        self.world = World.join(device)
         self.timings = Timings()
 
     def generate(self, report: Report, seconds: float | None = None) -> Corpus:
         """Make (or finish) the corpus."""
         started = time.monotonic()
-        make_corpus(self.speaker, self.recipe, self.paths.data, self.paths.corpus, report, seconds)
+        if self.world.rank == 0:
+            make_corpus(self.speaker, self.recipe, self.paths.data, self.paths.corpus, report, seconds)
+        self.world.wait()
         self.timings.add("generation", started)
         return read_corpus(self.paths.corpus)
 
     def eval_sets(self) -> dict[str, Corpus]:
-        """Answer the held-out questions, once."""
+        """Answer the held-out questions, once, in the process that measures."""
+        if self.world.rank > 0:
+            return {}
         return {
             item.name: make_eval_set(
                 self.speaker,
@@ -119,7 +134,7 @@ class TrainingRun:
         config = self.recipe.train
         objective = Objective(self.speaker.model, draft, vocab, config.decay)
         packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
-        trainer = Trainer(objective, packer, config, World.join(self.device), self.paths.work)
+        trainer = Trainer(objective, packer, config, self.world, self.paths.work)
         evals = self.eval_sets()
 
         def evaluate() -> dict[str, float]:
@@ -134,15 +149,24 @@ class TrainingRun:
         self.timings.add("training", started)
         return state
 
+    def average(self, draft: Eagle3Draft, folder: Path) -> None:
+        """Move the draft halfway to the one in a folder."""
+        average_with(draft, load_draft(open_checkpoint(folder), self.speaker.model, torch.float32))
+
     def measure(self, draft: Eagle3Draft, vocab: DraftVocab) -> dict[str, Measured]:
         """Walk every evaluation set."""
         objective = Objective(self.speaker.model, draft, vocab)
         return {name: measure(objective, texts, CHAINS) for name, texts in self.eval_sets().items()}
 
     def write(
-        self, folder: Path, draft: Eagle3Draft, vocab: DraftVocab, state: TrainState, dialect: DraftDialect
+        self,
+        output: Output,
+        draft: Eagle3Draft,
+        vocab: DraftVocab,
+        state: TrainState,
     ) -> RunRecord:
-        """Measure the draft and write its folder."""
+        """Measure the draft and write its folder; its weights are rounded first, so that what is measured is there."""
+        round_weights(draft)
         corpus = read_corpus(self.paths.corpus)
         training = state.history[-1]["seconds"] if state.history else 0.0
         record = RunRecord(
@@ -161,17 +185,21 @@ class TrainingRun:
             versions=_versions(),
             hardware=_hardware(self.device),
             seconds={**self.timings.seconds, "training": training},
+            started_from=output.lineage.started_from,
+            averaged_with=output.lineage.averaged_with,
+            records=output.lineage.records,
         )
-        write_draft(folder, draft, dialect, record)
+        write_draft(output.folder, draft, output.dialect, record)
         return record
 
 
-def continue_from(run: TrainingRun, folder: Path) -> tuple[Eagle3Draft, DraftVocab]:
+def continue_from(run: TrainingRun, folder: Path, corpus: Corpus) -> tuple[Eagle3Draft, DraftVocab]:
     """Start from a draft folder instead of fresh weights; its vocabulary is kept."""
     draft = load_draft(open_checkpoint(folder), run.speaker.model, torch.float32)
     draft.requires_grad_(True)
     run.speaker.model.requires_grad_(False)
-    vocab = DraftVocab(draft.token_ids_V.cpu(), run.speaker.model.spec.vocab_size, float("nan"))
+    token_ids_V = draft.token_ids_V.cpu()
+    vocab = DraftVocab(token_ids_V, run.speaker.model.spec.vocab_size, coverage(corpus, token_ids_V))
     return draft.train(), vocab
 
 
@@ -202,15 +230,3 @@ def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU"
-
-
-def summary(results: dict[str, dict[str, Any]]) -> list[str]:  # records, hence Any
-    """Return one line for each evaluation set."""
-    return [
-        f"{name}: {result['texts']} texts, {result['loop_share']:.1%} loop; "
-        + "; ".join(
-            f"K={chain} {entry['acceptance_length']:.3f} (without loops {entry['acceptance_length_without_loops']:.3f})"
-            for chain, entry in result["chains"].items()
-        )
-        for name, result in results.items()
-    ]

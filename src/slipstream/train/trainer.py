@@ -17,6 +17,7 @@ from slipstream.train.state import TrainState, load_state, save_state
 from slipstream.train.world import World
 
 _PROBE_STEPS = 8
+_MAY_CHANGE = ("steps", "time_budget_s", "stop_at", "checkpoint_every_s")
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class TrainConfig:
         row_length: tokens in a packed row.
         rows_per_step: rows of one step, over all processes.
         unroll: draft steps unrolled; weights fall by `decay` from one to the next.
+        stop_at: leave off after this step though the rate falls as if all `steps` were to come.
         warmup, final_lr: shares of the steps and of the learning rate.
         freeze_head: keep the head as the target's rows.
     """
 
     steps: int | None = None
     time_budget_s: float | None = None
+    stop_at: int | None = None
     row_length: int = 1024
     rows_per_step: int = 32
     unroll: int = 5
@@ -53,8 +56,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.time_budget_s is None):
             raise ConfigError("Give either steps or time_budget_s, not both and not neither.")
-        for name in ("row_length", "rows_per_step", "unroll", "log_every"):
-            if getattr(self, name) < 1:
+        for name in ("row_length", "rows_per_step", "unroll", "log_every", "stop_at"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
 
 
@@ -114,13 +117,14 @@ class Trainer:
         meter = _Meter(self._config, hooks.clock, state)
         saved_at = hooks.clock()
         step = state.step
-        batches = prefetch(self._packer, step, state.total_steps, self._world.rank, self._world.size)
+        last = min(state.total_steps, self._config.stop_at or state.total_steps)
+        batches = prefetch(self._packer, step, last, self._world.rank, self._world.size)
         for batch in batches:
             lr = learning_rate(self._config, step, state.total_steps)
             out, norm = self._step(to_device(batch, self._device), lr)
             meter.add(out, norm, batch.ids_BT.numel() * self._world.size)
             step += 1
-            ends = step == state.total_steps
+            ends = step == last
             evaluates = hooks.evaluate is not None and (ends or _every(step, self._config.eval_every))
             if evaluates or ends or _every(step, self._config.log_every):
                 progress = meter.read(step, lr, self._world)
@@ -187,9 +191,7 @@ class Trainer:
         if loaded is None:
             return None
         state, tensors, optimizer = loaded
-        same = {
-            k: v for k, v in asdict(self._config).items() if k not in ("steps", "time_budget_s", "checkpoint_every_s")
-        }
+        same = {k: v for k, v in asdict(self._config).items() if k not in _MAY_CHANGE}
         if differs := [k for k, v in same.items() if state.config.get(k) != v]:
             raise ConfigError(
                 f"{self._path}: was written with other settings ({', '.join(differs)}); "

@@ -27,6 +27,12 @@ class DraftVocab:
         return index
 
 
+def coverage(corpus: Corpus, token_ids_V: Tensor) -> float:
+    """Return the share of the corpus's answer tokens that a draft vocabulary holds."""
+    used = corpus.ids[answer_numbers(corpus) > 0]
+    return float(np.isin(used, token_ids_V.numpy()).mean()) if len(used) else 1.0
+
+
 def choose_vocab(corpus: Corpus, vocab_size: int, draft_vocab_size: int, forced: Iterable[int]) -> DraftVocab:
     """Take the most frequent answer tokens; unused room goes to the lowest unused ids."""
     forced_ids = sorted(set(forced))
@@ -48,5 +54,5 @@ def choose_vocab(corpus: Corpus, vocab_size: int, draft_vocab_size: int, forced:
     ranked = counts.copy()
     ranked[forced_ids] = counts.max() + 1
     chosen = np.sort(np.argsort(-ranked, kind="stable")[:draft_vocab_size])
-    coverage = float(counts[chosen].sum() / max(1, counts.sum()))
-    return DraftVocab(torch.from_numpy(chosen.astype(np.int64)), vocab_size, coverage)
+    token_ids_V = torch.from_numpy(chosen.astype(np.int64))
+    return DraftVocab(token_ids_V, vocab_size, coverage(corpus, token_ids_V))

@@ -1,11 +1,17 @@
 """The processes of a run: one, or several started by torchrun, whose gradients add up to those of one."""
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from slipstream.errors import ConfigError
+
+# One process makes the data while the others wait, and that may take long.
+_PATIENCE = datetime.timedelta(days=2)
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,17 @@ class World:
         if not dist.is_torchelastic_launched():
             return World(device=device)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
         return World(dist.get_rank(), dist.get_world_size(), device)
+
+    def wait(self) -> None:
+        """Wait until every process has come here."""
+        self.agree(False)
+
+    def leave(self) -> None:
+        """Part from the others, at the end."""
+        if self.size > 1:
+            dist.destroy_process_group()
 
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor up over processes."""
@@ -54,3 +69,17 @@ class World:
             return value
         shared = torch.tensor(value if self.rank == 0 else 0, device=self.device)
         return int(self.sum(shared))
+
+
+def local_device(name: str) -> torch.device:
+    """Return the device asked for, "auto" being a GPU if there is one; processes of one machine take a GPU each."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{name}: is no device; say auto, cpu, or cuda[:N].") from error
+    if device.type == "cuda" and dist.is_torchelastic_launched():
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    return device

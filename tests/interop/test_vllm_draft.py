@@ -1,0 +1,59 @@
+"""vLLM on a CPU loads the shipped draft and accepts as much of it as our engine does."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.checkpoint.embedded import embedded_draft
+from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.engine.llm import LLM
+from slipstream.engine.loading import LoadOptions
+from slipstream.models.load import load_draft, load_target
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.statistics import AcceptanceStats
+from slipstream.speculation.tree import TreeShape
+from slipstream.train.output import RunRecord, write_draft
+from slipstream.train.prompts import read_prompts
+from tests.interop.environments import vllm_environment
+
+pytestmark = pytest.mark.interop
+HERE = Path(__file__).parent
+CHAIN = 3
+
+
+@pytest.fixture(scope="module")
+def for_vllm(embedded_folder, tmp_path_factory):
+    """The shipped draft written in vLLM's dialect: it reads captured layers by another convention."""
+    shipped = embedded_draft()
+    assert shipped is not None
+    target = load_target(open_checkpoint(embedded_folder), torch.float32, torch.device("cpu"))
+    draft = load_draft(open_checkpoint(shipped), target, torch.float32)
+    folder = tmp_path_factory.mktemp("draft") / "vllm"
+    write_draft(folder, draft, "vllm", RunRecord(**json.loads((shipped / "slipstream.json").read_text())))
+    return folder
+
+
+def test_vllm_accepts_the_shipped_draft_as_our_engine_does(for_vllm, embedded_folder, tmp_path):
+    prompts = read_prompts(HERE.parents[1] / "recipes/bench/prompts/mixed.jsonl")[:20]
+    llm = LLM(LoadOptions(embedded_folder, for_vllm, TreeShape.chain(CHAIN), "cpu", "float32"))
+    ours = llm.generate(prompts, SamplingParams(max_tokens=128, temperature=0.0))
+    stats = AcceptanceStats()
+    for completion in ours:
+        stats.add(completion.stats)
+    asked = tmp_path / "prompts.json"
+    asked.write_text(json.dumps([list(completion.prompt_tokens) for completion in ours]))
+    script = vllm_environment() / "python", HERE / "vllm_acceptance.py"
+    command = [*script, embedded_folder, for_vllm, CHAIN, asked, tmp_path / "result.json"]
+    room = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; by default it takes what the machine has
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, env=room)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    theirs = json.loads((tmp_path / "result.json").read_text())
+    same = sum(list(mine.token_ids) == other for mine, other in zip(ours, theirs["tokens"], strict=True))
+    accepted = 1 + theirs["accepted"] / theirs["drafts"]
+    print(f"ours {stats.acceptance_length:.3f}, vLLM {accepted:.3f}; {same} of {len(ours)} texts equal")  # noqa: T201
+    assert accepted == pytest.approx(stats.acceptance_length, rel=0.03)
+    assert same >= 0.8 * len(ours)

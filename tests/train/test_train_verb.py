@@ -1,0 +1,144 @@
+"""`slipstream train` from a target folder to a draft that the engine runs, on a tiny target."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from slipstream.cli.main import app
+from slipstream.engine.llm import LLM
+from slipstream.engine.loading import LoadOptions
+from slipstream.errors import ConfigError
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.statistics import AcceptanceStats
+from slipstream.speculation.tree import TreeShape
+from slipstream.train.average import average_with
+from slipstream.train.prompts import read_prompts
+from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
+from training import objective_for, random_texts, tiny_target, write_target_folder
+
+RECIPE = {
+    "draft": {"vocab_size": 64},
+    "files": {"prompts": ["train.jsonl"], "evaluate": [{"name": "held-out", "file": "test.jsonl", "max_new": 40}]},
+    "data": {
+        "answer_tokens": 4000, "magpie": 0.2, "maths": 0.1, "file_repeats": 8, "second_turn": 0.1, "max_prompt": 120,
+        "max_answer": 40, "shard_texts": 64,
+    },
+    "generate": {"rows": 16, "max_length": 360, "check_every": 8},
+    "train": {
+        "steps": 60, "row_length": 384, "rows_per_step": 2, "unroll": 3, "lr": 0.01, "log_every": 10, "eval_every": 30,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_target_folder(folder / "target")
+    for name, numbers in (("train", range(40)), ("test", range(50, 58))):
+        lines = [json.dumps({"question": f"How many is {i} and {i + 1}?"}) for i in numbers]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return folder
+
+
+def run_train(places, *arguments):
+    recipe = places / "recipe.yaml"
+    fixed = ["train", str(places / "target"), "--recipe", str(recipe), "--data", str(places), "--device", "cpu"]
+    result = CliRunner().invoke(app, [*fixed, *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def draft(places):
+    output = run_train(places, "--out", places / "draft")
+    assert "acceptance length" in output and "held-out" in output
+    return places / "draft"
+
+
+def answers(places, draft, depth):
+    tree = TreeShape.chain(depth)
+    llm = LLM(LoadOptions(places / "target", draft, tree, "cpu", "float32", "reference"))
+    return llm.generate(read_prompts(places / "test.jsonl"), SamplingParams(max_tokens=40, temperature=0.0))
+
+
+@pytest.mark.parametrize("chain", [3, 6])
+def test_the_engine_accepts_exactly_what_the_walk_says(places, draft, chain):
+    record = json.loads((draft / "slipstream.json").read_text())
+    walked = record["results"]["held-out"]["chains"][str(chain)]
+    stats = AcceptanceStats()
+    for completion in answers(places, draft, chain):
+        stats.add(completion.stats)
+    assert round(stats.acceptance_length, 4) == walked["acceptance_length"]
+    assert walked["acceptance_length"] > 1.2
+
+
+def test_the_folder_tells_how_it_was_made(draft):
+    record = json.loads((draft / "slipstream.json").read_text())
+    assert record["corpus"]["answer_tokens"] >= 4000
+    assert [entry["step"] for entry in record["history"]] == [10, 20, 30, 40, 50, 60]
+    assert record["history"][-1]["loss"] < record["history"][0]["loss"]
+    assert record["history"][2]["acceptance"].keys() == {"held-out K=3", "held-out K=6"}
+    assert "8 | " in (draft / "README.md").read_text()
+    assert (draft / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_started_again_writes_the_same_draft(places, draft):
+    before = (draft / "model.safetensors").read_bytes()
+    run_train(places, "--out", draft)
+    assert (draft / "model.safetensors").read_bytes() == before
+
+
+def test_a_second_stage_averaged_with_the_first_lies_halfway(places, draft):
+    from safetensors.torch import load_file
+
+    common = ("--init-from", draft, "--set", "train.steps=12", "--set", "data.seed=1")
+    run_train(places, *common, "--out", places / "second", "--work", places / "w2")
+    run_train(places, *common, "--out", places / "mean", "--work", places / "w2", "--average-with", draft)
+    first, second, mean = (load_file(places / name / "model.safetensors") for name in ("draft", "second", "mean"))
+    moved = [name for name in first if not torch.equal(first[name], second[name])]
+    assert "fc.weight" in moved
+    for name in moved:
+        assert torch.equal(mean[name], (0.5 * first[name].float() + 0.5 * second[name].float()).bfloat16()), name
+    assert first["d2t"].equal(mean["d2t"])
+    record = json.loads((places / "mean" / "slipstream.json").read_text())
+    assert record["started_from"] == record["averaged_with"] in record["records"]
+    assert "plain average" in (places / "mean" / "README.md").read_text()
+
+
+def test_a_setting_given_on_the_command_line_wins_over_the_recipe():
+    recipe = make_recipe(RECIPE, "test")
+    changed = change_recipe(recipe, ["train.lr=6e-4", "data.temperature=[0.5, 0.6]", "train.time_budget_s=30"])
+    assert (changed.train.lr, changed.data.temperature) == (6e-4, (0.5, 0.6))
+    assert (changed.train.steps, changed.train.time_budget_s) == (None, 30)
+
+
+@pytest.mark.parametrize("change", ["train.lr", "lr=3", "train.rate=3", "other.lr=3"])
+def test_a_change_that_names_no_setting_is_refused(change):
+    with pytest.raises(ConfigError, match=r"SECTION\.KEY=VALUE"):
+        change_recipe(make_recipe(RECIPE, "test"), [change])
+
+
+def test_drafts_whose_weights_do_not_correspond_are_not_averaged():
+    target = tiny_target()
+    small, large, other = (
+        objective_for(target, random_texts(9, seed), n)[0] for n, seed in ((40, 0), (48, 0), (48, 5))
+    )
+    for one, two in ((small, large), (large, other)):
+        with pytest.raises(ConfigError, match="do not correspond"):
+            average_with(one.draft, two.draft)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "recipes/train").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_recipe_we_ship_is_read_and_holds_its_evaluation_out(path):
+    recipe = read_recipe(path)
+    assert {item.file for item in recipe.files.evaluate}.isdisjoint(recipe.files.prompts)
+    assert len(recipe.files.evaluate) == 2
