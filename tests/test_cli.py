@@ -19,7 +19,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("verb", ["", "chat", "demo", "doctor", "generate", "inspect"])
+@pytest.mark.parametrize("verb", ["", "chat", "demo", "doctor", "generate", "inspect", "train"])
 def test_every_verb_explains_itself(verb):
     result = runner.invoke(app, [verb, "--help"] if verb else ["--help"])
     assert result.exit_code == 0
