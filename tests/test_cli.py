@@ -20,9 +20,10 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "verb", ["", "chat", "demo", "doctor", "generate", "inspect", "quantize", "serve", "bench", "eval", "report"]
-)
+VERBS = ["chat", "demo", "doctor", "generate", "inspect", "train", "quantize", "serve", "bench", "eval", "report"]
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
 def test_every_verb_explains_itself(verb):
     result = runner.invoke(app, [verb, "--help"] if verb else ["--help"])
     assert result.exit_code == 0
