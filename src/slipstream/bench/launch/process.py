@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -31,8 +32,7 @@ class ServerProcess:
     async def start(cls, command: Command, url: str, log: Path) -> "ServerProcess":
         """Start the command in its own process group, its settings over our environment; output goes to `log`."""
         await _refuse_if_listening(url)
-        if shutil.which(command.argv[0]) is None:
-            raise LaunchError(f"{command.argv[0]}: cannot be started, there is no such program. Is it installed?")
+        program = _find(command.argv[0])
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             output.write(f"$ {command.shell()}\n".encode())
@@ -40,7 +40,8 @@ class ServerProcess:
             process = await asyncio.create_subprocess_exec(
                 "env",
                 *(f"{name}={value}" for name, value in command.env.items()),
-                *command.argv,
+                program,
+                *command.argv[1:],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
@@ -108,6 +109,14 @@ async def is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False
+
+
+def _find(program: str) -> str:
+    """Return where a program lies: on the path, or, in an environment nobody activated, beside this Python."""
+    found = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise LaunchError(f"{program}: cannot be started, there is no such program. Is it installed?")
+    return found
 
 
 async def _refuse_if_listening(url: str) -> None:
