@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.quant.load import packed_weight, read_scheme
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.quark import write_config, write_layout
 from slipstream.quant.scheme import dequantize, scheme_named
@@ -91,6 +93,20 @@ def test_shared_sample_is_reproduced_bit_for_bit(truth, source, export, quark_na
     assert_reproduces(
         load_file(truth / source / "model.safetensors"), load_file(truth / export / "model.safetensors"), quark_name
     )
+
+
+def test_the_in_memory_int4_export_holds_our_codes_and_scales(truth):
+    """It is packed in another order than the file-to-file pass packs, so it is compared as read."""
+    source = load_file(truth / "llama_bf16" / "model.safetensors")
+    export = open_checkpoint(truth / "llama_mem_int4_wo_per_channel")
+    stored = read_scheme(export.config, export.names(), export.folder)
+    assert stored is not None and len(stored.modules) == 7
+    for module in stored.modules:
+        weight = source[f"{module}.weight"]
+        theirs = packed_weight(export, stored, module, *weight.shape)
+        ours, _ = encoded(weight, "int4_wo_per_channel")
+        assert_same_bits(ours.codes, theirs.codes, module)
+        assert_same_bits(ours.scales["scale"], theirs.scales["scale"].float(), module)
 
 
 @pytest.mark.parametrize("quark_name", [*SCHEMES, "mxfp4_weight_only"])
