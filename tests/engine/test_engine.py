@@ -197,3 +197,14 @@ def test_trees_over_a_sliding_window_are_refused_and_chains_are_exact():
     expected = run(engine_of(windowed), prompts, params, [0, 0])
     assert run(engine_of(windowed, "ngram"), prompts, params, [0, 0]) == expected
     assert run(engine_of(windowed, follower_draft(windowed)), prompts, params, [0, 0]) == expected
+
+
+@pytest.mark.parametrize("shape", [TreeShape.chain(6), TreeShape(depth=3, width=3)])
+def test_no_draft_reaches_past_the_last_position_the_model_has(shape):
+    short = tiny_target(max_position=40)
+    params = [SamplingParams(max_tokens=100, temperature=0.8)] * 2
+    prompts = [[1, 2, 3], list(range(30))]
+    expected = run(engine_of(short, max_context=40), prompts, params, [0, 1])
+    assert [len(answer) for answer in expected] == [37, 10]
+    draft = follower_draft(short)
+    assert run(engine_of(short, draft, shape, max_context=40), prompts, params, [0, 1]) == expected

@@ -152,11 +152,10 @@ class Scheduler:
     def _chunk(self, request: Request, budget: int) -> Scheduled:
         num_tokens = min(request.num_pending, budget)
         emits = num_tokens == request.num_pending
-        room = min(
-            request.params.max_tokens - request.num_output,
-            self._config.max_context - len(request.tokens),
-        )
-        drafts = emits and request.speculate and self._needs.max_nodes > 1 and room > 1
+        wanted = request.params.max_tokens - request.num_output
+        # Every node must lie within the context: the model has no positions beyond it.
+        fits = len(request.tokens) + self._needs.extra_slots <= self._config.max_context
+        drafts = emits and request.speculate and self._needs.max_nodes > 1 and wanted > 1 and fits
         return Scheduled(request, request.num_committed, num_tokens, emits, drafts)
 
     def _missing_pages(self, work: Scheduled) -> int:
