@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from slipstream.checkpoint.embedded import embedded_draft
@@ -108,3 +110,16 @@ def test_drafts_are_compared_on_the_same_prompts_and_change_no_answer(tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert result.output.count("2 of 2") == 3
+
+
+def test_the_readmes_commands_have_the_options_it_shows():
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    lines = [line.partition("#")[0].split() for line in readme.splitlines() if line.startswith("slipstream ")]
+    assert len(lines) >= 10
+    for _, *words in lines:
+        command = typer.main.get_command(app)
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts}
+        shown = {word for word in words if word.startswith("-")}
+        assert shown <= known, (command.name, shown - known)
