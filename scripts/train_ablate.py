@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=45.0, help="training time of each variant")
     parser.add_argument("--variant", action="append", default=[], metavar="SECTION.KEY=VALUE[,...]")
+    parser.add_argument("--init-from", type=Path, help="train each variant on from this draft")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     paths = Paths(arguments.data, arguments.work)
@@ -42,18 +43,17 @@ def main() -> None:
     run.eval_sets()
     for variant in ["", *arguments.variant]:
         with tempfile.TemporaryDirectory() as folder:
-            _train(run, corpus, variant, arguments.seconds, Path(folder))
+            _train(run, corpus, variant, arguments, Path(folder))
 
 
-def _train(run: TrainingRun, corpus: Corpus, variant: str, seconds: float, folder: Path) -> None:
+def _train(run: TrainingRun, corpus: Corpus, variant: str, arguments: argparse.Namespace, folder: Path) -> None:
     """Train one variant in a folder of its own and log a line."""
     for texts in run.paths.work.glob("eval-*"):
         shutil.copy(texts, folder)
-    changes = [*filter(None, variant.split(",")), f"train.time_budget_s={seconds}", "train.eval_every=0"]
+    changes = [*filter(None, variant.split(",")), f"train.time_budget_s={arguments.seconds}", "train.eval_every=0"]
     changed = copy.copy(run)
     changed.recipe, changed.paths = change_recipe(run.recipe, changes), Paths(run.paths.data, folder)
-    vocab = changed.vocab(corpus)
-    draft = changed.new_draft(vocab)
+    draft, vocab = changed.start(corpus, arguments.init_from)
     seen: list[Progress] = []
     changed.train(draft, vocab, corpus, seen.append)
     reached = "  ".join(f"{name} {value:.3f}" for name, value in seen[-1].acceptance.items())

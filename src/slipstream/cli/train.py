@@ -58,7 +58,7 @@ def train(
       slipstream train embedded --recipe mine.yaml --set train.lr=6e-4 --init-from draft --out draft-2
     """
     from slipstream.train.lineage import Lineage
-    from slipstream.train.run import Output, Paths, TrainingRun, continue_from
+    from slipstream.train.run import Output, Paths, TrainingRun
     from slipstream.train.world import local_device
 
     place = local_device(device)
@@ -72,11 +72,7 @@ def train(
     with _bars(console) as bars:
         display = _Display(bars, settings)
         corpus = run.generate(display.data, generate_s)
-        if init_from is None:
-            vocab = run.vocab(corpus)
-            draft = run.new_draft(vocab)
-        else:
-            draft, vocab = continue_from(run, init_from, corpus)
+        draft, vocab = run.start(corpus, init_from)
         console.print(
             f"data: {len(corpus):,} texts, {corpus.num_answer_tokens:,} answer tokens; "
             f"the draft's {len(vocab.token_ids_V):,} tokens cover {vocab.coverage:.2%} of them"

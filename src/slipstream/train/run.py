@@ -20,7 +20,7 @@ from slipstream.train.average import average_with
 from slipstream.train.corpus import Corpus, read_corpus
 from slipstream.train.lineage import Lineage
 from slipstream.train.make_data import Report, Speaker, make_corpus, make_eval_set
-from slipstream.train.objective import Objective, new_draft
+from slipstream.train.objective import Emphasis, Objective, new_draft
 from slipstream.train.output import RunRecord, result_record, round_weights, write_draft
 from slipstream.train.packing import Packer
 from slipstream.train.recipe import Recipe
@@ -117,10 +117,17 @@ class TrainingRun:
         size = self.speaker.model.spec.vocab_size
         return choose_vocab(corpus, size, min(self.recipe.draft.vocab_size, size), forced)
 
-    def new_draft(self, vocab: DraftVocab) -> Eagle3Draft:
-        """Return a fresh draft."""
-        spec = self.recipe.draft.spec(self.speaker.model.spec)
-        return new_draft(spec, self.speaker.model, vocab, self.recipe.train.seed)
+    def start(self, corpus: Corpus, init_from: Path | None = None) -> tuple[Eagle3Draft, DraftVocab]:
+        """Return the draft to train, fresh or read from a folder (whose vocabulary it keeps), and its vocabulary."""
+        model = self.speaker.model
+        if init_from is None:
+            vocab = self.vocab(corpus)
+            return new_draft(self.recipe.draft.spec(model.spec), model, vocab, self.recipe.train.seed), vocab
+        draft = load_draft(open_checkpoint(init_from), model, torch.float32)
+        draft.requires_grad_(True)
+        model.requires_grad_(False)
+        token_ids_V = draft.token_ids_V.cpu()
+        return draft.train(), DraftVocab(token_ids_V, model.spec.vocab_size, coverage(corpus, token_ids_V))
 
     def train(
         self,
@@ -132,7 +139,8 @@ class TrainingRun:
     ) -> TrainState:
         """Train, or go on training, until the last step or until the time is up."""
         config = self.recipe.train
-        objective = Objective(self.speaker.model, draft, vocab, config.decay)
+        emphasis = Emphasis(config.decay, config.hard_share, config.miss_weight)
+        objective = Objective(self.speaker.model, draft, vocab, emphasis)
         packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
         trainer = Trainer(objective, packer, config, self.world, self.paths.work)
         evals = self.eval_sets()
@@ -191,16 +199,6 @@ class TrainingRun:
         )
         write_draft(output.folder, draft, output.dialect, record)
         return record
-
-
-def continue_from(run: TrainingRun, folder: Path, corpus: Corpus) -> tuple[Eagle3Draft, DraftVocab]:
-    """Start from a draft folder instead of fresh weights; its vocabulary is kept."""
-    draft = load_draft(open_checkpoint(folder), run.speaker.model, torch.float32)
-    draft.requires_grad_(True)
-    run.speaker.model.requires_grad_(False)
-    token_ids_V = draft.token_ids_V.cpu()
-    vocab = DraftVocab(token_ids_V, run.speaker.model.spec.vocab_size, coverage(corpus, token_ids_V))
-    return draft.train(), vocab
 
 
 def _rotary_length(recipe: Recipe) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.train.errors import TrainingError
 from slipstream.train.objective import Objective, StepOutput
+from slipstream.train.optimizer import OPTIMIZERS, Optimizer
 from slipstream.train.packing import Batch, Packer, prefetch, to_device
 from slipstream.train.state import TrainState, load_state, save_state
 from slipstream.train.world import World
@@ -29,6 +30,8 @@ class TrainConfig:
         row_length: tokens in a packed row.
         rows_per_step: rows of one step, over all processes.
         unroll: draft steps unrolled; weights fall by `decay` from one to the next.
+        hard_share, miss_weight: see `slipstream.train.objective.Emphasis`.
+        optimizer: "adamw", or "muon" for the blocks' matrices with AdamW for the head, the norms and the biases.
         stop_at: leave off after this step though the rate falls as if all `steps` were to come.
         warmup, final_lr: shares of the steps and of the learning rate.
         freeze_head: keep the head as the target's rows.
@@ -41,6 +44,9 @@ class TrainConfig:
     rows_per_step: int = 32
     unroll: int = 5
     decay: float = 0.8
+    hard_share: float = 0.0
+    miss_weight: float = 1.0
+    optimizer: str = "adamw"
     lr: float = 1e-3
     head_lr_scale: float = 1.0
     warmup: float = 0.03
@@ -59,6 +65,11 @@ class TrainConfig:
         for name in ("row_length", "rows_per_step", "unroll", "log_every", "stop_at"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in ("hard_share", "miss_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it lies between 0 and 1.")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer is {self.optimizer!r}; it is {' or '.join(OPTIMIZERS)}.")
 
 
 @dataclass(frozen=True)
@@ -97,16 +108,7 @@ class Trainer:
         assert draft.lm_head.weight is not None
         draft.lm_head.weight.requires_grad_(not config.freeze_head)
         self._named = {name: p for name, p in draft.named_parameters() if p.requires_grad}
-        head = [p for name, p in self._named.items() if name.startswith("lm_head.")]
-        body = [p for name, p in self._named.items() if not name.startswith("lm_head.")]
-        groups = [{"params": body, "scale": 1.0}, {"params": head, "scale": config.head_lr_scale}]
-        self._optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(0.9, 0.95),
-            weight_decay=config.weight_decay,
-            fused=self._device.type == "cuda",
-        )
+        self._optimizer = Optimizer(self._named, config.optimizer, config.head_lr_scale, config.weight_decay)
 
     def fit(self, hooks: Hooks, stop_after_s: float | None = None) -> TrainState:
         """Train to the last step, or until `stop_after_s` has passed; either way the state is on disk at the end."""
@@ -152,14 +154,12 @@ class Trainer:
 
     def _step(self, batch: Batch, lr: float) -> tuple[StepOutput, Tensor]:
         out = self._objective(batch, self._world.sum)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         out.loss.backward()  # type: ignore[no-untyped-call]  # torch's
         parameters = list(self._named.values())
         self._world.sum_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * group["scale"]
-        self._optimizer.step()
+        self._optimizer.step(lr)
         return out, norm
 
     def _plan(self, hooks: Hooks) -> int:
@@ -179,7 +179,7 @@ class Trainer:
         with torch.no_grad():
             for name, p in self._named.items():
                 p.copy_(before[name])
-        self._optimizer.state.clear()
+        self._optimizer.forget()
         return self._world.first(max(1, int(0.95 * self._config.time_budget_s / max(per_step, 1e-6))))
 
     def _synchronize(self) -> None:
