@@ -19,20 +19,7 @@ from slipstream.speculation.tree import TreeShape
 from slipstream.train.average import average_with
 from slipstream.train.prompts import read_prompts
 from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
-from training import objective_for, random_texts, tiny_target, write_target_folder
-
-RECIPE = {
-    "draft": {"vocab_size": 64},
-    "files": {"prompts": ["train.jsonl"], "evaluate": [{"name": "held-out", "file": "test.jsonl", "max_new": 40}]},
-    "data": {
-        "answer_tokens": 4000, "magpie": 0.2, "maths": 0.1, "file_repeats": 8, "second_turn": 0.1, "max_prompt": 120,
-        "max_answer": 40, "shard_texts": 64,
-    },
-    "generate": {"rows": 16, "max_length": 360, "check_every": 8},
-    "train": {
-        "steps": 60, "row_length": 384, "rows_per_step": 2, "unroll": 3, "lr": 0.01, "log_every": 10, "eval_every": 30,
-    },
-}  # fmt: skip
+from training import RECIPE, objective_for, random_texts, tiny_target, write_target_folder
 
 
 @pytest.fixture(scope="module")
