@@ -139,7 +139,11 @@ class Objective:
     def __call__(self, batch: Batch, total: Callable[[Tensor], Tensor] = lambda count_J: count_J) -> StepOutput:
         """Return the loss; `total` adds supervised slots up over processes, so that all divide alike."""
         bias_BTT = text_bias(batch.text_BT, self.target.embed_tokens.dtype)
-        last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, bias_BTT)
+        if batch.states_LBTD is None:
+            last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, bias_BTT)
+        else:
+            *stored, last_BTD = batch.states_LBTD.unbind()
+            captured = tuple(stored)
         teacher = self.teacher(last_BTD, batch.teacher_slots_N)
         count_J = total(torch.stack([teacher.inside_N[rows.teacher_N].sum() for rows in batch.steps]))
         assert self.draft.lm_head.weight is not None

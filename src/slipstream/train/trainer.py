@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.train.errors import TrainingError
+from slipstream.train.moving_average import MovingAverage
 from slipstream.train.objective import Objective, StepOutput
 from slipstream.train.optimizer import OPTIMIZERS, Optimizer
 from slipstream.train.packing import Batch, Packer, prefetch, to_device
@@ -35,6 +37,8 @@ class TrainConfig:
         stop_at: leave off after this step though the rate falls as if all `steps` were to come.
         warmup, final_lr: shares of the steps and of the learning rate.
         freeze_head: keep the head as the target's rows.
+        ema: share of itself that the running average of the weights keeps at each step (0.999); the draft measured and
+            written is then that average.
     """
 
     steps: int | None = None
@@ -54,6 +58,7 @@ class TrainConfig:
     clip: float = 1.0
     weight_decay: float = 0.0
     freeze_head: bool = False
+    ema: float | None = None
     seed: int = 0
     log_every: int = 20
     eval_every: int = 0
@@ -70,6 +75,8 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it lies between 0 and 1.")
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}; it is {' or '.join(OPTIMIZERS)}.")
+        if self.ema is not None and not 0.0 < self.ema < 1.0:
+            raise ConfigError(f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999.")
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,13 @@ class Trainer:
         draft.lm_head.weight.requires_grad_(not config.freeze_head)
         self._named = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self._optimizer = Optimizer(self._named, config.optimizer, config.head_lr_scale, config.weight_decay)
+        self._average = None if config.ema is None else MovingAverage(self._named, config.ema)
 
     def fit(self, hooks: Hooks, stop_after_s: float | None = None) -> TrainState:
-        """Train to the last step, or until `stop_after_s` has passed; either way the state is on disk at the end."""
+        """Train to the last step, or until `stop_after_s` has passed; either way the state is on disk at the end.
+
+        With `ema` the draft is left with the averaged weights; those that training goes on from are in the state.
+        """
         started = hooks.clock()
         state = self._restore() or TrainState(0, self._plan(hooks), [], asdict(self._config))
         if self._config.steps is not None:
@@ -124,6 +135,8 @@ class Trainer:
         for batch in batches:
             lr = learning_rate(self._config, step, state.total_steps)
             out, norm = self._step(to_device(batch, self._device), lr)
+            if self._average is not None:
+                self._average.update(step)
             meter.add(out, norm, batch.ids_BT.numel() * self._world.size)
             step += 1
             ends = step == last
@@ -146,10 +159,13 @@ class Trainer:
                 if overtime and not ends:
                     batches.close()
                     break
+        if self._average is not None:
+            self._average.take()
         return state
 
     def _evaluate(self, progress: Progress, evaluate: Callable[[], dict[str, float]]) -> Progress:
-        acceptance = evaluate() if self._world.rank == 0 else {}
+        with nullcontext() if self._average is None else self._average.taken():
+            acceptance = evaluate() if self._world.rank == 0 else {}
         return Progress(**{**asdict(progress), "acceptance": acceptance})
 
     def _step(self, batch: Batch, lr: float) -> tuple[StepOutput, Tensor]:
@@ -197,18 +213,22 @@ class Trainer:
                 f"{self._path}: was written with other settings ({', '.join(differs)}); "
                 f"use them again, or train into another folder."
             )
-        if set(tensors) != set(self._named) or any(tensors[n].shape != p.shape for n, p in self._named.items()):
+        mine = self._tensors()
+        if set(tensors) != set(mine) or any(tensors[n].shape != p.shape for n, p in mine.items()):
             raise TrainingError(f"{self._path}: belongs to a draft of another shape; train into another folder.")
-        with torch.no_grad():
-            for name, p in self._named.items():
-                p.copy_(tensors[name])
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
         self._optimizer.load_state_dict(optimizer)
         return state
 
     def _save(self, state: TrainState) -> None:
         if self._world.rank == 0:
-            tensors = {name: p.detach() for name, p in self._named.items()}
-            save_state(self._path, state, tensors, self._optimizer.state_dict())
+            save_state(self._path, state, self._tensors(), self._optimizer.state_dict())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what a state holds of weights, themselves and not copies."""
+        averages = {} if self._average is None else self._average.named
+        return {**{name: p.detach() for name, p in self._named.items()}, **averages}
 
 
 class _Meter:
