@@ -1,8 +1,8 @@
 """Triton's interpreter, where there is no GPU: imported before any module with kernels, since it decides what they are.
 
-Three things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
+Four things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
 arrays, which numpy 2.4 no longer does by itself; floats are rounded to nearest even, not cut; bfloat16 is multiplied
-as numbers, not as the 16-bit words it is kept in.
+as numbers, not as the 16-bit words it is kept in; and a product is summed in steps of 16, as instructions do.
 """
 
 import os
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INSTRUCTION = 16
 WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
@@ -41,7 +42,12 @@ def _use_interpreter():
     def dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
         if a.dtype.is_floating() and a.dtype.primitive_bitwidth < 32:
             a, b = (interpreter.TensorHandle(_float32(x, convert, tl), tl.float32) for x in (a, b))
-        return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+        for k in range(0, a.data.shape[1], INSTRUCTION):
+            columns = slice(k, k + INSTRUCTION)
+            left = interpreter.TensorHandle(a.data[:, columns], a.dtype)
+            right = interpreter.TensorHandle(b.data[columns], b.dtype)
+            d = dot(self, left, right, d, input_precision, max_num_imprecise_acc)
+        return d
 
     interpreter._patch_lang_tensor = patch_with_bounds
     interpreter._convert_float = convert

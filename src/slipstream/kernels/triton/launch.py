@@ -1,7 +1,7 @@
-"""How kernels start: overlapping the end of the kernel before them, and finding out which program of a group is last."""
+"""How kernels start and meet: overlapping the kernel before, and finding out which program of a group is last."""
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 
 from typing import Any
 
@@ -35,6 +35,11 @@ def arrived_last(counter_ptr, num_programs):
     return last
 
 
-def launch_options(dependent: bool) -> dict[str, Any]:
-    """Return the launch's further arguments; only CUDA knows dependent launches."""
-    return {"launch_pdl": True} if dependent else {}
+def launch_options(dependent: bool, instruction: int = 0) -> dict[str, Any]:
+    """Return the launch's further arguments: CUDA alone knows dependent launches, AMD alone a choice of instructions.
+
+    Args:
+        instruction: rows and columns of AMD's matrix instruction, one for all tiles so that bits stay; 0 is not AMD.
+    """
+    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
+    return {**options, "matrix_instr_nonkdim": instruction} if instruction else options

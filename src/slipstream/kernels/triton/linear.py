@@ -6,7 +6,7 @@ that share an output tile. Either way a number is the same sum, whatever the num
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202, PLR0913
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM108
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.launch import arrived_last, launch_options, wait_for_inputs
-from slipstream.kernels.triton.tuning import LinearConfig
+from slipstream.kernels.triton.tuning import LinearConfig, read_tuning
+from slipstream.kernels.triton.variants import Matrix, Variant
 
 
 @triton.jit
@@ -94,12 +95,11 @@ def store_outputs(
 
 @triton.jit
 def _stretch(
-    w_at, x_at, split, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    w_at, x_at, split, steps, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one stretch of columns."""
-    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
+    """Multiply one stretch of columns, `steps` tiles long."""
     if KIND == "int8":
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
@@ -128,10 +128,10 @@ def _stretch(
     return acc
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "steps"])
 def _linear_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
-    M, N, K, x_stride, residual_stride, y_stride,
+    M, N, K, steps, x_stride, residual_stride, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SERIAL: tl.constexpr,
     EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
@@ -143,14 +143,14 @@ def _linear_kernel(
     x_at = x_ptr + rows_M.to(tl.int64)[None, :] * x_stride
     if PDL:
         LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch_rows(w_at, split * tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K, K, LINE)
+        prefetch_rows(w_at, split * steps * BLOCK_K, K, LINE)
     wait_for_inputs(PDL)
-    total = _stretch(w_at, x_at, split, K, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, EVEN_K, KIND, STREAM)
+    total = _stretch(w_at, x_at, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
     finished = True
     if SPLITS > 1:
         if SERIAL:
             for other in range(1, SPLITS):
-                total += _stretch(w_at, x_at, other, K, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, EVEN_K, KIND, STREAM)
+                total += _stretch(w_at, x_at, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
         else:
             tile = m_tile * tl.num_programs(1) + n_tile
             num_tiles = tl.num_programs(0) * tl.num_programs(1)
@@ -180,23 +180,30 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a product runs: its tiles, the tile of tokens, and what its programs count themselves in with."""
+    """How a product runs.
+
+    Args:
+        block_m: the width of the token tile.
+        stretch: the columns one partial sum covers, a multiple of the tile's, so that it is the same for all tiles.
+        serial: one program adds all stretches of its tile, where there are tokens enough to fill the device.
+        counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
+        dependent: whether the kernel may start while the one before it drains.
+        instruction: see `launch_options`.
+    """
 
     config: LinearConfig
     block_m: int
+    stretch: int
+    serial: bool
     counters: Tensor
     dependent: bool
+    instruction: int = 0
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over tokens, outputs and stretches of columns."""
         outputs = num_outputs // 2 if silu else num_outputs
         width = self.config.block_n // 2 if silu else self.config.block_n
         return -(-num_rows // self.block_m), -(-outputs // width), 1 if self.serial else self.config.split_k
-
-    @property
-    def serial(self) -> bool:
-        """One program adds all stretches where there are tokens enough to fill the device."""
-        return self.block_m > 64 or self.config.split_k == 1
 
 
 def token_tile(num_rows: int) -> int:
@@ -225,12 +232,14 @@ def multiply(
     x_scale, w_scale = scales or (x_TK, x_TK)
     _linear_kernel[grid](
         x_TK, weight_NK, x_scale, w_scale, *_optional(epilogue, y), partial_sums(launch, grid, y, kind == "int8"),
-        launch.counters, num_rows, num_outputs, num_inputs, x_TK.stride(0), residual_stride(epilogue), y.stride(0),
+        launch.counters, num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
+        residual_stride(epilogue), y.stride(0),
         BLOCK_M=launch.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.split_k,
-        SERIAL=launch.serial, EVEN_K=num_inputs % (config.block_k * config.split_k) == 0, KIND=kind,
+        SERIAL=launch.serial, EVEN_K=num_inputs == launch.stretch * config.split_k, KIND=kind,
         STREAM=grid[0] == 1, SILU=epilogue.silu, HAS_BIAS=epilogue.bias_N is not None,
         HAS_RESIDUAL=epilogue.residual_TN is not None, PDL=launch.dependent,
-        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(launch.dependent),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+        **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
 
@@ -253,3 +262,43 @@ def partial_sums(launch: Launch, grid: tuple[int, int, int], y: Tensor, whole: b
     assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"
     size = grid[0] * grid[1] * grid[2] * launch.config.block_n * launch.block_m
     return torch.empty(size, dtype=torch.int32 if whole else torch.float32, device=y.device)
+
+
+_POINTERS = {"dense": "*bf16", "int8": "*i8", "fp8": "*fp8e4nv", "fp8_upcast": "*fp8e4nv"}
+_MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp8_upcast": "bf16"}
+
+
+def variants(architecture: str) -> list[Variant]:
+    """List what ships: each format with its tiles by rule, narrow with a split, and wide with the SiLU of an MLP."""
+    tuning = read_tuning(architecture)
+    shipped = []
+    for kind in ("dense", "int8", "fp8" if tuning.fp8_dot else "fp8_upcast"):
+        itemsize = 2 if kind == "dense" else 1
+        narrow = tuning.linear_config(kind, 4096, 4096, itemsize)
+        wide = tuning.wide_config(kind, narrow)
+        shipped += [
+            _variant(f"linear {kind} 16 rows", kind, narrow, 16, silu=False),
+            _variant(f"linear {kind} 64 rows", kind, narrow, 64, silu=True),
+            _variant(f"linear {kind} 128 rows", kind, wide, 128, silu=True),
+        ]
+    return shipped
+
+
+def _variant(name: str, kind: str, config: LinearConfig, block_m: int, *, silu: bool) -> Variant:
+    code = _POINTERS[kind]
+    signature = {
+        "x_ptr": code, "w_ptr": code, "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
+        "residual_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*i32" if kind == "int8" else "*fp32",
+        "counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32", "steps": "i32", "x_stride": "i32",
+        "residual_stride": "i32",
+        "y_stride": "i32",
+    }  # fmt: skip
+    constants = {
+        "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.split_k,
+        "SERIAL": block_m > 64, "EVEN_K": True, "KIND": kind, "STREAM": block_m <= 64, "SILU": silu,
+        "HAS_BIAS": False, "HAS_RESIDUAL": not silu, "PDL": False,
+    }  # fmt: skip
+    divisible = tuple(arg for arg in signature if arg not in ("M", "steps"))
+    return Variant(
+        name, _linear_kernel, signature, constants, config.num_warps, config.num_stages, _MATRIX[kind], divisible
+    )

@@ -1,4 +1,4 @@
-"""Configurations of the kernels per architecture: data in configs/<architecture>.json, with one rule where it is silent.
+"""Configurations of the kernels per architecture: files in configs/, and one rule where they are silent.
 
 A row's bits depend on `split_k` and on the kind of matrix instruction, never on how many rows share the pass: one
 configuration belongs to a (format, N, K), and the number of rows only picks the width of the token tile.
@@ -54,6 +54,7 @@ class Tuning:
         wide: tiles of passes with more than 64 rows, by format; `split_k` is the shape's own.
         programs: how many programs keep the device's memory busy; products are split over K until there are as many.
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
+        instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
     """
 
@@ -65,6 +66,7 @@ class Tuning:
     bytes_per_step: int = 256
     num_stages: int = 4
     fp8_dot: bool = False
+    instruction: int = 0
     dependent_launch: bool = False
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
@@ -86,7 +88,8 @@ class Tuning:
         known = self.wide.get(format)
         if known is None:
             return narrow
-        return LinearConfig(known.block_n, known.block_k, narrow.split_k, known.num_warps, known.num_stages)
+        block_k = min(known.block_k, narrow.block_k)  # divides the stretch of columns that one sum covers
+        return LinearConfig(known.block_n, block_k, narrow.split_k, known.num_warps, known.num_stages)
 
 
 def read_tuning(architecture: str) -> Tuning:
