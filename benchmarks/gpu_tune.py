@@ -1,6 +1,6 @@
 """Find the tiles of the Triton products and of attention on this GPU, and write them as a configuration file.
 
-    PYTHONPATH=src python -m benchmarks.gpu_tune --out out/configs [--seconds 150] [--only products|attention]
+    PYTHONPATH=src python -m benchmarks.gpu_tune --out out/configs [--seconds 150] [--only products|attention|wide]
 
 Products are timed inside CUDA graphs that walk over copies of the weight too large for the L2 cache; percentages are
 of the read bandwidth measured first. A configuration counts only if a row's bits are the same for 1, 4, 8, 40 and 160
@@ -79,19 +79,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150.0, help="leave the shapes that are not reached by then")
-    parser.add_argument("--only", choices=("products", "attention"))
+    parser.add_argument("--only", choices=("products", "attention", "wide"), help="wide: passes of many rows")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     deadline = time.monotonic() + arguments.seconds
     tuning = read_tuning(architecture_of(device))
-    if arguments.only != "attention":
+    if arguments.only in (None, "products"):
         compile_all(tuning)
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()} reads {bandwidth / 1e12:.3f} TB/s", flush=True)
-    if arguments.only != "products":
+    if arguments.only in (None, "attention"):
         tuning = tune_attention(tuning, bandwidth, device)
-    if arguments.only != "attention":
+    if arguments.only in (None, "products"):
         tuning = tune_products(tuning, bandwidth, device, deadline)
+    if arguments.only == "wide":
+        for format in ("dense", "fp8"):
+            tuning = tune_wide(tuning, format, device)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{tuning.architecture}.json"
     data = {name: value for name, value in dataclasses.asdict(tuning).items() if name != "architecture"}
@@ -124,7 +127,7 @@ def tuned_with(tuning: Tuning, format: str, shape: Shape, config: LinearConfig) 
 
 def compile_all(tuning: Tuning) -> None:
     """Compile every candidate once, in as many processes as there are cores, into Triton's cache."""
-    tasks = {(f, s.silu, c) for f, s in WORK for c in candidates(f, s)}
+    tasks = {(f, s.silu, s.inputs % (c.block_k * c.split_k) == 0, c) for f, s in WORK for c in candidates(f, s)}
     start = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
         failed = [error for error in pool.imap_unordered(compile_one, [(tuning, *t) for t in tasks], 4) if error]
@@ -133,13 +136,15 @@ def compile_all(tuning: Tuning) -> None:
     print(f"compiled {len(tasks) - len(failed)} of {len(tasks)} in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def compile_one(task: tuple[Tuning, str, bool, LinearConfig]) -> str:
+def compile_one(task: tuple[Tuning, str, bool, bool, LinearConfig]) -> str:
     """Run one configuration on a small weight with the specialisations of the large ones; return what went wrong."""
-    tuning, format, silu, config = task
+    tuning, format, silu, even, config = task
     try:
-        shape = Shape("small", 2 * config.block_n * 16, 2 * config.block_k * config.split_k * 16, silu)
+        columns = 2 * config.block_k * config.split_k * 16 + (0 if even or ITEM_BYTES[format] < 1 else 16)
+        shape = Shape("small", 2 * config.block_n * 16, columns, silu)
         with torch.no_grad():
-            run_product(tuned_with(tuning, format, shape, config), format, shape, 4)
+            for num_rows in (4, 40, 160):
+                run_product(tuned_with(tuning, format, shape, config), format, shape, num_rows)
     except Exception as error:  # noqa: BLE001 - anything a compiler may raise is a reason to skip the candidate
         return f"{format} {config}: {str(error).splitlines()[-1][:160] if str(error) else type(error).__name__}"
     return ""
@@ -175,8 +180,8 @@ def random_weight(format: str, shape: Shape, device: torch.device) -> Weight:
 
 def epilogue(shape: Shape, num_rows: int, device: torch.device) -> Epilogue:
     """Return what a product of this shape ends with in a block."""
-    if shape.silu or shape.outputs > 10000:
-        return Epilogue(silu=shape.silu)
+    if shape.silu:
+        return Epilogue(silu=True)
     return Epilogue(residual_TN=torch.zeros(num_rows, shape.outputs, device=device, dtype=torch.bfloat16))
 
 
@@ -229,10 +234,7 @@ def tune_products(tuning: Tuning, bandwidth: float, device: torch.device, deadli
         found = tune_shape(tuning, format, shape, bandwidth, device)
         if found is not None:
             best[f"{format}:{shape.outputs}:{shape.inputs}"] = found
-    tuning = dataclasses.replace(tuning, linear=best)
-    for format in ("dense", "fp8"):
-        tuning = tune_wide(tuning, format, device)
-    return tuning
+    return dataclasses.replace(tuning, linear=best)
 
 
 def copies_of(products: Products, format: str, shape: Shape, device: torch.device) -> list[Weight]:
@@ -272,9 +274,11 @@ def tune_shape(
     winner = min(ranked, key=lambda pair: pair[0])[1]
     plain = dataclasses.replace(tuned_with(tuning, format, shape, winner), dependent_launch=False)
     rest = {m: product_seconds(tuned_with(tuning, format, shape, winner), weights, x[:m], shape) for m in (1, 160)}
-    without = product_seconds(plain, weights, x[:4], shape)
+    say = ""
+    if format == "dense" and shape in LLAMA:
+        say = f"; M=4 without dependent launch {product_seconds(plain, weights, x[:4], shape) * 1e6:.1f} us"
     print(f"{format:9} {shape.name:18} best {dataclasses.astuple(winner)}: M=1 {rest[1] * 1e6:.1f} M=160 "
-          f"{rest[160] * 1e6:.1f} us; M=4 without dependent launch {without * 1e6:.1f} us", flush=True)  # fmt: skip
+          f"{rest[160] * 1e6:.1f} us{say}", flush=True)  # fmt: skip
     return winner
 
 
