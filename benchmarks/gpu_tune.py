@@ -1,6 +1,6 @@
 """Find the tiles of the Triton products and of attention on this GPU, and write them as a configuration file.
 
-    PYTHONPATH=src python -m benchmarks.gpu_tune --out out/configs [--seconds 150] [--only products|attention|wide]
+    PYTHONPATH=src python -m benchmarks.gpu_tune --out out/configs [--seconds 150] [--only ...]
 
 Products are timed inside CUDA graphs that walk over copies of the weight too large for the L2 cache; percentages are
 of the read bandwidth measured first. A configuration counts only if a row's bits are the same for 1, 4, 8, 40 and 160
@@ -69,8 +69,8 @@ WORK = [
     *(("dense", shape) for shape in LLAMA),
     *(("fp8", shape) for shape in LLAMA),
     *(("dense", shape) for shape in SMOLLM),
-    *((format, shape) for format in ("w4a8", "int8", "int4_per_channel", "int4_group") for shape in LLAMA[:4]),
 ]
+FURTHER = [(format, shape) for format in ("w4a8", "int8", "int4_per_channel", "int4_group") for shape in LLAMA[:4]]
 WIDE = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 3)]
 
 
@@ -79,19 +79,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150.0, help="leave the shapes that are not reached by then")
-    parser.add_argument("--only", choices=("products", "attention", "wide"), help="wide: passes of many rows")
+    parser.add_argument(
+        "--only",
+        choices=("products", "further", "attention", "wide"),
+        help="further: 4-bit and INT8 weights; wide: passes of many rows",
+    )
     arguments = parser.parse_args()
     device = torch.device("cuda")
     deadline = time.monotonic() + arguments.seconds
     tuning = read_tuning(architecture_of(device))
-    if arguments.only in (None, "products"):
-        compile_all(tuning)
+    work = FURTHER if arguments.only == "further" else WORK
+    if arguments.only in (None, "products", "further"):
+        compile_all(tuning, work)
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()} reads {bandwidth / 1e12:.3f} TB/s", flush=True)
     if arguments.only in (None, "attention"):
         tuning = tune_attention(tuning, bandwidth, device)
-    if arguments.only in (None, "products"):
-        tuning = tune_products(tuning, bandwidth, device, deadline)
+    if arguments.only in (None, "products", "further"):
+        tuning = tune_products(tuning, work, bandwidth, device, deadline)
     if arguments.only == "wide":
         for format in ("dense", "fp8"):
             tuning = tune_wide(tuning, format, device)
@@ -111,11 +116,12 @@ def candidates(format: str, shape: Shape) -> list[LinearConfig]:
             block_k = int(step_bytes / ITEM_BYTES[format])
             if ITEM_BYTES[format] == 0.5 and step_bytes != 128:
                 continue  # the block of nibbles is the weight's own
-            for stages in (3, 4, 6):
+            for stages in (3, 5):
                 fits = (block_n * step_bytes + 64 * block_k * min(ITEM_BYTES[format] * 2, 2)) * stages <= 220_000
                 for split in (1, 2, 4, 8):
-                    enough = 100 <= tiles * split <= 1200 or split == 1
-                    if fits and enough and shape.inputs >= 2 * block_k * split and (split == 1 or tiles < 264):
+                    enough = 128 <= tiles * split <= 640 or (split == 1 and tiles > 100)
+                    small = tiles < 128 and split == 1 and shape.inputs < 2048
+                    if fits and (enough or small) and shape.inputs >= 2 * block_k * split:
                         found.append(LinearConfig(block_n, block_k, split, 4, stages))
     return found
 
@@ -125,9 +131,9 @@ def tuned_with(tuning: Tuning, format: str, shape: Shape, config: LinearConfig) 
     return dataclasses.replace(tuning, linear={f"{format}:{shape.outputs}:{shape.inputs}": config})
 
 
-def compile_all(tuning: Tuning) -> None:
+def compile_all(tuning: Tuning, work: list[tuple[str, Shape]]) -> None:
     """Compile every candidate once, in as many processes as there are cores, into Triton's cache."""
-    tasks = {(f, s.silu, s.inputs % (c.block_k * c.split_k) == 0, c) for f, s in WORK for c in candidates(f, s)}
+    tasks = {(f, s.silu, s.inputs % (c.block_k * c.split_k) == 0, c) for f, s in work for c in candidates(f, s)}
     start = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
         failed = [error for error in pool.imap_unordered(compile_one, [(tuning, *t) for t in tasks], 4) if error]
@@ -224,10 +230,12 @@ def read_bandwidth() -> float:
     return x.nbytes / best
 
 
-def tune_products(tuning: Tuning, bandwidth: float, device: torch.device, deadline: float) -> Tuning:
+def tune_products(
+    tuning: Tuning, work: list[tuple[str, Shape]], bandwidth: float, device: torch.device, deadline: float
+) -> Tuning:
     """Return the tuning with the best configuration of each shape, and of wide tiles per format."""
     best: dict[str, LinearConfig] = dict(tuning.linear)
-    for format, shape in WORK:
+    for format, shape in work:
         if time.monotonic() > deadline:
             print(f"out of time before {format} {shape.name}")
             continue
