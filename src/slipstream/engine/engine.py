@@ -25,7 +25,7 @@ from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.choose import choose
 from slipstream.speculation.drafter import Drafter, Observed
 from slipstream.speculation.sampling import SamplingParams
-from slipstream.speculation.simulate import check_rates, simulate, simulated_count
+from slipstream.speculation.simulate import check_rates, simulate, simulated_counts
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
 
@@ -254,9 +254,9 @@ class Engine:
             chosen_RN = torch.zeros_like(tree_batch.tokens_RN)
             chosen_RN[tree_batch.valid_RN] = choose(logits_LV, rows, self._ops)
             if self._simulated and emitting:
-                requests = [work.request for work in emitting]
-                counts = [simulated_count(self._simulated, r.seed, len(r.tokens)) for r in requests]
-                return simulate(trees, chosen_RN, counts)
+                seed_R = torch.tensor([work.request.seed for work in emitting])
+                length_R = torch.tensor([len(work.request.tokens) for work in emitting])
+                return simulate(trees, chosen_RN, simulated_counts(self._simulated, seed_R, length_R).tolist())
             return accept(tree_batch, chosen_RN)
 
     def _commit(
