@@ -15,7 +15,6 @@ from slipstream.errors import ConfigError
 from slipstream.speculation.accept import Accepted
 from slipstream.speculation.tree import Tree
 
-
 _SEED_STEP = 0x9E3779B97F4A7C15 - 2**64
 _POSITION_STEP = 0xD1B54A32D192ED03 - 2**64
 _MIXERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
