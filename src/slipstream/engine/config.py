@@ -44,6 +44,14 @@ class EngineConfig:
         if self.num_pages is not None and self.num_pages < 1:
             raise ConfigError(f"num_pages is {self.num_pages}; it must be at least 1.")
 
+    def runs_cycles(self, device_type: str) -> bool:
+        """Tell whether decoding may run as cycles on such a device."""
+        return self.device_cycle == "on" or (self.device_cycle == "auto" and device_type == "cuda")
+
+    def spare_pages(self, device_type: str) -> int:
+        """Return how many pages the caches need beyond the requests' own: cycles keep one for unused rows."""
+        return int(self.runs_cycles(device_type))
+
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages hold so many tokens."""
         return -(-num_tokens // self.page_size)

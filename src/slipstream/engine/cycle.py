@@ -92,7 +92,7 @@ class CycleState:
 
 
 @dataclass(frozen=True)
-class _Places:
+class Places:
     """Where this cycle's nodes lie: the root at each row's committed end, the chain behind it."""
 
     index_RN: Tensor
@@ -120,9 +120,9 @@ class Cycle:
         """Advance every active row by the tokens its target pass accepts; `out_RE` says which."""
         state = self._state
         state.committed_R.mul_(state.active_R)  # an unused row starts over, so that it never leaves its one page
-        places = self._place()
+        places = self.place()
         chain_RN = self._draft_chain(places)
-        captured, chosen_RN = self._verify(places, chain_RN)
+        captured, chosen_RN = self.verify(places, chain_RN)
         accepted_R, emitted_RN = self._accept(chain_RN, chosen_RN)
         if self._kind.num_drafted:
             self._extend(places, captured, emitted_RN, accepted_R)
@@ -131,7 +131,8 @@ class Cycle:
         state.committed_R.add_(counts_R)
         torch.cat([counts_R[:, None], emitted_RN], 1, out=self.out_RE)
 
-    def _place(self) -> _Places:
+    def place(self) -> Places:
+        """Return where the nodes of the next pass lie."""
         kv, state = self._models.target_kv, self._state
         index_RN = state.committed_R[:, None] + self._node_N
         column_RN = index_RN // kv.page_size
@@ -145,9 +146,9 @@ class Cycle:
             ancestors_T=self._ones_T,
             page_size=kv.page_size,
         )
-        return _Places(index_RN, PagedContext(self._models.ops, index_T, slots_RN.flatten(), batch, kv))
+        return Places(index_RN, PagedContext(self._models.ops, index_T, slots_RN.flatten(), batch, kv))
 
-    def _draft_chain(self, places: _Places) -> Tensor:
+    def _draft_chain(self, places: Places) -> Tensor:
         """Return root and drafted tokens of each row; the draft's keys of imagined tokens go behind its true ones."""
         state, draft, draft_kv = self._state, self._models.draft, self._models.draft_kv
         tokens = [state.root_R]
@@ -162,7 +163,7 @@ class Cycle:
             tokens.append(draft.token_ids_V[entries_R1[:, 0]])
         return torch.stack(tokens, 1)
 
-    def _draft_context(self, places: _Places, node: int, draft_kv: KvCache) -> PagedContext:
+    def _draft_context(self, places: Places, node: int, draft_kv: KvCache) -> PagedContext:
         """Return the context of one imagined slot per row, in the place of `node`."""
         index_R = places.index_RN[:, node].contiguous()
         slots_R = places.context.slots_T.view_as(places.index_RN)[:, node].contiguous()
@@ -175,7 +176,7 @@ class Cycle:
         )
         return PagedContext(self._models.ops, index_R, slots_R, batch, draft_kv)
 
-    def _verify(self, places: _Places, chain_RN: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def verify(self, places: Places, chain_RN: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run the target over roots and chains; return its captured states and its token at every node."""
         models, state = self._models, self._state
         captured_layers = models.captured_layers if self._kind.num_drafted else ()
@@ -205,7 +206,7 @@ class Cycle:
         kept_RN = self._node_N < accepted_R[:, None]
         return accepted_R, torch.where(kept_RN, torch.cat([drafted_RK, chosen_RN[:, -1:]], 1), chosen_RN)
 
-    def _extend(self, places: _Places, captured: tuple[Tensor, ...], emitted_RN: Tensor, accepted_R: Tensor) -> None:
+    def _extend(self, places: Places, captured: tuple[Tensor, ...], emitted_RN: Tensor, accepted_R: Tensor) -> None:
         """Run the draft over the nodes with the target's true states, and keep what it left at the last accepted one.
 
         The nodes behind that one are run too, to keep shapes fixed: their keys lie where the next cycle writes.

@@ -26,6 +26,7 @@ from slipstream.models.llama import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.choose import choose
 from slipstream.speculation.drafter import Drafter, Observed
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.simulate import check_rates, simulate, simulated_counts
 from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
@@ -63,7 +64,7 @@ class Engine:
         self._warned = False
         self._simulated: tuple[float, ...] = ()
         self._pipeline: Pipeline | None = None
-        if spare_pages(config, self._device) and Pipeline.supports(drafter):
+        if config.runs_cycles(self._device.type) and Pipeline.supports(drafter):
             self._pipeline = Pipeline(runner, drafter, config, ops, self._scheduler, self._sessions)
         self.stats = EngineStats()
 
@@ -131,6 +132,17 @@ class Engine:
         self._sessions[request.request_id] = Session(request, self._vocab_size, self._device, detokenizer)
         self._scheduler.add(request)
         return request.request_id
+
+    def add_computed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> int:
+        """Start a request as if its prompt had been computed: its keys are whatever the cache holds.
+
+        For measurements: decoding from a long context can be timed without computing it first.
+        """
+        request_id = self.add(prompt, params, seed)
+        self._scheduler.start_computed(self._sessions[request_id].request)
+        if isinstance(self._drafter, Eagle3Drafter):
+            self._drafter.pretend(request_id, len(prompt) - 1)
+        return request_id
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError for what can never run. Reads settings only, so any thread may ask."""
@@ -369,12 +381,6 @@ class Engine:
         started = time.perf_counter()
         yield
         self.stats.phase_seconds[phase] += time.perf_counter() - started
-
-
-def spare_pages(config: EngineConfig, device: torch.device) -> int:
-    """Return how many pages beyond the requests' own an engine's caches need: cycles keep one for unused rows."""
-    on = config.device_cycle == "on" or (config.device_cycle == "auto" and device.type == "cuda")
-    return int(on)
 
 
 def draft_needs(drafter: Drafter) -> DraftNeeds:

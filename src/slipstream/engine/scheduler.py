@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.pages import PageAllocator, chain_key
 from slipstream.engine.request import FinishReason, Request, Status
+from slipstream.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._waiting.append(request)
+
+    def start_computed(self, request: Request) -> None:
+        """Start a waiting request with all its tokens but the last taken for committed; RequestError without pages."""
+        pages = self._pages.allocate(self._config.pages_for(len(request.tokens) + self._needs.extra_slots))
+        if pages is None or len(self._running) >= self._config.max_requests:
+            raise RequestError("There is no room to start this request at once; give the engine more pages.")
+        self._waiting.remove(request)
+        request.pages, request.num_committed, request.status = pages, len(request.tokens) - 1, Status.RUNNING
+        self._running.append(request)
 
     def plan(self) -> list[Scheduled]:
         """Choose this step's work and reserve its pages; running requests go first, the oldest before the newest."""

@@ -113,6 +113,12 @@ class Eagle3Drafter:
         for row, (request_id, length) in enumerate(lengths.items()):
             self._last[request_id] = _LastSlot(length, feedback_RD[row], logits_RV[row])
 
+    def pretend(self, request_id: int, length: int) -> None:
+        """Take a request's first `length` tokens for observed, with nothing in mind about the next one."""
+        table = self._draft.embed_tokens
+        feedback_1D = torch.zeros(1, self._draft.spec.hidden_size, dtype=table.dtype, device=table.device)
+        self.resume({request_id: length}, feedback_1D, self._draft.logits(feedback_1D, self._ops))
+
     def reshape(self, shape: TreeShape) -> None:
         """Grow trees of another shape."""
         self.shape = shape
