@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine, StepError
-from slipstream.engine.graphs import row_buckets
+from slipstream.engine.graphs import key_bounds, row_buckets
 from slipstream.engine.request import FinishReason
 from slipstream.engine.runner import Runner
 from slipstream.errors import ConfigError
@@ -235,6 +235,19 @@ def test_batches_are_made_in_few_sizes_up_to_the_largest():
     assert row_buckets(1) == (1,)
     assert row_buckets(40) == (1, 2, 4, 8, 16, 24, 32, 40)
     assert row_buckets(300)[-1] == 300
+
+
+def test_bounds_on_keys_end_at_the_context():
+    assert key_bounds(1000) == (1000,)
+    assert key_bounds(4096) == (4096,)
+    assert key_bounds(20000) == (4096, 16384, 20000)
+
+
+def test_a_context_that_outgrows_its_cycle_goes_on_in_a_larger_one(monkeypatch):
+    monkeypatch.setattr("slipstream.engine.graphs._FEW_KEYS", 8)
+    work = [([i, 2, 3], SamplingParams(max_tokens=60, temperature=0.7), i, True) for i in range(3)]
+    answers = [drive(cycling("follower", device_cycle=mode), work, random.Random(0)) for mode in ("off", "on")]
+    assert answers[0] == answers[1]
 
 
 def test_an_unknown_mode_is_refused():

@@ -35,11 +35,16 @@ class CycleModels:
 
 @dataclass(frozen=True)
 class CycleKind:
-    """What makes one cycle's work different from another's, apart from the values in its tensors."""
+    """What makes one cycle's work different from another's, apart from the values in its tensors.
+
+    Args:
+        max_keys: no row has more keys by the end of the cycle; None bounds them by the page table alone.
+    """
 
     num_rows: int
     num_drafted: int
     simulated: tuple[float, ...] = ()
+    max_keys: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,10 @@ class CycleState:
             logits_RV=zeros(logits_1V.dtype, logits_1V.shape[1]),
         )
 
-    def first(self, num_rows: int) -> "CycleState":
-        """Return the first rows, as views."""
-        return CycleState(**{name: getattr(self, name)[:num_rows] for name in self.__dataclass_fields__})
+    def first(self, num_rows: int, num_columns: int | None = None) -> "CycleState":
+        """Return the first rows, as views, with the first columns of their page tables."""
+        rows = {name: getattr(self, name)[:num_rows] for name in self.__dataclass_fields__}
+        return CycleState(**{**rows, "pages_RP": self.pages_RP[:num_rows, :num_columns]})
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ class Cycle:
     def __init__(self, models: CycleModels, state: CycleState, kind: CycleKind) -> None:
         device = state.root_R.device
         self._models = models
-        self._state = state.first(kind.num_rows)
+        num_columns = None if kind.max_keys is None else -(-kind.max_keys // models.target_kv.page_size)
+        self._state = state.first(kind.num_rows, num_columns)
         self._kind = kind
         self._num_nodes = kind.num_drafted + 1
         self.out_RE = torch.zeros(kind.num_rows, self._num_nodes + 1, dtype=torch.int64, device=device)
@@ -145,6 +152,8 @@ class Cycle:
             kv_index_T=index_T,
             ancestors_T=self._ones_T,
             page_size=kv.page_size,
+            max_queries=self._num_nodes,
+            max_keys=state.pages_RP.shape[1] * kv.page_size,
         )
         return Places(index_RN, PagedContext(self._models.ops, index_T, slots_RN.flatten(), batch, kv))
 
@@ -173,6 +182,7 @@ class Cycle:
             kv_lens_R=(index_R + 1).int(),
             kv_index_T=index_R,
             ancestors_T=self._ones_T[: self._kind.num_rows],
+            max_queries=1,
         )
         return PagedContext(self._models.ops, index_R, slots_R, batch, draft_kv)
 

@@ -19,12 +19,21 @@ from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
 logger = logging.getLogger(__name__)
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192)
+_FEW_KEYS = 4096
 _RING = 3  # one cycle being read, one in flight, one being launched
 
 
 def row_buckets(max_requests: int) -> tuple[int, ...]:
     """Return the batch sizes cycles are made for, up to the largest there can be."""
     return (*(size for size in _BUCKETS if size < max_requests), max_requests)
+
+
+def key_bounds(max_context: int) -> tuple[int, ...]:
+    """Return the bounds on a row's keys that cycles are made for: grids and buffers grow with the bound."""
+    bounds = [_FEW_KEYS]
+    while bounds[-1] < max_context:
+        bounds.append(4 * bounds[-1])
+    return (*bounds[:-1], max_context)
 
 
 @dataclass(frozen=True)
@@ -124,9 +133,10 @@ class CycleLauncher:
         cost = CaptureCost(kind, time.perf_counter() - started, before - torch.cuda.mem_get_info()[0])
         self.costs.append(cost)
         logger.info(
-            "captured a cycle of %d rows with %d drafted tokens: %.2f s, %.1f MiB",
+            "captured a cycle of %d rows, %d drafted tokens and at most %s keys: %.2f s, %.1f MiB",
             kind.num_rows,
             kind.num_drafted,
+            kind.max_keys,
             cost.seconds,
             cost.nbytes / 2**20,
         )

@@ -16,7 +16,7 @@ import torch
 
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.cycle import CycleKind, CycleModels, CycleState
-from slipstream.engine.graphs import CaptureCost, CycleLauncher, PendingOutput, row_buckets
+from slipstream.engine.graphs import CaptureCost, CycleLauncher, PendingOutput, key_bounds, row_buckets
 from slipstream.engine.memory import weight_bytes
 from slipstream.engine.output import Emission
 from slipstream.engine.request import Request
@@ -71,7 +71,7 @@ class Pipeline:
         state = CycleState.allocate(models, config.max_requests, num_columns(config, num_pages))
         self._rows = Rows(state, num_pages, eagle)
         self.launcher = CycleLauncher(models, state)
-        self._buckets = row_buckets(config.max_requests)
+        self._buckets, self._key_bounds = row_buckets(config.max_requests), key_bounds(config.max_context)
         self._flights: deque[_Flight] = deque()
         self._kind: CycleKind | None = None
 
@@ -96,12 +96,15 @@ class Pipeline:
         return self._land(stats)
 
     def warm_up(self) -> list[CaptureCost]:
-        """Make the cycles ready that the present tree may need, so that no request waits for it; return the cost."""
+        """Make ready the cycles that contexts of usual length need with the present tree; return what that took.
+
+        Longer contexts have theirs made when the first of them comes.
+        """
         assert self._kind is None, "cycles are made ready before requests come"
         length = self._chain_length()
         if length is not None:
             for num_rows in reversed(self._buckets):  # the largest first: the others then fit the pool it made
-                self.launcher.prepare(CycleKind(num_rows, length))
+                self.launcher.prepare(CycleKind(num_rows, length, (), self._key_bounds[0]))
         return self.launcher.costs
 
     def reset(self) -> None:
@@ -130,7 +133,9 @@ class Pipeline:
         if not self._scheduler.reserve_ahead(ahead):
             return None
         num_rows = next(size for size in self._buckets if size >= len(running))
-        return CycleKind(num_rows, num_drafted, simulated if num_drafted else ())
+        longest = max(len(request.tokens) for request in running) + ahead
+        max_keys = next(bound for bound in self._key_bounds if bound >= longest)
+        return CycleKind(num_rows, num_drafted, simulated if num_drafted else (), max_keys)
 
     def _chain_length(self) -> int | None:
         """Return how long the drafter's chains are, 0 without a draft; None if it grows trees."""

@@ -34,6 +34,8 @@ class AttentionBatch:
         query_starts_R1: int32 [R + 1], where each request's query tokens start.
         kv_lens_R: int32 [R], keys a request has once this pass has written its own.
         page_table_RP: int32 [R, P], page numbers; entries past the last used one are never read.
+        max_queries: no request has more query tokens; known on the host, for kernels that may not ask the device.
+        max_keys: no request has more keys, likewise.
     """
 
     query_starts_R1: Tensor
@@ -42,6 +44,8 @@ class AttentionBatch:
     kv_index_T: Tensor
     ancestors_T: Tensor
     page_size: int
+    max_queries: int | None = None
+    max_keys: int | None = None
 
 
 class Layer(Protocol):

@@ -121,6 +121,8 @@ def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTo
         kv_index_T=index_T,
         ancestors_T=queries.ancestors_T,
         page_size=kv.page_size,
+        max_queries=max(queries.counts, default=0),
+        max_keys=page_table_RP.shape[1] * kv.page_size,
     )
     return PagedContext(ops, queries.positions_T, slots_T, batch, kv)
 
