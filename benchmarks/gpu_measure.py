@@ -138,6 +138,6 @@ def in_graph(work: Callable[[], object], capturable: bool) -> Callable[[], objec
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph.replay

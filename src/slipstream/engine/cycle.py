@@ -71,6 +71,7 @@ class CycleState:
     logits_RV: Tensor
 
     @staticmethod
+    @torch.no_grad()
     def allocate(models: CycleModels, num_rows: int, num_pages: int) -> "CycleState":
         """Return a batch without requests, for up to `num_pages` pages a row."""
         device = models.target.embed_tokens.device
@@ -99,10 +100,19 @@ class CycleState:
 
 @dataclass(frozen=True)
 class Places:
-    """Where this cycle's nodes lie: the root at each row's committed end, the chain behind it."""
+    """Where this cycle's nodes lie, the root at each row's committed end and the chain behind it.
 
-    index_RN: Tensor
+    Args:
+        context: that of a pass over every node of every row.
+        index_NR: the nodes' places among their rows' keys, node by node, for the passes over one node of every row.
+        position_NR: the position of the token each node foretells; also how many keys there are up to the node.
+    """
+
     context: PagedContext
+    index_NR: Tensor
+    slots_NR: Tensor
+    position_NR: Tensor
+    kv_lens_NR: Tensor
 
 
 class Cycle:
@@ -142,12 +152,15 @@ class Cycle:
         """Return where the nodes of the next pass lie."""
         kv, state = self._models.target_kv, self._state
         index_RN = state.committed_R[:, None] + self._node_N
+        index_NR = state.committed_R + self._node_N[:, None]
+        position_NR = index_NR + 1
+        kv_lens_NR = position_NR.int()
         column_RN = index_RN // kv.page_size
         slots_RN = index_RN + (state.pages_RP.gather(1, column_RN) - column_RN) * kv.page_size
         index_T = index_RN.flatten()
         batch = AttentionBatch(
             query_starts_R1=self._starts_R1,
-            kv_lens_R=(state.committed_R + self._num_nodes).int(),
+            kv_lens_R=kv_lens_NR[-1],
             page_table_RP=state.pages_RP,
             kv_index_T=index_T,
             ancestors_T=self._ones_T,
@@ -155,7 +168,8 @@ class Cycle:
             max_queries=self._num_nodes,
             max_keys=state.pages_RP.shape[1] * kv.page_size,
         )
-        return Places(index_RN, PagedContext(self._models.ops, index_T, slots_RN.flatten(), batch, kv))
+        context = PagedContext(self._models.ops, index_T, slots_RN.flatten(), batch, kv)
+        return Places(context, index_NR, slots_RN.t().contiguous(), position_NR, kv_lens_NR)
 
     def _draft_chain(self, places: Places) -> Tensor:
         """Return root and drafted tokens of each row; the draft's keys of imagined tokens go behind its true ones."""
@@ -167,24 +181,22 @@ class Cycle:
             if depth:
                 hidden = draft(feedback_RD, tokens[-1], self._draft_context(places, depth - 1, draft_kv))
                 logits_RV, feedback_RD = draft.logits(hidden.normed_TD, self._models.ops), hidden.feedback_TD
-            sampling = RowSampling(state.temperature_R, state.seed_R, places.index_RN[:, depth] + 1)
+            sampling = RowSampling(state.temperature_R, state.seed_R, places.position_NR[depth])
             _, entries_R1 = self._models.ops.top_k(logits_RV, draft.token_ids_V, sampling, 1)
             tokens.append(draft.token_ids_V[entries_R1[:, 0]])
         return torch.stack(tokens, 1)
 
     def _draft_context(self, places: Places, node: int, draft_kv: KvCache) -> PagedContext:
         """Return the context of one imagined slot per row, in the place of `node`."""
-        index_R = places.index_RN[:, node].contiguous()
-        slots_R = places.context.slots_T.view_as(places.index_RN)[:, node].contiguous()
         batch = replace(
             places.context.batch,
             query_starts_R1=self._one_each_R1,
-            kv_lens_R=(index_R + 1).int(),
-            kv_index_T=index_R,
+            kv_lens_R=places.kv_lens_NR[node],
+            kv_index_T=places.index_NR[node],
             ancestors_T=self._ones_T[: self._kind.num_rows],
             max_queries=1,
         )
-        return PagedContext(self._models.ops, index_R, slots_R, batch, draft_kv)
+        return PagedContext(self._models.ops, places.index_NR[node], places.slots_NR[node], batch, draft_kv)
 
     def verify(self, places: Places, chain_RN: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run the target over roots and chains; return its captured states and its token at every node."""

@@ -126,7 +126,7 @@ class CycleLauncher:
                 cycle.run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             cycle.run()
         self._pool = self._pool or graph.pool()
         torch.cuda.synchronize()
