@@ -64,8 +64,8 @@ class Engine:
         self._warned = False
         self._simulated: tuple[float, ...] = ()
         self._pipeline: Pipeline | None = None
-        if config.runs_cycles(self._device.type) and Pipeline.supports(drafter):
-            self._pipeline = Pipeline(runner, drafter, config, ops, self._scheduler, self._sessions)
+        if config.runs_cycles(self._device.type) and Pipeline.supports(runner, drafter):
+            self._pipeline = Pipeline(runner, drafter, config, self._scheduler, self._sessions)
         self.stats = EngineStats()
 
     @property

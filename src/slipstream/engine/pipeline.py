@@ -25,7 +25,6 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.session import Session
 from slipstream.engine.stats import EngineStats
-from slipstream.kernels import Ops
 from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.tree import Tree
@@ -50,13 +49,12 @@ class Pipeline:
         runner: Runner,
         drafter: Drafter,
         config: EngineConfig,
-        ops: Ops,
         scheduler: Scheduler,
         sessions: Mapping[int, Session],
     ) -> None:
         eagle = drafter if isinstance(drafter, Eagle3Drafter) else None
         models = CycleModels(
-            ops,
+            runner.ops,
             runner.model,
             runner.kv,
             runner.captured_layers,
@@ -76,9 +74,9 @@ class Pipeline:
         self._kind: CycleKind | None = None
 
     @staticmethod
-    def supports(drafter: Drafter) -> bool:
-        """Tell whether cycles can stand in for this drafter's steps."""
-        return isinstance(drafter, NoDrafter | Eagle3Drafter)
+    def supports(runner: Runner, drafter: Drafter) -> bool:
+        """Tell whether cycles can stand in for steps: the target is whole on one device, and the drafter a draft."""
+        return isinstance(runner, Runner) and isinstance(drafter, NoDrafter | Eagle3Drafter)
 
     def advance(self, simulated: tuple[float, ...], stats: EngineStats) -> list[Emission] | None:
         """Launch the next cycle if one may run, and read the one before; None if an ordinary step must run now."""

@@ -31,6 +31,11 @@ class Runner:
         return self._kv
 
     @property
+    def ops(self) -> Ops:
+        """The target's kernels."""
+        return self._ops
+
+    @property
     def captured_layers(self) -> tuple[int, ...]:
         """The states each pass keeps for the drafter (k = blocks applied)."""
         return self._captured_layers
