@@ -7,9 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache
-from tiny import tiny_draft, tiny_target
+from tiny import DEVICE, tiny_draft, tiny_target
 
-CPU = torch.device("cpu")
 TARGET = tiny_target()
 DRAFT = tiny_draft(TARGET)
 ASKS_THE_HOST = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "repeat_interleave.Tensor"}
@@ -44,8 +43,8 @@ class KernelsThatMayAsk(ReferenceOps):
 
 @pytest.mark.parametrize("kind", [CycleKind(4, 0), CycleKind(4, 3), CycleKind(4, 3, (0.8, 0.5, 0.2)), CycleKind(4, 1)])
 def test_a_cycle_asks_the_host_for_nothing(kind):
-    kv, draft_kv = (KvCache.allocate(model.kv_shape, 12, 4, torch.float32, CPU) for model in (TARGET, DRAFT))
-    models = CycleModels(KernelsThatMayAsk(CPU), TARGET, kv, (1, 2, 4), DRAFT, draft_kv)
+    kv, draft_kv = (KvCache.allocate(model.kv_shape, 12, 4, torch.float32, DEVICE) for model in (TARGET, DRAFT))
+    models = CycleModels(KernelsThatMayAsk(DEVICE), TARGET, kv, (1, 2, 4), DRAFT, draft_kv)
     state = CycleState.allocate(models, 4, 6)
     state.pages_RP[:3] = torch.arange(6, dtype=torch.int32)
     state.active_R[:3] = 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine, StepError
-from slipstream.engine.graphs import key_bounds, row_buckets
+from slipstream.engine.graphs import CycleLauncher, key_bounds, row_buckets
 from slipstream.engine.request import FinishReason
 from slipstream.engine.runner import Runner
 from slipstream.errors import ConfigError
@@ -212,7 +212,7 @@ def test_a_failing_cycle_ends_its_requests_and_the_engine_lives_on(monkeypatch):
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(TARGET.lm_head, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
+        patch.setattr(CycleLauncher, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
         with pytest.raises(StepError, match="boom") as error:
             engine.step()
     assert error.value.request_ids == (doomed,)
