@@ -15,10 +15,16 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.memory import (
+    DEFAULT_FRACTION,
+    explained_out_of_memory,
+    pages_that_fit,
+    plan_pages,
+    weight_bytes,
+)
 from slipstream.errors import ConfigError
 from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.layers import Embedding, Linear
 from slipstream.models.llama import LlamaDecoder
 from slipstream.models.load import load_draft, load_target
 from slipstream.models.packing import quantize_linears
@@ -40,7 +46,8 @@ class LoadOptions:
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
         max_context: None takes what the model allows, up to 4096.
         memory_fraction: share of the device's memory for weights and KV cache; it decides the number of pages,
-            unless `engine` names one. None leaves that to the engine's settings.
+            unless `engine` names one. None takes 85% of what is free on a GPU once the weights are there, less what
+            a step needs, and leaves it to the engine's settings on a CPU.
     """
 
     model: str | Path = EMBEDDED
@@ -67,7 +74,12 @@ class Loaded:
 
 
 def load(options: LoadOptions) -> Loaded:
-    """Read the checkpoints and build the engine."""
+    """Read the checkpoints, build the engine and make it ready."""
+    with explained_out_of_memory("the models were loaded"):
+        return _load(options)
+
+
+def _load(options: LoadOptions) -> Loaded:
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
     path = resolve(options.model)
@@ -80,9 +92,7 @@ def load(options: LoadOptions) -> Loaded:
     max_context = options.max_context or min(_DEFAULT_CONTEXT, target.spec.max_position)
     config = dataclasses.replace(options.engine, max_context=max_context)
     draft, draft_line = _draft(options, target, dtype, ops)
-    if options.memory_fraction is not None and config.num_pages is None:
-        room = options.memory_fraction * _total_memory(device)
-        config = dataclasses.replace(config, num_pages=_pages_that_fit(room, target, draft, options.tree, config))
+    config, memory_line = _with_pages(options, target, draft, config)
     engine = build_engine(target, draft, options.tree, config, ops)
     num_pages = config.resolve_num_pages(max(engine.drafter.max_nodes - 1, engine.drafter.scratch))
     kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(dtype)
@@ -91,8 +101,9 @@ def load(options: LoadOptions) -> Loaded:
         f"{str(dtype).removeprefix('torch.')})",
         f"draft: {draft_line}",
         f"memory: {num_pages} pages of {config.page_size} tokens, {kv_bytes / 2**20:.0f} MiB of keys and values; "
-        f"context {max_context}, {config.max_requests} requests at once",
+        f"context {max_context}, {config.max_requests} requests at once{memory_line}",
         f"kernels: {ops.promise}",
+        *_warm_up(engine),
     )
     return Loaded(engine, Tokenizer.load(path), target, ops, str(options.model), summary)
 
@@ -109,26 +120,32 @@ def read_draft(path: str | Path, target: LlamaDecoder, dtype: torch.dtype | None
     return draft
 
 
-def _pages_that_fit(
-    room: float,
-    target: LlamaDecoder,
-    draft: Eagle3Draft | Literal["ngram"] | None,
-    shape: TreeShape,
-    config: EngineConfig,
-) -> int:
-    """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
-    models: list[LlamaDecoder | Eagle3Draft] = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
-    page_bytes = config.page_size * sum(m.kv_shape.bytes_per_token(target.embed_tokens.dtype) for m in models)
-    weight_bytes = sum(_weight_bytes(model) for model in models)
-    extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
-    useful = config.max_requests * config.pages_for(config.max_context + extra_slots)
-    fitting = int((room - weight_bytes) // page_bytes)
-    if fitting < 1:
-        raise ConfigError(
-            f"memory_fraction leaves {room / 2**30:.1f} GiB, and the weights alone take "
-            f"{weight_bytes / 2**30:.1f} GiB. Raise it."
-        )
-    return min(fitting, useful)
+def _with_pages(
+    options: LoadOptions, target: LlamaDecoder, draft: Eagle3Draft | Literal["ngram"] | None, config: EngineConfig
+) -> tuple[EngineConfig, str]:
+    """Return the settings with their number of pages, where memory decides it, and a line on how it did."""
+    if config.num_pages is not None:
+        return config, ""
+    device = target.embed_tokens.device
+    eagle = draft if isinstance(draft, Eagle3Draft) else None
+    extra_slots = 0 if draft is None else max(options.tree.num_nodes - 1, options.tree.scratch)
+    if options.memory_fraction is not None:
+        room = options.memory_fraction * _total_memory(device)
+        models: list[LlamaDecoder | Eagle3Draft] = [target, *([eagle] if eagle is not None else [])]
+        return dataclasses.replace(config, num_pages=pages_that_fit(room, models, config, extra_slots)), ""
+    if device.type != "cuda":
+        return config, ""
+    plan = plan_pages(target, eagle, config, extra_slots, DEFAULT_FRACTION)
+    return dataclasses.replace(config, num_pages=plan.num_pages), f" ({plan})"
+
+
+def _warm_up(engine: Engine) -> tuple[str, ...]:
+    """Make decoding ready and return a line on what that took, if it took anything."""
+    costs = engine.warm_up()
+    if not costs:
+        return ()
+    seconds, nbytes = sum(cost.seconds for cost in costs), sum(cost.nbytes for cost in costs)
+    return (f"graphs: {len(costs)} captured in {seconds:.1f} s, {nbytes / 2**20:.0f} MiB",)
 
 
 def _total_memory(device: torch.device) -> int:
@@ -171,11 +188,4 @@ def _draft(
 
 
 def _weights(model: torch.nn.Module) -> str:
-    return f"{_weight_bytes(model) / 1e6:.0f} MB of weights"
-
-
-def _weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's own weights, dense and packed; a table used twice in it counts once."""
-    packed = {id(part.packed): part.packed for part in model.modules() if isinstance(part, Linear | Embedding)}
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    return nbytes + sum(weight.nbytes for weight in packed.values() if weight is not None)
+    return f"{weight_bytes(model) / 1e6:.0f} MB of weights"

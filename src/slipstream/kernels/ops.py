@@ -74,6 +74,11 @@ class Ops(Protocol):
         """Tell whether a row's bits are the same whatever other rows, requests and page size share the pass."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Tell whether a pass can be captured in a CUDA graph: no operation asks the host for a value."""
+        ...
+
     def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Multiply by a dense weight stored [out, in]."""
         ...

@@ -40,6 +40,11 @@ class KvCache:
         self.layers = layers
         self.page_size = page_size
 
+    @property
+    def num_pages(self) -> int:
+        """Pages there is room for."""
+        return len(self.layers[0].keys_SGd) // self.page_size
+
     @staticmethod
     def allocate(
         shape: "KvShape", num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device

@@ -30,6 +30,7 @@ class TritonOps:
     """
 
     name = "triton"
+    capturable = True
 
     def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
         if device.type == "cpu" and not triton.knobs.runtime.interpret:
