@@ -6,6 +6,7 @@ from interpreted import DEVICE
 from triton_samples import FORMATS, REFERENCE, numbers, quantized, triton_ops
 
 from slipstream.errors import KernelError
+from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.tuning import LinearConfig
@@ -34,14 +35,17 @@ def test_a_quantized_product_is_the_references(format, dtype, generator):
     x = numbers(5, 192, generator=generator, dtype=dtype)
     got = OPS.packed_linear(x, OPS.prepare(weight))
     expected = REFERENCE.packed_linear(x, weight)
-    torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 14)
+    # A GPU keeps some 14 bits of an FP8 sum inside a tile, and divides rows by its own inverse of the scale.
+    tolerance = max(TOLERANCE[dtype], 4e-3) if DEVICE.type == "cuda" else TOLERANCE[dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * 14)
 
 
 @pytest.mark.parametrize("format", ["w8a8_int8", "w4a8"])
 def test_integer_products_are_exact(format, generator):
     weight = quantized(format, 40, 256, generator)
     x = numbers(3, 256, generator=generator)
-    assert torch.equal(OPS.packed_linear(x, OPS.prepare(weight)), REFERENCE.packed_linear(x, weight))
+    expected = ReferenceOps(torch.device("cpu")).packed_linear(x.cpu(), weight.to(torch.device("cpu")))
+    assert torch.equal(OPS.packed_linear(x, OPS.prepare(weight)).cpu(), expected)
 
 
 @pytest.mark.parametrize("format", ["dense", *FORMATS])

@@ -103,7 +103,7 @@ class CycleLauncher:
             return
         cycle = Cycle(self._models, self._state, kind)
         run = self._capture(cycle, kind) if self._captures else cycle.run
-        self._launches[kind] = _Launch(run, cycle.out_RE, self._on_gpu)
+        self._launches[kind] = _Launch(cycle, run, self._on_gpu)
 
     def launch(self, kind: CycleKind) -> PendingOutput:
         """Start a prepared kind of cycle; on a GPU this returns before it has run."""
@@ -146,9 +146,10 @@ class CycleLauncher:
 class _Launch:
     """A cycle ready to start, and the ring its output comes down through."""
 
-    def __init__(self, run: Callable[[], None], out_RE: Tensor, on_gpu: bool) -> None:
+    def __init__(self, cycle: Cycle, run: Callable[[], None], on_gpu: bool) -> None:
+        self._cycle = cycle  # a graph reads the cycle's own tensors, which must live as long as it
         self._run = run
-        self._out_RE = out_RE
+        self._out_RE = out_RE = cycle.out_RE
         self._ring = [torch.zeros_like(out_RE, device="cpu", pin_memory=True) for _ in range(_RING)] if on_gpu else []
         self._done = [torch.cuda.Event() for _ in self._ring]  # type: ignore[no-untyped-call]
         self._turn = 0
