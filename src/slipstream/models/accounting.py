@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from slipstream.checkpoint.source import TensorSource
+from slipstream.checkpoint.span import Span, Window
 from slipstream.errors import CheckpointError
 from slipstream.models.layers import Embedding, Linear, RMSNorm
 
@@ -14,12 +15,20 @@ _MAX_LISTED = 12
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint tensor goes: rows [start, stop) of a parameter of a module."""
+    """Where a checkpoint tensor goes: a window of it to the rows of a module's parameter from `start` on.
+
+    The window is all of the tensor, or what this rank holds of it.
+    """
 
     module: Linear | RMSNorm | Embedding
     parameter: str
     start: int
-    shape: tuple[int, ...]
+    window: Window
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor in the checkpoint."""
+        return tuple(span.total for span in self.window)
 
 
 def places(model: nn.Module) -> dict[str, Place]:
@@ -29,16 +38,16 @@ def places(model: nn.Module) -> dict[str, Place]:
         if isinstance(module, Linear):
             above = path.rpartition(".")[0]
             start = 0
-            for part, height in module.parts.items():
+            for part, rows in module.rows.items():
                 name = f"{above}.{part}" if above else part
-                found[f"{name}.weight"] = Place(module, "weight", start, (height, module.in_features))
+                found[f"{name}.weight"] = Place(module, "weight", start, (rows, module.columns))
                 if module.bias is not None:
-                    found[f"{name}.bias"] = Place(module, "bias", start, (height,))
-                start += height
+                    found[f"{name}.bias"] = Place(module, "bias", start, (rows,))
+                start += rows.size
         elif isinstance(module, RMSNorm):
-            found[f"{path}.weight"] = Place(module, "weight", 0, tuple(module.weight.shape))
+            found[f"{path}.weight"] = Place(module, "weight", 0, (Span.whole(len(module.weight)),))
         elif isinstance(module, Embedding):
-            found[f"{path}.weight"] = Place(module, "weight", 0, module.shape)
+            found[f"{path}.weight"] = Place(module, "weight", 0, tuple(Span.whole(size) for size in module.shape))
     return found
 
 

@@ -1,29 +1,40 @@
 """The layers every decoder here is made of; each takes the kernels it runs on from the forward context."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.checkpoint.span import Span
 from slipstream.kernels import Ops
 from slipstream.models.context import ForwardContext
+from slipstream.models.parallel import ALONE, Ranks
 from slipstream.quant.packed import PackedWeight
 
 
 class Linear(nn.Module):
     """A linear layer, weight [out, in]; `parts` are the checkpoint tensors whose rows it joins, with their heights.
 
+    A part, or the input, may be a span: what this rank holds of it. Where the input is split, every rank has a share
+    of each output, and the shares are added up over `ranks`.
+
     The weight is dense or, once `pack` was called, kept as a checkpoint stores it.
     """
 
     weight: nn.Parameter | None
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int | Span, parts: Mapping[str, int | Span], bias: bool = False, ranks: Ranks = ALONE
+    ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.parts = parts
-        out_features = sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.columns = _span(in_features)
+        self.rows = {name: _span(height) for name, height in parts.items()}
+        self.in_features = self.columns.size
+        self.parts = {name: span.size for name, span in self.rows.items()}
+        self.ranks = ALONE if self.columns.is_whole else ranks
+        out_features = sum(self.parts.values())
+        self.weight = nn.Parameter(torch.empty(out_features, self.in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.packed: PackedWeight | None = None
 
@@ -35,10 +46,16 @@ class Linear(nn.Module):
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Multiply each row by the weight."""
+        if self.ranks.size == 1:
+            return self._multiply(x_TD, self.bias, ops)
+        sum_TN = self.ranks.sum(self._multiply(x_TD, None, ops))
+        return sum_TN if self.bias is None else sum_TN + self.bias
+
+    def _multiply(self, x_TD: Tensor, bias_N: Tensor | None, ops: Ops) -> Tensor:
         if self.weight is not None:
-            return ops.linear(x_TD, self.weight, self.bias)
+            return ops.linear(x_TD, self.weight, bias_N)
         assert self.packed is not None
-        return ops.packed_linear(x_TD, self.packed, self.bias)
+        return ops.packed_linear(x_TD, self.packed, bias_N)
 
 
 class RMSNorm(nn.Module):
@@ -72,15 +89,14 @@ class AttentionShape:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; keys and values live in the context."""
 
-    def __init__(self, shape: AttentionShape, layer_index: int) -> None:
+    def __init__(self, shape: AttentionShape, layer_index: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.shape = shape
+        heads, kv_heads = ranks.cut(shape.num_heads), ranks.cut_or_copy(shape.num_kv_heads)
+        self.shape = replace(shape, num_heads=heads.size, num_kv_heads=kv_heads.size)  # this rank's
         self.layer_index = layer_index
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.qkv_proj = Linear(
-            shape.input_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, shape.qkv_bias
-        )
-        self.o_proj = Linear(q_size, {"o_proj": shape.output_size}, shape.output_bias)
+        q, kv = heads.times(shape.head_dim), kv_heads.times(shape.head_dim)
+        self.qkv_proj = Linear(shape.input_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, shape.qkv_bias)
+        self.o_proj = Linear(q, {"o_proj": shape.output_size}, shape.output_bias, ranks)
         self.q_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
         self.k_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
 
@@ -101,10 +117,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated feed-forward: down(silu(gate) * up)."""
 
-    def __init__(self, width: int, intermediate: int, bias: bool = False) -> None:
+    def __init__(self, width: int, intermediate: int, bias: bool = False, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(width, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
-        self.down_proj = Linear(intermediate, {"down_proj": width}, bias)
+        inner = ranks.cut(intermediate)
+        self.gate_up_proj = Linear(width, {"gate_proj": inner, "up_proj": inner}, bias)
+        self.down_proj = Linear(inner, {"down_proj": width}, bias, ranks)
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Apply the three products."""
@@ -148,3 +165,7 @@ class Embedding(nn.Module):
             return nn.functional.embedding(token_ids_T, self.weight)
         assert self.packed is not None
         return ops.packed_rows(self.packed, token_ids_T)
+
+
+def _span(size: int | Span) -> Span:
+    return Span.whole(size) if isinstance(size, int) else size

@@ -9,19 +9,20 @@ from slipstream.checkpoint.spec import ModelSpec
 from slipstream.kernels import Ops
 from slipstream.models.context import ForwardContext, KvShape
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
+from slipstream.models.parallel import ALONE, Ranks
 from slipstream.models.rope import Rotary
 
 
 class DecoderLayer(nn.Module):
     """One block: attention and feed-forward, each behind a norm and added to the stream."""
 
-    def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary) -> None:
+    def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self._rotary = (rotary,)  # a tuple, so that the shared table is not registered once per layer
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.self_attn = Attention(attention_shape(spec), layer_index)
+        self.self_attn = Attention(attention_shape(spec), layer_index, ranks)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, ranks)
 
     @property
     def rotary(self) -> Rotary:
@@ -45,23 +46,24 @@ class Hidden:
 
 
 class LlamaDecoder(nn.Module):
-    """A Llama-class target."""
+    """A Llama-class target, or one rank's part of it: the embedding is whole, the head speaks part of the vocabulary."""
 
-    def __init__(self, spec: ModelSpec, max_position: int | None = None) -> None:
+    def __init__(self, spec: ModelSpec, max_position: int | None = None, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.spec = spec
+        self.ranks = ranks
         self.rotary = Rotary(spec.rope, max_position or spec.max_position)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, index, self.rotary) for index in range(spec.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(spec, index, self.rotary, ranks) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.lm_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size})
-        if spec.tie_embeddings:
+        self.lm_head = Linear(spec.hidden_size, {"lm_head": ranks.cut(spec.vocab_size)})
+        if spec.tie_embeddings and ranks.size == 1:
             self.lm_head.weight = self.embed_tokens.weight
 
     @property
     def kv_shape(self) -> KvShape:
-        """What this model's keys and values take."""
-        return KvShape(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim)
+        """What this model's keys and values take, on this rank."""
+        return KvShape(self.spec.num_layers, self.ranks.cut_or_copy(self.spec.num_kv_heads).size, self.spec.head_dim)
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext, captured_layers: Sequence[int] = ()) -> Hidden:
         """Run the blocks; `captured_layers` counts blocks applied (0 = the embedding)."""
@@ -70,7 +72,7 @@ class LlamaDecoder(nn.Module):
         return Hidden(last_TD, tuple(captured))
 
     def logits(self, last_LD: Tensor, ops: Ops) -> Tensor:
-        """Turn rows of the stream after the last block into logits over the vocabulary."""
+        """Turn rows of the stream after the last block into logits over this rank's part of the vocabulary."""
         logits_LV: Tensor = self.lm_head(self.norm(last_LD, ops), ops)
         return logits_LV
 

@@ -7,13 +7,14 @@ from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.names import canonical_draft_name, canonical_names, canonical_target_name
 from slipstream.checkpoint.source import TensorSource
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
-from slipstream.errors import CheckpointError, DraftMismatchError
+from slipstream.errors import CheckpointError, ConfigError, DraftMismatchError
 from slipstream.kernels import Ops
 from slipstream.models.accounting import Place, check_tensors, places
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Embedding, Linear, RMSNorm
 from slipstream.models.llama import LlamaDecoder
 from slipstream.models.packing import check_uniform, checkpoint_modules, packed_source
+from slipstream.models.parallel import ALONE, Ranks
 from slipstream.models.rope import Rotary
 from slipstream.quant.packed import join_rows
 
@@ -24,8 +25,9 @@ def load_target(
     device: torch.device,
     max_position: int | None = None,
     ops: Ops | None = None,
+    ranks: Ranks = ALONE,
 ) -> LlamaDecoder:
-    """Read a Llama-class target.
+    """Read a Llama-class target, or the part of it that one rank holds.
 
     Args:
         dtype: of the weights that are stored dense.
@@ -34,14 +36,18 @@ def load_target(
     """
     spec = model_spec(source.config, source.folder)
     with torch.device("meta"):
-        model = LlamaDecoder(spec, max_position)
+        model = LlamaDecoder(spec, max_position, ranks)
     names = canonical_names(source.names(), canonical_target_name)
     wanted = {name if name.startswith("lm_head.") else f"model.{name}": place for name, place in places(model).items()}
+    shares_table = spec.tie_embeddings and ranks.size == 1
     if spec.tie_embeddings:
-        wanted.pop("lm_head.weight")
         _check_tied_head(source, names)
+    if shares_table:
+        wanted.pop("lm_head.weight")
+    elif spec.tie_embeddings:  # a rank's head is part of the table, and laid out for the kernels on its own
+        names["lm_head.weight"] = names["model.embed_tokens.weight"]
     _Filler(source, names, ops, dtype, device).fill(model, wanted)
-    if spec.tie_embeddings:
+    if shares_table:
         model.lm_head.weight, model.lm_head.packed = model.embed_tokens.weight, model.embed_tokens.packed
     return model.eval()
 
@@ -52,12 +58,18 @@ def load_draft(
     dtype: torch.dtype,
     max_position: int | None = None,
     ops: Ops | None = None,
+    split: bool = False,
 ) -> Eagle3Draft:
-    """Read an EAGLE-3 draft for a target; what the draft leaves out (embedding, full-size head) is the target's."""
+    """Read an EAGLE-3 draft for a target; what the draft leaves out (embedding, full-size head) is the target's.
+
+    Args:
+        split: hold this rank's part of the draft, as the target holds its own; otherwise the whole draft.
+    """
+    ranks = target.ranks if split else ALONE
     spec = draft_spec(source.config, source.folder, target.spec.num_layers)
     check_pair(spec, target.spec, str(source.folder))
     with torch.device("meta"):
-        draft = Eagle3Draft(spec, max_position)
+        draft = Eagle3Draft(spec, max_position, ranks)
     device = target.embed_tokens.device
     names = canonical_names(source.names(), canonical_draft_name)
     wanted = places(draft)
@@ -67,6 +79,7 @@ def load_draft(
         wanted.pop("embed_tokens.weight")
         draft.share_embedding(target.embed_tokens)
     if shares_head:
+        _check_shared_head(source, target.ranks, ranks)
         wanted.pop("lm_head.weight")
         draft.lm_head = target.lm_head
     token_ids_V = _draft_tokens(source, names, spec)
@@ -96,6 +109,14 @@ def check_pair(draft: DraftSpec, target: ModelSpec, where: str) -> None:
         raise DraftMismatchError(
             f"{where}: the draft captures layers {list(layers)}, the target has {target.num_layers} layers; "
             "it was trained for another target."
+        )
+
+
+def _check_shared_head(source: TensorSource, target: Ranks, draft: Ranks) -> None:
+    if target.size != draft.size:
+        raise ConfigError(
+            f"{source.folder}: the draft has no head of its own and uses the target's, of which each of the "
+            f"{target.size} ranks holds a part. Split the draft as well (draft_tp {target.size})."
         )
 
 
@@ -169,7 +190,7 @@ class _Filler:
         return self._packs.stored(module, place.shape)
 
     def _copy(self, name: str, place: Place) -> None:
-        values = self._source.tensor(self._names[name])
+        values = self._source.part(self._names[name], place.window)
         if not bool(torch.isfinite(values).all()):
             raise CheckpointError(
                 f"{self._source.info(self._names[name]).file}: tensor {self._names[name]} holds NaN or infinite "
@@ -180,7 +201,7 @@ class _Filler:
             empty = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
             parameter = nn.Parameter(empty, requires_grad=False)
             setattr(place.module, place.parameter, parameter)
-        parameter[place.start : place.start + place.shape[0]].copy_(values)
+        parameter[place.start : place.start + len(values)].copy_(values)
 
     def _pack(self, packed: dict[str, Place]) -> None:
         """Join the parts of each layer in order and hand them over in the kernels' layout."""
@@ -193,6 +214,7 @@ class _Filler:
             expected = len(module.parts) if isinstance(module, Linear) else 1
             check_uniform(str(self._source.folder), names[0], len(names) == expected)
             assert self._packs is not None
-            read = [self._packs.read(self._modules[name.removesuffix(".weight")], packed[name].shape) for name in names]
+            windows = {name: packed[name].window for name in names}
+            read = [self._packs.read(self._modules[name.removesuffix(".weight")], *windows[name]) for name in names]
             joined = join_rows(read).to(self._device)
             module.pack(joined if self._ops is None else self._ops.prepare(joined))

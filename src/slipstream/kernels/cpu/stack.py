@@ -146,6 +146,8 @@ def _unfit(layers: Sequence[Any]) -> str:
     shapes = {(layer.self_attn.shape.num_heads, layer.self_attn.shape.head_dim) for layer in layers}
     if len(shapes) > 1:
         return "the blocks have heads of different shapes"
+    if any(layer.self_attn.o_proj.ranks.size > 1 for layer in layers):
+        return "the blocks are split over ranks, which add up after each product"
     for index, layer in enumerate(layers):
         shape = layer.self_attn.shape
         if shape.num_heads > MAX_GROUP * shape.num_kv_heads:
