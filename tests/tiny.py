@@ -77,7 +77,8 @@ def tiny_draft(target: LlamaDecoder, seed: int = 1, **changes: object) -> Eagle3
 
 def follower_draft(target: LlamaDecoder) -> Eagle3Draft:
     """Return a draft that guesses well: its own block does nothing, and its head is the target's on the last state."""
-    draft = tiny_draft(target, captured_layers=(4, 4, 4))
+    vocab = target.spec.vocab_size
+    draft = tiny_draft(target, captured_layers=(4, 4, 4), vocab_size=vocab, draft_vocab_size=vocab)
     width = target.spec.hidden_size
     draft.fc.weight.zero_()
     draft.fc.weight[:, :width].copy_(torch.eye(width))

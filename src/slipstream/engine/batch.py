@@ -32,6 +32,12 @@ class Batch:
     first_rows: list[int]
     logit_rows_L: Tensor
 
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on another device."""
+        q = self.queries
+        queries = QueryTokens(q.counts, *(x.to(device) for x in (q.kv_index_T, q.positions_T, q.ancestors_T)))
+        return Batch(self.token_ids_T.to(device), queries, self.first_rows, self.logit_rows_L.to(device))
+
 
 def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.device) -> Batch:
     """Lay out the pass. `trees` has a tree for each emitting request, in the order of the plan."""

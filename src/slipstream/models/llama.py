@@ -46,7 +46,7 @@ class Hidden:
 
 
 class LlamaDecoder(nn.Module):
-    """A Llama-class target, or one rank's part of it: the embedding is whole, the head speaks part of the vocabulary."""
+    """A Llama-class target, or one rank's part of it: its embedding is whole, its head part of the vocabulary's."""
 
     def __init__(self, spec: ModelSpec, max_position: int | None = None, ranks: Ranks = ALONE) -> None:
         super().__init__()

@@ -1,0 +1,54 @@
+"""Tiny checkpoints on disk whose sizes four ranks can split."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
+
+from slipstream.checkpoint.config import model_config
+from slipstream.checkpoint.draft_export import draft_config
+from slipstream.checkpoint.names import draft_name
+from slipstream.models.accounting import places
+from tiny import follower_draft, tiny_target
+
+VOCAB = 64
+
+
+class Pair(NamedTuple):
+    target: Path
+    draft: Path
+
+
+def write_pair(folder: Path, **changes: object) -> Pair:
+    """Write a random target and a draft that follows it, with their heads apart."""
+    target = tiny_target(vocab_size=VOCAB, **changes)
+    tensors = {
+        name if name.startswith("lm_head") else f"model.{name}": values(place) for name, place in places(target).items()
+    }
+    write(folder / "target", tensors, model_config(target.spec))
+    draft = follower_draft(target)
+    tensors = {
+        draft_name(name, "sglang"): values(place)
+        for name, place in places(draft).items()
+        if name != "embed_tokens.weight"
+    }
+    write(folder / "draft", tensors, draft_config(draft.spec, "sglang"))
+    return Pair(folder / "target", folder / "draft")
+
+
+def values(place) -> torch.Tensor:
+    rows = getattr(place.module, place.parameter)
+    return rows[place.start : place.start + place.shape[0]].detach().clone()
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.decoder = decoders.Fuse()
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
+    (folder / "tokenizer_config.json").write_text("{}")
