@@ -34,6 +34,38 @@ class PackedWeight:
         return self.codes.nbytes + sum(scale.nbytes for scale in self.scales.values())
 
 
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The same layer of E experts, as stored: a `PackedWeight` whose tensors have a leading expert dimension.
+
+    Args:
+        format: a `PackedWeight` format, or "dense": floating-point weights, their codes [E, out, in] and no scales.
+        codes: [E, out_features, ...].
+        scales: each [E, ...].
+    """
+
+    format: str
+    out_features: int
+    in_features: int
+    codes: Tensor
+    scales: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts there are."""
+        return self.codes.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes these weights take."""
+        return self.codes.nbytes + sum(scale.nbytes for scale in self.scales.values())
+
+    def expert(self, index: int) -> PackedWeight:
+        """Return one expert's weight, a view."""
+        scales = {name: scale[index] for name, scale in self.scales.items()}
+        return PackedWeight(self.format, self.out_features, self.in_features, self.codes[index], scales)
+
+
 def join_rows(parts: list[PackedWeight]) -> PackedWeight:
     """Stack weights that share a format and an input, as q, k and v do; each keeps its own per-tensor scales by row."""
     first = parts[0]

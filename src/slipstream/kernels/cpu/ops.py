@@ -23,7 +23,7 @@ from slipstream.kernels.cpu.stack import StackCache
 from slipstream.kernels.cpu.weights import PANEL_FORMATS, SUFFIX, describe_dense, describe_panels, is_dense, to_panels
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.quant.packed import PackedWeight
+from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
 
@@ -193,6 +193,27 @@ class CpuOps:
             )
         )
         return out.to(q_THd.dtype)
+
+    def latent_attention(
+        self, q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, value_width: int
+    ) -> Tensor:
+        """Attend over latents, by torch, a token at a time."""
+        return self._reference.latent_attention(q_THC, layer, batch, scale, value_width)
+
+    def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
+        """Multiply each head's values by that head's own weight, a head at a time."""
+        return torch.stack([self.linear(x_THd[:, head], weight) for head, weight in enumerate(weight_HNd)], dim=1)
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        """Sum each token's experts, by torch, one token and one expert at a time."""
+        return self._reference.experts(x_TD, gate_up, down, expert_ids_TK, weights_TK)
 
     def run_layers(
         self,
