@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels import select
-from slipstream.quant.packed import ExpertWeights
+from slipstream.quant.packed import ExpertWeights, stack_experts
 from slipstream.quant.scheme import dequantize, scheme_named
 
 CPU = torch.device("cpu")
@@ -29,8 +30,7 @@ def stacked(name: str, weight_ENK: torch.Tensor) -> ExpertWeights:
     group_size = SCHEMES[name][0]
     scheme = scheme_named(name.removesuffix("_group"), group_size)
     parts = [scheme.encode(weight, "best", weight.abs().max().item()) for weight in weight_ENK]
-    scales = {key: torch.stack([part.scales[key] for part in parts]) for key in parts[0].scales}
-    return ExpertWeights(scheme.format, *weight_ENK.shape[1:], torch.stack([part.codes for part in parts]), scales)
+    return stack_experts(parts, len(parts), CPU)
 
 
 def case(name, generator):
@@ -96,6 +96,39 @@ def test_the_sum_is_rounded_once(generator):
     whole = select(CPU, "reference").experts(x, gate_up, down, ids[:, :1], torch.ones(7, 1))
     assert one.dtype == torch.bfloat16
     assert torch.equal(one, whole)
+
+
+def test_a_stack_holds_each_experts_weight_with_its_scales_by_row():
+    weights = [scheme_named("int4_fp8").encode(torch.randn(4, 8) * i, "best", 3.0 * i) for i in (1, 2, 3)]
+    stack = stack_experts(iter(weights), 3, CPU)
+    assert stack.scales["scale"].shape == stack.scales["scale_2"].shape == (3, 4)
+    for index, weight in enumerate(weights):
+        torch.testing.assert_close(dequantize(stack.expert(index)), dequantize(weight), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("path", ["reference", "auto"])
+def test_experts_are_chosen_by_biased_score_and_weighted_by_score(path):
+    ops = select(CPU, path)
+    weight = torch.eye(4)
+    x = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    bias = torch.tensor([-9.0, 0.0, 0.0, 0.9])
+    ids, weights = ops.route(x, weight, bias, RoutingSpec(2, normalise=False, scale=2.0))
+    assert ids.tolist() == [[3, 1]]
+    torch.testing.assert_close(weights, 2 * x[0, [3, 1]].sigmoid()[None])
+    _, normalised = ops.route(x, weight, bias, RoutingSpec(2))
+    torch.testing.assert_close(normalised, weights / weights.sum())
+
+
+def test_only_the_groups_with_the_best_pairs_are_kept():
+    weight = torch.eye(6)
+    x = torch.tensor([[3.0, -9.0, 1.0, 0.9, 0.8, 0.7]])  # groups of two: (3, -9), (1, 0.9), (0.8, 0.7)
+    ids, _ = select(CPU, "reference").route(x, weight, torch.zeros(6), RoutingSpec(2, num_groups=3, kept_groups=1))
+    assert ids.tolist() == [[2, 3]]
+
+
+def test_equal_experts_are_taken_in_order():
+    ids, _ = select(CPU, "reference").route(torch.ones(1, 4), torch.ones(300, 4), torch.zeros(300), RoutingSpec(8))
+    assert ids.tolist() == [list(range(8))]
 
 
 def test_a_format_without_arithmetic_is_refused(generator):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 
@@ -135,6 +136,14 @@ class Ops(Protocol):
 
     def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
         """Multiply each head's values by that head's own weight, stored [out, in]: [T, H, N]."""
+        ...
+
+    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+        """Choose each token's experts: ids, int64 [T, K], best first, and float32 weights [T, K].
+
+        Scores are sigmoid(x . weight), in float32 from the first product on. Experts are chosen by score + bias, ties
+        to the lower id, and weighted by score.
+        """
         ...
 
     def experts(

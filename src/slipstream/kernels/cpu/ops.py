@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.cpu.batch import describe_batch, describe_kv, kv_is_plain
 from slipstream.kernels.cpu.library import (
@@ -22,6 +23,7 @@ from slipstream.kernels.cpu.library import (
 from slipstream.kernels.cpu.stack import StackCache
 from slipstream.kernels.cpu.weights import PANEL_FORMATS, SUFFIX, describe_dense, describe_panels, is_dense, to_panels
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
+from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
@@ -202,7 +204,11 @@ class CpuOps:
 
     def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
         """Multiply each head's values by that head's own weight, a head at a time."""
-        return torch.stack([self.linear(x_THd[:, head], weight) for head, weight in enumerate(weight_HNd)], dim=1)
+        return torch.stack([self.linear(x_THd[..., head, :], weight) for head, weight in enumerate(weight_HNd)], dim=-2)
+
+    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+        """Score the experts in float32 and choose."""
+        return choose_experts(self.linear(x_TD.float(), weight_ED), bias_E, routing)
 
     def experts(
         self,

@@ -1,11 +1,32 @@
-"""Mixture of experts: what each token's chosen experts add up to, one token and one expert at a time."""
+"""Mixture of experts: which experts a token goes to, and what they add up to, one token and one expert at a time.
+
+Shape letters: T tokens, E experts, K experts of a token, G groups of experts, D width.
+"""
 
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.reference.packed import PACKED_LINEARS
 from slipstream.quant.packed import ExpertWeights, PackedWeight
+
+
+def choose_experts(logits_TE: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+    """Return ids [T, K] of each token's experts, best first, and their float32 weights; see `Ops.route`."""
+    scores_TE = logits_TE.float().sigmoid()
+    choice_TE = scores_TE + bias_E.float()
+    if routing.num_groups > 1:
+        choice_TGe = choice_TE.view(*choice_TE.shape[:-1], routing.num_groups, -1)
+        group_scores_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
+        kept_Tg = _best_first(group_scores_TG, routing.kept_groups)
+        dropped_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter(-1, kept_Tg, False)
+        choice_TE = choice_TGe.masked_fill(dropped_TG[..., None], -torch.inf).flatten(-2)
+    ids_TK = _best_first(choice_TE, routing.top_k)
+    weights_TK = scores_TE.gather(-1, ids_TK)
+    if routing.normalise:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK * routing.scale
 
 
 def experts(
@@ -22,6 +43,11 @@ def experts(
                 row_1D = _expert(x_TD[token : token + 1], gate_up.expert(expert), down.expert(expert))
                 out_TD[token] += weights_TK[token, k] * row_1D[0]
     return out_TD.to(x_TD.dtype)
+
+
+def _best_first(scores_TE: Tensor, count: int) -> Tensor:
+    """Return the indices of the best; a stable sort gives ties to the lower index, on every device."""
+    return scores_TE.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _expert(x_1D: Tensor, gate_up: PackedWeight, down: PackedWeight) -> Tensor:

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
 from slipstream.kernels.reference.attention import attention, latent_attention
-from slipstream.kernels.reference.experts import experts
+from slipstream.kernels.reference.experts import choose_experts, experts
 from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel
 from slipstream.kernels.reference.packed import PACKED_LINEARS, PACKED_ROWS
 from slipstream.quant.packed import ExpertWeights, PackedWeight
@@ -104,7 +105,11 @@ class ReferenceOps:
 
     def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
         """Multiply each head's values by that head's own weight."""
-        return torch.einsum("thd,hnd->thn", x_THd, weight_HNd)
+        return torch.einsum("...hd,hnd->...hn", x_THd, weight_HNd)
+
+    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+        """Score the experts in float32 and choose."""
+        return choose_experts(torch.nn.functional.linear(x_TD.float(), weight_ED.float()), bias_E, routing)
 
     def experts(
         self,
