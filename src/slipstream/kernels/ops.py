@@ -135,7 +135,7 @@ class Ops(Protocol):
         ...
 
     def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
-        """Multiply each head's values by that head's own weight, stored [out, in]: [T, H, N]."""
+        """Multiply each head's values by that head's own weight, [out, in]: [T, H, N]. The weight may be a view."""
         ...
 
     def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:

@@ -204,7 +204,8 @@ class CpuOps:
 
     def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
         """Multiply each head's values by that head's own weight, a head at a time."""
-        return torch.stack([self.linear(x_THd[..., head, :], weight) for head, weight in enumerate(weight_HNd)], dim=-2)
+        heads = [self.linear(x_THd[..., head, :], weight.contiguous()) for head, weight in enumerate(weight_HNd)]
+        return torch.stack(heads, dim=-2)
 
     def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
         """Score the experts in float32 and choose."""

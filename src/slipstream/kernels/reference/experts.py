@@ -13,8 +13,12 @@ from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 
 def choose_experts(logits_TE: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
-    """Return ids [T, K] of each token's experts, best first, and their float32 weights; see `Ops.route`."""
-    scores_TE = logits_TE.float().sigmoid()
+    """Return ids [T, K] of each token's experts, best first, and their float32 weights; see `Ops.route`.
+
+    Torch's vectors and the rest of a row differ in a sigmoid's last bit, and so would a token's by its place among
+    others; in float64, rounded once, they agree.
+    """
+    scores_TE = logits_TE.double().sigmoid().float()
     choice_TE = scores_TE + bias_E.float()
     if routing.num_groups > 1:
         choice_TGe = choice_TE.view(*choice_TE.shape[:-1], routing.num_groups, -1)
@@ -25,7 +29,7 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor, routing: RoutingSpec) -> t
     ids_TK = _best_first(choice_TE, routing.top_k)
     weights_TK = scores_TE.gather(-1, ids_TK)
     if routing.normalise:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK / (weights_TK.double().sum(-1, keepdim=True) + 1e-20).float()
     return ids_TK, weights_TK * routing.scale
 
 
