@@ -45,3 +45,13 @@ def test_a_split_target_gives_the_tokens_of_the_whole_one(at_work, dense, size, 
     assert split[1] == pytest.approx(whole[1], abs=1e-4)
     assert split[2] == pytest.approx(whole[2], abs=0.1)  # the draft still guesses as well
     assert (split[2] > 1.1) == (draft != "none")
+
+
+@pytest.mark.parametrize(("size", "experts"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("model", ["deepseek", "minimax"])
+def test_experts_split_by_width_or_dealt_out_give_the_tokens_of_the_whole_model(at_work, request, model, size, experts):
+    folder = request.getfixturevalue(model)
+    (whole,) = at_work.run(1, programs.answers, folder, None)
+    split, *_ = at_work.run(size, programs.answers, folder, None, experts=experts)
+    assert split[0] == whole[0]
+    assert split[1] == pytest.approx(whole[1], abs=1e-4)

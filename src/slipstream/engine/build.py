@@ -14,15 +14,15 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import Ops
 from slipstream.models.context import KvCache, KvShape
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
 from slipstream.models.load import captured_layers
+from slipstream.models.target import Target
 from slipstream.speculation.drafter import Drafter, NgramDrafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.tree import TreeShape
 
 
 def build_engine(
-    target: LlamaDecoder,
+    target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     config: EngineConfig,
@@ -63,7 +63,7 @@ def build_engine(
 
 
 def build_other_rank(
-    target: LlamaDecoder, draft: Eagle3Draft | None, shape: TreeShape, paging: tuple[int, int], ops: Ops
+    target: Target, draft: Eagle3Draft | None, shape: TreeShape, paging: tuple[int, int], ops: Ops
 ) -> Held:
     """Allocate what a rank other than the first holds.
 
@@ -82,7 +82,7 @@ def build_other_rank(
 
 
 def _drafter(
-    target: LlamaDecoder,
+    target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     cache: Callable[[KvShape], KvCache],

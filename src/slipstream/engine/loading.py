@@ -23,9 +23,9 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Embedding, Linear
-from slipstream.models.llama import LlamaDecoder
 from slipstream.models.load import load_draft, load_target
 from slipstream.models.packing import quantize_linears
+from slipstream.models.target import Target
 from slipstream.models.topology import Topology
 from slipstream.speculation.tree import TreeShape
 
@@ -67,7 +67,7 @@ class Loaded:
 
     engine: Engine
     tokenizer: Tokenizer
-    target: LlamaDecoder
+    target: Target
     ops: Ops
     name: str
     summary: tuple[str, ...]
@@ -105,7 +105,7 @@ class _Parts:
     path: Path
     dtype: torch.dtype
     ops: Ops
-    target: LlamaDecoder
+    target: Target
     draft: Eagle3Draft | Literal["ngram"] | None
     draft_line: str
     config: EngineConfig
@@ -185,7 +185,7 @@ def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) ->
 
 
 def read_draft(
-    path: str | Path, target: LlamaDecoder, dtype: torch.dtype | None, ops: Ops, topology: Topology | None = None
+    path: str | Path, target: Target, dtype: torch.dtype | None, ops: Ops, topology: Topology | None = None
 ) -> Eagle3Draft:
     """Read an EAGLE-3 draft; without a dtype, dense weights become INT8 where the CPU kernels run (exact all the same).
 
@@ -203,13 +203,13 @@ def read_draft(
 
 def _pages_that_fit(
     room: float,
-    target: LlamaDecoder,
+    target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     config: EngineConfig,
 ) -> int:
     """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
-    models: list[LlamaDecoder | Eagle3Draft] = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
+    models: list[Target | Eagle3Draft] = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
     page_bytes = config.page_size * sum(m.kv_shape.bytes_per_token(target.embed_tokens.dtype) for m in models)
     weight_bytes = sum(_weight_bytes(model) for model in models)
     extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
@@ -248,7 +248,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _draft(
-    options: LoadOptions, target: LlamaDecoder, dtype: torch.dtype, ops: Ops
+    options: LoadOptions, target: Target, dtype: torch.dtype, ops: Ops
 ) -> tuple[Eagle3Draft | Literal["ngram"] | None, str]:
     """Return the draft and a line that says which it is."""
     wanted: str | Path | None = options.draft

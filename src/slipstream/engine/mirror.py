@@ -18,8 +18,8 @@ from slipstream.engine.channel import Follower, Leader
 from slipstream.engine.runner import Runner
 from slipstream.errors import RankLostError
 from slipstream.kernels import Ops, RowSampling
-from slipstream.models.llama import Hidden
 from slipstream.models.parallel import Ranks
+from slipstream.models.target import Hidden
 from slipstream.speculation.choose import Chosen, Row, choose
 from slipstream.speculation.drafter import Drafter, DraftView, Observed
 from slipstream.speculation.tree import TreeBatch, TreeShape

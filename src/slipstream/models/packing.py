@@ -103,8 +103,8 @@ def check_uniform(where: str, part: str, whole: bool) -> None:
     """Raise unless all parts of a joined layer are packed."""
     if not whole:
         raise CheckpointError(
-            f"{where}: {part} belongs to layers that are joined (q, k, v, and gate, up), of which some are quantized "
-            "and some are not; quantize or exclude all of them."
+            f"{where}: {part} belongs to layers that are joined (q, k, v; gate, up; the experts of a block), of which "
+            "some are quantized and some are not; quantize or exclude all of them."
         )
 
 

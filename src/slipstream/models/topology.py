@@ -41,8 +41,22 @@ class Topology:
     def check(self, spec: ModelSpec) -> None:
         """Raise ConfigError unless the target splits evenly."""
         self._check_sizes("the target", spec, spec.vocab_size)
-        if self.ep > 1:
-            raise ConfigError(f"ep is {self.ep}, but {spec.architecture} has no experts. Leave it out.")
+        moe = spec.moe
+        if moe is None:
+            if self.ep > 1:
+                raise ConfigError(f"ep is {self.ep}, but {spec.architecture} has no experts. Leave it out.")
+            return
+        if moe.num_experts % self.ep:
+            raise ConfigError(f"ep is {self.ep}, which does not divide the target's {moe.num_experts} experts.")
+        if moe.shared_size % self.tp:
+            raise ConfigError(
+                f"tp is {self.tp}, which does not divide the {moe.shared_size} columns of the target's shared expert."
+            )
+        if moe.intermediate_size % (self.tp // self.ep):
+            raise ConfigError(
+                f"tp is {self.tp} and ep is {self.ep}, so {self.tp // self.ep} ranks split each expert, which does not "
+                f"divide its {moe.intermediate_size} columns. Raise ep: tp {self.tp} and ep {self.tp} splits none."
+            )
 
     def check_draft(self, spec: DraftSpec) -> None:
         """Raise ConfigError unless the draft splits evenly, if it is to be split."""
@@ -50,14 +64,15 @@ class Topology:
             self._check_sizes("the draft", spec, spec.draft_vocab_size)
 
     def _check_sizes(self, whose: str, spec: ModelSpec | DraftSpec, vocab_size: int) -> None:
-        for what, size in (
-            ("attention heads", spec.num_heads),
-            ("feed-forward columns", spec.intermediate_size),
-            ("tokens in the vocabulary", vocab_size),
-        ):
+        sizes = [("attention heads", spec.num_heads), ("tokens in the vocabulary", vocab_size)]
+        moe = spec.moe if isinstance(spec, ModelSpec) else None
+        if moe is None or moe.first_layer > 0:
+            sizes.append(("feed-forward columns", spec.intermediate_size))
+        for what, size in sizes:
             if size % self.tp:
                 raise ConfigError(f"tp is {self.tp}, which does not divide {whose}'s {size} {what}.")
-        if spec.num_kv_heads % self.tp and self.tp % spec.num_kv_heads:
+        by_head = spec.mla is None  # a latent is whole on every rank
+        if by_head and spec.num_kv_heads % self.tp and self.tp % spec.num_kv_heads:
             raise ConfigError(
                 f"tp is {self.tp}, and {whose} has {spec.num_kv_heads} key heads: one number must divide the other "
                 "(with more ranks than key heads, ranks share one)."
