@@ -4,8 +4,10 @@ Each of the others holds a socket to the first. The kernel closes it when a proc
 is seen at once, by the thread that listens, even where the engine's own thread is stuck waiting for a dead peer.
 """
 
+import io
 import logging
 import os
+import pickle
 import queue
 import secrets
 import signal
@@ -17,7 +19,9 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slipstream.errors import RankLostError
 from slipstream.models.parallel import Ranks
@@ -76,7 +80,7 @@ class Leader:
             raise self._lost
         try:
             for connection in self._connections.values():
-                connection.send(message)
+                _send(connection, message)
         except OSError as error:
             raise self.failure(error) from error
 
@@ -125,7 +129,7 @@ class Leader:
                 assert isinstance(ready, Connection)
                 rank = by_connection[ready]
                 try:
-                    message = ready.recv()
+                    message = _receive(ready)
                 except (EOFError, OSError):
                     if not self._closed:
                         self._lose(RankLostError(f"Rank {rank} {self._fate(rank)}; the other ranks were ended."))
@@ -169,7 +173,7 @@ class Leader:
     def _tell(self, last: _End | _Abandon) -> None:
         for connection in self._connections.values():
             try:
-                connection.send(last)
+                _send(connection, last)
             except OSError:  # it is gone already, which is what was wanted
                 continue
 
@@ -198,23 +202,22 @@ class Follower:
 
     def answer(self, message: object) -> None:
         """Answer the first rank."""
-        self._connection.send(message)
+        _send(self._connection, message)
 
     def fail(self, error: BaseException) -> None:
         """Tell the first rank why this one cannot go on."""
         try:
-            self._connection.send(_Failed(f"{type(error).__name__}: {error}"))
+            _send(self._connection, _Failed(f"{type(error).__name__}: {error}"))
         except OSError:
             logger.error("the first rank is gone; nobody can be told of: %s", error)
 
     def _listen(self) -> None:
         while not self._over.is_set():
             try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
-                # The main thread may wait for the first rank inside a collective; only ending the process frees it.
-                logger.error("the first rank is gone; this rank ends as well")
-                os._exit(ORPHANED)
+                message = _receive(self._connection)
+            except Exception as error:  # noqa: BLE001 (the main thread may wait for the first rank inside a collective)
+                logger.error("the first rank is gone, and this rank ends as well (%s: %s)", type(error).__name__, error)
+                os._exit(ORPHANED)  # nothing less frees the main thread
             if isinstance(message, _Abandon):
                 os._exit(ORPHANED)
             if isinstance(message, _End):
@@ -233,9 +236,29 @@ def connect(ranks: Ranks) -> Leader | Follower:
         with Listener((host, 0), backlog=ranks.size, authkey=key[0]) as listener:
             dist.broadcast_object_list([listener.address], src=0, group=ranks.group)
             accepted = [listener.accept() for _ in range(ranks.size - 1)]
-        return Leader({connection.recv(): connection for connection in accepted}, {})
+        return Leader({_receive(connection): connection for connection in accepted}, {})
     address: list[Any] = [None]
     dist.broadcast_object_list(address, src=0, group=ranks.group)
     connection = Client(address[0], authkey=key[0])
-    connection.send(ranks.rank)
+    _send(connection, ranks.rank)
     return Follower(connection)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by value. What torch does to multiprocessing's pickles shares memory, for processes it forked."""
+
+    def reducer_override(self, obj: object) -> Any:  # as pickle has it
+        if isinstance(obj, Tensor):
+            return torch.from_numpy, (obj.cpu().numpy(),)
+        return NotImplemented
+
+
+def _send(connection: Connection, message: object) -> None:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
+    connection.send_bytes(buffer.getbuffer())
+
+
+def _receive(connection: Connection) -> Any:
+    """Return the next message, from a process that knows the key or that this one started."""
+    return pickle.loads(connection.recv_bytes())

@@ -94,6 +94,7 @@ def _start_others(places: list[_Place], program: Callable[[O, Seat], None], opti
         )
         processes[place.rank].start()
         theirs.close()  # so that the pipe ends when the process does
+        logger.info("rank %d is process %d", place.rank, processes[place.rank].pid)
     return Leader(connections, processes)
 
 

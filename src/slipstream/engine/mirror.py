@@ -172,8 +172,7 @@ class LeadingRunner:
 
     def forward(self, batch: Batch, pages: Sequence[Sequence[int]]) -> Hidden:
         """Run every rank's part of the target over a batch."""
-        call = _Forward(batch.to(torch.device("cpu")), [list(row) for row in pages])
-        hidden: Hidden = self._everywhere.run(call)
+        hidden: Hidden = self._everywhere.run(_Forward(batch, [list(row) for row in pages]))
         return hidden
 
     def choose(self, hidden: Hidden, rows_L: Tensor, rows: Sequence[Row]) -> Chosen:
