@@ -12,6 +12,7 @@ from slipstream.checkpoint.config import model_config
 from slipstream.checkpoint.draft_export import draft_config
 from slipstream.checkpoint.names import draft_name
 from slipstream.models.accounting import places
+from slipstream.models.target import Target
 from tiny import follower_draft, tiny_target
 
 VOCAB = 64
@@ -22,21 +23,23 @@ class Pair(NamedTuple):
     draft: Path
 
 
-def write_pair(folder: Path, **changes: object) -> Pair:
-    """Write a random target and a draft that follows it, with their heads apart."""
-    target = tiny_target(vocab_size=VOCAB, **changes)
-    tensors = {
-        name if name.startswith("lm_head") else f"model.{name}": values(place) for name, place in places(target).items()
-    }
-    write(folder / "target", tensors, model_config(target.spec))
+def write_pair(folder: Path) -> Pair:
+    """Write a random target and a draft that follows it, with a head of its own."""
+    target = tiny_target(vocab_size=VOCAB)
+    write_target(folder / "target", target)
     draft = follower_draft(target)
-    tensors = {
-        draft_name(name, "sglang"): values(place)
-        for name, place in places(draft).items()
-        if name != "embed_tokens.weight"
-    }
+    own = {name: place for name, place in places(draft).items() if name != "embed_tokens.weight"}
+    tensors = {draft_name(name, "sglang"): values(place) for name, place in own.items()}
     write(folder / "draft", tensors, draft_config(draft.spec, "sglang"))
     return Pair(folder / "target", folder / "draft")
+
+
+def write_target(folder: Path, target: Target) -> Path:
+    """Write a target's checkpoint."""
+    found = places(target).items()
+    tensors = {name if name.startswith("lm_head") else f"model.{name}": values(place) for name, place in found}
+    write(folder, tensors, model_config(target.spec))
+    return folder
 
 
 def values(place) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """What the ranks are asked to run; importable, because the processes look these up by name."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -96,7 +95,3 @@ def choices(ranks: Ranks, logits_LV: torch.Tensor, sampling: RowSampling, k: int
     token_ids_V = torch.arange(logits_LV.shape[1])
     best = ranks.top_k(mine_LW, token_ids_V, sampling, OPS, k)
     return ranks.best(mine_LW, sampling, OPS), best.scores_LK, best.entries_LK
-
-
-def replaced(params: SamplingParams, **changes: object) -> SamplingParams:
-    return dataclasses.replace(params, **changes)

@@ -1,11 +1,20 @@
 """A model split over ranks gives the tokens of the whole model, and every rank reads only its part."""
 
+import functools
+
 import pytest
 import torch
 
 from parallel import programs
 from slipstream.kernels import RowSampling
+from slipstream.models.parallel import ALONE
 from tiny import OPS
+
+
+@functools.cache
+def whole_answers(target, draft):
+    """Return the answers of the model in one piece."""
+    return programs.answers(ALONE, target, draft)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +48,7 @@ def test_the_rule_over_split_logits_chooses_what_it_chooses_over_whole_ones(at_w
 @pytest.mark.parametrize("draft", ["none", "whole", "split"])
 def test_a_split_target_gives_the_tokens_of_the_whole_one(at_work, dense, size, draft):
     folder = None if draft == "none" else dense.draft
-    (whole,) = at_work.run(1, programs.answers, dense.target, folder)
+    whole = whole_answers(dense.target, folder)
     split, *_ = at_work.run(size, programs.answers, dense.target, folder, draft == "split")
     assert split[0] == whole[0]
     assert split[1] == pytest.approx(whole[1], abs=1e-4)
@@ -51,7 +60,7 @@ def test_a_split_target_gives_the_tokens_of_the_whole_one(at_work, dense, size, 
 @pytest.mark.parametrize("model", ["deepseek", "minimax"])
 def test_experts_split_by_width_or_dealt_out_give_the_tokens_of_the_whole_model(at_work, request, model, size, experts):
     folder = request.getfixturevalue(model)
-    (whole,) = at_work.run(1, programs.answers, folder, None)
+    whole = whole_answers(folder, None)
     split, *_ = at_work.run(size, programs.answers, folder, None, experts=experts)
     assert split[0] == whole[0]
     assert split[1] == pytest.approx(whole[1], abs=1e-4)
