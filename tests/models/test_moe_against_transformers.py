@@ -32,8 +32,8 @@ MODELS = {
 
 
 def passes(model, tokens_T, chunks, prompt, path="reference"):
-    """Run a text in chunks over pages; return logits and states after block 1, of all tokens."""
-    ops = select(CPU, path)
+    """Run a text in chunks over pages, on a kernel path or on given kernels; return logits and states after block 1."""
+    ops = select(CPU, path) if isinstance(path, str) else path
     kv = KvCache.allocate(model.kv_shape, 12, 4, torch.float32, CPU)
     table = page_table([[11, 3, 5, 0, 7, 2, 9, 1, 4, 10]], CPU)
     logits, states = [], []
