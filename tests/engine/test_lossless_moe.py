@@ -2,18 +2,12 @@
 
 import dataclasses
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_lossless import drive
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-
-from test_quantized_moe import EXPERTS_ONLY, blocks, quantized
 
 from oracle import OracleDrafter
 from slipstream.checkpoint.reader import open_checkpoint
@@ -30,7 +24,7 @@ from slipstream.models.target import Target
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 from tiny import randomise
-from tiny_moe import VOCAB, deepseek, minimax, save
+from tiny_moe import EXPERTS_ONLY, VOCAB, blocks, deepseek, minimax, quantized, save
 
 CPU = torch.device("cpu")
 OPS = select(CPU)

@@ -1,7 +1,7 @@
 """Compress the experts of a DeepSeek-V3 folder with the compressed-tensors library, as Kimi-K2.5 is published.
 
 Usage: compress_experts.py SOURCE OUT. Beside the checkpoint OUT gets `truth.safetensors`: each expert's weight as the
-library itself reads it back.
+library itself reads it back, in float32.
 """
 
 import json
@@ -36,6 +36,8 @@ def main(source: Path, out: Path) -> None:
             module = name.removesuffix(".weight")
             state = compressed(value.to(torch.bfloat16), scheme)
             tensors |= {f"{module}.{suffix}": part.contiguous() for suffix, part in state.items()}
+            # In float32, so that the library does not round the product of code and scale.
+            state["weight_scale"] = state["weight_scale"].float()
             truth[name] = PackedQuantizationCompressor.decompress(state, scheme)["weight"].contiguous()
     config = json.loads((source / "config.json").read_text())
     quantization = QuantizationConfig(

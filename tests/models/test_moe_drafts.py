@@ -13,30 +13,23 @@ from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.errors import CheckpointError, DraftMismatchError
 from slipstream.models.load import captured_layers, load_draft, load_target
 from tiny import OPS
-from tiny_moe import VOCAB, as_kimi, deepseek, minimax, save, tensors_of, write
+from tiny_moe import (
+    BY_HEAD,
+    HEADS,
+    LIGHTSEEK,
+    VOCAB,
+    WIDTH,
+    as_kimi,
+    deepseek,
+    draft_shapes,
+    minimax,
+    save,
+    tensors_of,
+    weights,
+    write,
+)
 
 CPU = torch.device("cpu")
-WIDTH, HEADS, INNER = 64, 4, 96
-# As lightseekorg/kimi-k2.5-eagle3 is published: whole vocabulary, as many key heads as heads, no eagle_config.
-LIGHTSEEK = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "head_dim": 32,
-    "num_hidden_layers": 1,
-    "vocab_size": VOCAB,
-    "draft_vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_scaling": None,
-    "max_position_embeddings": 256,
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 MLA = {
     **{key: value for key, value in LIGHTSEEK.items() if key not in ("head_dim", "draft_vocab_size")},
     "architectures": ["Eagle3DeepseekV2ForCausalLM"],
@@ -51,30 +44,6 @@ MLA = {
 }
 
 
-def weights(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return random tensors, norms near one."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {name: 0.2 * value if value.dim() == 2 else 1 + 0.2 * value for name, value in noise.items()}
-
-
-def draft_shapes(attention: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    return {
-        "fc.weight": (WIDTH, 3 * WIDTH),
-        "norm.weight": (WIDTH,),
-        "lm_head.weight": (VOCAB, WIDTH),
-        **{
-            f"midlayer.{name}.weight": (WIDTH,)
-            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        },
-        **{f"midlayer.self_attn.{name}.weight": shape for name, shape in attention.items()},
-        "midlayer.mlp.gate_proj.weight": (INNER, WIDTH),
-        "midlayer.mlp.up_proj.weight": (INNER, WIDTH),
-        "midlayer.mlp.down_proj.weight": (WIDTH, INNER),
-    }
-
-
-BY_HEAD = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), (HEADS * 32, 2 * WIDTH)), "o_proj": (WIDTH, HEADS * 32)}
 LATENT = {
     "q_a_proj": (24, 2 * WIDTH),
     "q_a_layernorm": (24,),
