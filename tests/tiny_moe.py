@@ -1,4 +1,4 @@
-"""Tiny random DeepSeek-V3 (Kimi) and MiniMax-M2 checkpoints, with the real names and shapes in proportion."""
+"""Tiny random DeepSeek-V3 (Kimi) and MiniMax-M2 checkpoints and drafts, with real names and shapes in proportion."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from slipstream.kernels import Ops, select
+from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
+from slipstream.models.target import Target
+from slipstream.quant.plan import Dialect, QuantizeOptions, plan_quantize
+from slipstream.quant.quantize import quantize
+from slipstream.quant.scheme import scheme_named
+
+CPU = torch.device("cpu")
 VOCAB = 101
+EXPERTS_ONLY = ("*self_attn*", "*shared_experts*", "re:.*mlp\\.(gate|up|down)_proj")
+"""What to leave out so that only the experts of a DeepSeek-V3 are quantized."""
 YARN = {
     "rope_type": "yarn", "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 5000.0,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -134,3 +144,103 @@ def as_kimi(source: Path, folder: Path) -> Path:
         "mm_projector.linear_1.weight": torch.zeros(4, 4),
     }
     return write(folder, config, tensors)
+
+
+def quantized(
+    source: Path, out: Path, name: str, group_size: int | None, dialect: Dialect, exclude: tuple[str, ...]
+) -> Path:
+    """Quantize a folder with slipstream itself."""
+    options = QuantizeOptions(scheme_named(name, group_size), dialect=dialect, exclude=exclude)
+    quantize(plan_quantize(source, options), out)
+    return out
+
+
+def blocks(folder: Path, out: Path, keep: tuple[str, ...]) -> Path:
+    """Quantize every linear layer to FP8 blocks as DeepSeek-V3 and MiniMax-M2.5 are published."""
+    tensors = {}
+    for name, value in tensors_of(folder).items():
+        if value.dim() != 2 or any(word in name for word in keep):
+            tensors[name] = value
+            continue
+        rows, columns = (-(-size // 128) for size in value.shape)
+        padded = torch.zeros(rows * 128, columns * 128)
+        padded[: value.shape[0], : value.shape[1]] = value.float()
+        scale = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / 448
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
+        tensors[name] = (value.float() / spread).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    }  # fmt: skip
+    return write(out, config, tensors)
+
+
+def passes(
+    model: Target, tokens_T: torch.Tensor, chunks: list[int], prompt: bool, path: str | Ops = "reference"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a text in chunks over pages, on a kernel path or on given kernels; return logits and states after block 1."""
+    ops = select(CPU, path) if isinstance(path, str) else path
+    kv = KvCache.allocate(model.kv_shape, 12, 4, torch.float32, CPU)
+    table = page_table([[11, 3, 5, 0, 7, 2, 9, 1, 4, 10]], CPU)
+    logits, states = [], []
+    start = 0
+    for count in chunks:
+        index = torch.arange(start, start + count)
+        queries = QueryTokens([count], index, index, torch.full_like(index, -1), [prompt] * count)
+        with torch.inference_mode():
+            hidden = model(tokens_T[index], paged_context(ops, kv, table, queries), (0, 1))
+            logits.append(model.logits(hidden.last_TD, ops))
+        states.append(hidden.captured[1])
+        start += count
+    return torch.cat(logits), torch.cat(states)
+
+
+WIDTH, HEADS, INNER = 64, 4, 96  # of drafts
+# As lightseekorg/kimi-k2.5-eagle3 is published: whole vocabulary, as many key heads as heads, no eagle_config.
+LIGHTSEEK = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": 32,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+    "max_position_embeddings": 256,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def weights(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return random tensors, norms near one."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: 0.2 * value if value.dim() == 2 else 1 + 0.2 * value for name, value in noise.items()}
+
+
+def draft_shapes(attention: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {
+        "fc.weight": (WIDTH, 3 * WIDTH),
+        "norm.weight": (WIDTH,),
+        "lm_head.weight": (VOCAB, WIDTH),
+        **{
+            f"midlayer.{name}.weight": (WIDTH,)
+            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        },
+        **{f"midlayer.self_attn.{name}.weight": shape for name, shape in attention.items()},
+        "midlayer.mlp.gate_proj.weight": (INNER, WIDTH),
+        "midlayer.mlp.up_proj.weight": (INNER, WIDTH),
+        "midlayer.mlp.down_proj.weight": (WIDTH, INNER),
+    }
+
+
+BY_HEAD = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), (HEADS * 32, 2 * WIDTH)), "o_proj": (WIDTH, HEADS * 32)}

@@ -8,9 +8,8 @@ import torch
 
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.kernels import select
-from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.load import load_target
-from tiny_moe import DEEPSEEK, VOCAB, as_kimi, deepseek, minimax, save, tensors_of, write
+from tiny_moe import DEEPSEEK, VOCAB, as_kimi, deepseek, minimax, passes, save, tensors_of, write
 
 CPU = torch.device("cpu")
 T = 40
@@ -29,24 +28,6 @@ MODELS = {
     "minimax": minimax,
     "minimax, whole heads rotated": lambda: minimax(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
 }
-
-
-def passes(model, tokens_T, chunks, prompt, path="reference"):
-    """Run a text in chunks over pages; return logits and states after block 1, of all tokens."""
-    ops = select(CPU, path)
-    kv = KvCache.allocate(model.kv_shape, 12, 4, torch.float32, CPU)
-    table = page_table([[11, 3, 5, 0, 7, 2, 9, 1, 4, 10]], CPU)
-    logits, states = [], []
-    start = 0
-    for count in chunks:
-        index = torch.arange(start, start + count)
-        queries = QueryTokens([count], index, index, torch.full_like(index, -1), [prompt] * count)
-        with torch.inference_mode():
-            hidden = model(tokens_T[index], paged_context(ops, kv, table, queries), (0, 1))
-            logits.append(model.logits(hidden.last_TD, ops))
-        states.append(hidden.captured[1])
-        start += count
-    return torch.cat(logits), torch.cat(states)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -24,6 +24,7 @@ from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Embedding, Linear
 from slipstream.models.load import load_draft, load_target
+from slipstream.models.moe import Experts
 from slipstream.models.packing import quantize_linears
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
@@ -270,4 +271,5 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of a model's own weights, dense and packed; a table used twice in it counts once."""
     packed = {id(part.packed): part.packed for part in model.modules() if isinstance(part, Linear | Embedding)}
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    nbytes += sum(stack.nbytes for part in model.modules() if isinstance(part, Experts) for stack in part.packed or ())
     return nbytes + sum(weight.nbytes for weight in packed.values() if weight is not None)

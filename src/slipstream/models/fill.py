@@ -33,6 +33,7 @@ class Filler:
         self._device = device
         self._packs = packed_source(source, ops)
         self._modules = checkpoint_modules(names)
+        self._expanded: set[str] = set()
 
     def fill(self, model: nn.Module, wanted: dict[str, Place]) -> None:
         """Take `wanted` (our tensor names to places) from the checkpoint, and nothing else may be in it."""
@@ -100,12 +101,25 @@ class Filler:
             if isinstance(module, Linear) and (order := module.row_order()) is not None:
                 joined = reorder_rows(joined, order)
             if isinstance(module, Linear) and module.stays_dense:
-                _log.debug("%s: %s is expanded from %s.", self._source.folder, names[0], joined.format)
+                self._note_expanded(names[0], joined.format)
                 dense = dequantize(joined).to(device=self._device, dtype=self._dtype)
                 module.weight = nn.Parameter(dense, requires_grad=False)
                 continue
             joined = joined.to(self._device)
             module.pack(joined if self._ops is None else self._ops.prepare(joined))
+
+    def _note_expanded(self, name: str, format: str) -> None:
+        """Say, once for each kind of layer, that it is not kept as stored."""
+        kind = name.removesuffix(".weight").rpartition(".")[2]
+        if kind not in self._expanded:
+            self._expanded.add(kind)
+            _log.info(
+                "%s: %s layers are stored as %s and expanded to %s, since attention multiplies by parts of them.",
+                self._source.folder,
+                kind,
+                format,
+                str(self._dtype).removeprefix("torch."),
+            )
 
     def _pack_experts(self, module: Experts, names: list[str], packed: dict[str, Place]) -> None:
         """Stack the experts of a layer as they are stored, reading one at a time."""

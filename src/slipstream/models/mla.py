@@ -19,7 +19,15 @@ class LatentAttention(nn.Module):
     Heads are split over ranks; the latent, and what queries are squeezed through, is whole on each of them.
     """
 
-    def __init__(self, spec: MlaSpec, num_heads: int, width: int, layer_index: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        spec: MlaSpec,
+        num_heads: int,
+        input_size: int,
+        output_size: int,
+        layer_index: int,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__()
         self.spec = spec
         heads = ranks.cut(num_heads)
@@ -34,7 +42,7 @@ class LatentAttention(nn.Module):
             parts, rotary_rows = {"q_proj": heads.times(spec.head_dim)}, (*q_rotary, latent_rotary)
         else:
             parts, rotary_rows = {"q_a_proj": Span.whole(spec.q_rank)}, (latent_rotary,)
-        self.qkv_a_proj = Linear(width, {**parts, "kv_a_proj_with_mqa": spec.latent_dim})
+        self.qkv_a_proj = Linear(input_size, {**parts, "kv_a_proj_with_mqa": spec.latent_dim})
         self.q_a_layernorm = None if spec.q_rank is None else RMSNorm(spec.q_rank, _NORM_EPS)
         self.q_b_proj = None if spec.q_rank is None else Linear(spec.q_rank, {"q_b_proj": heads.times(spec.head_dim)})
         if spec.interleaved:
@@ -44,7 +52,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(spec.kv_rank, _NORM_EPS)
         self.kv_b_proj = Linear(spec.kv_rank, {"kv_b_proj": heads.times(spec.nope_dim + spec.value_dim)})
         self.kv_b_proj.stays_dense = True
-        self.o_proj = Linear(heads.times(spec.value_dim), {"o_proj": width}, ranks=ranks)
+        self.o_proj = Linear(heads.times(spec.value_dim), {"o_proj": output_size}, ranks=ranks)
 
     @property
     def up(self) -> LatentUp:

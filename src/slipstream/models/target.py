@@ -26,7 +26,8 @@ class DecoderLayer(nn.Module):
         if spec.mla is None:
             self.self_attn = Attention(attention_shape(spec), layer_index, ranks)
         else:
-            self.self_attn = LatentAttention(spec.mla, spec.num_heads, spec.hidden_size, layer_index, ranks)
+            width = spec.hidden_size
+            self.self_attn = LatentAttention(spec.mla, spec.num_heads, width, width, layer_index, ranks)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.mlp: MLP | MixtureOfExperts
         if spec.moe is None or layer_index < spec.moe.first_layer:
