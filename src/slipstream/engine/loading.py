@@ -198,7 +198,7 @@ def read_draft(
     split = topology.draft_tp > 1
     draft = load_draft(source, target, dtype or target.embed_tokens.dtype, target.spec.max_position, ops, split)
     if dtype is None and ops.name == "cpu":
-        quantize_linears(draft, ops)
+        quantize_linears(draft, ops, but=target.lm_head)
     return draft
 
 

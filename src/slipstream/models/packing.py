@@ -108,9 +108,13 @@ def check_uniform(where: str, part: str, whole: bool) -> None:
         )
 
 
-def quantize_linears(model: nn.Module, ops: Ops) -> None:
-    """Turn every dense linear layer of a model into INT8 with a scale per row, for the kernels at hand."""
+def quantize_linears(model: nn.Module, ops: Ops, but: nn.Module | None = None) -> None:
+    """Turn the dense linear layers of a model into INT8 with a scale per row, for the kernels at hand.
+
+    Args:
+        but: a layer the model shares with another, which stays as it is.
+    """
     for module in model.modules():
-        if isinstance(module, Linear) and module.weight is not None and not module.stays_dense:
+        if module is not but and isinstance(module, Linear) and module.weight is not None and not module.stays_dense:
             codes, scale = int8.encode(module.weight.detach(), "best")
             module.pack(ops.prepare(PackedWeight("w8a8_int8", len(codes), module.in_features, codes, {"scale": scale})))
