@@ -1,6 +1,7 @@
 """What the ranks are asked to run; importable, because the processes look these up by name."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -46,15 +47,12 @@ class CountingReader(CheckpointReader):
         return tensor
 
 
-def answers(ranks: Ranks, target_folder: Path, draft_folder: Path | None, split_draft: bool = False):
+def answers(ranks: Ranks, target_folder: Path, draft_folder: Path | Literal["ngram"] | None, split_draft: bool = False):
     """Answer the prompts together; return tokens, log probabilities and how many tokens were accepted drafts."""
     target = load_target(CheckpointReader(target_folder), torch.float32, CPU, ops=OPS, ranks=ranks)
-    has_draft = draft_folder is not None and (ranks.rank == 0 or split_draft)
-    draft = (
-        load_draft(CheckpointReader(draft_folder), target, torch.float32, ops=OPS, split=split_draft)
-        if has_draft
-        else None
-    )
+    draft = "ngram" if draft_folder == "ngram" and ranks.rank == 0 else None
+    if isinstance(draft_folder, Path) and (ranks.rank == 0 or split_draft):
+        draft = load_draft(CheckpointReader(draft_folder), target, torch.float32, ops=OPS, split=split_draft)
     channel = connect(ranks) if ranks.size > 1 else None
     if ranks.rank > 0:
         follow(channel, build_other_rank(target, draft, TREE, (channel.receive(), CONFIG.page_size), OPS))

@@ -1,5 +1,6 @@
 """A rank reads its part of a checkpoint and no more, in every stored form; a split that cannot be is refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from slipstream.checkpoint.config import model_spec
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.span import Span
 from slipstream.checkpoint.spec import RopeSpec
+from slipstream.engine.launch import take_seat
 from slipstream.errors import ConfigError
-from slipstream.models.load import load_target
+from slipstream.models.load import load_draft, load_target
 from slipstream.models.parallel import Ranks
 from slipstream.models.topology import Topology
 from slipstream.quant.load import packed_part, packed_weight, read_scheme
@@ -145,3 +147,21 @@ def test_key_heads_are_split_or_shared_but_nothing_between(dense):
 def test_experts_are_not_dealt_out_where_there_are_none(dense):
     with pytest.raises(ConfigError, match="ep is 2, but LlamaForCausalLM has no experts"):
         Topology(2, 2).check(model_spec(open_checkpoint(dense.target).config, dense.target))
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(ConfigError, match=r"tp is 4096, but this machine has \d+ GPUs; each rank takes one"):
+        take_seat(Topology(4096), torch.device("cuda"), lambda options, seat: None, None)
+    with pytest.raises(ConfigError, match="device is cuda:0, one GPU, and tp is 2"):
+        take_seat(Topology(2), torch.device("cuda:0"), lambda options, seat: None, None)
+
+
+def test_a_draft_without_a_head_cannot_stay_whole_beside_a_split_target(dense, tmp_path):
+    tensors = {n: t for n, t in tiny_moe.tensors_of(dense.draft).items() if n != "lm_head.weight"}
+    tiny_moe.write(tmp_path / "headless", json.loads((dense.draft / "config.json").read_text()), tensors)
+    target = load_target(open_checkpoint(dense.target), torch.float32, CPU, ranks=Ranks(0, 2))
+    with pytest.raises(ConfigError, match=r"no head of its own.*draft_tp 2"):
+        load_draft(open_checkpoint(tmp_path / "headless"), target, torch.float32)
+    assert (
+        load_draft(open_checkpoint(tmp_path / "headless"), target, torch.float32, split=True).lm_head is target.lm_head
+    )

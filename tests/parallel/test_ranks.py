@@ -60,7 +60,7 @@ def test_a_split_target_gives_the_tokens_of_the_whole_one(at_work, dense, size, 
 @pytest.mark.parametrize("model", ["deepseek", "minimax"])
 def test_experts_split_by_width_or_dealt_out_give_the_tokens_of_the_whole_model(at_work, request, model, size, experts):
     folder = request.getfixturevalue(model)
-    whole = whole_answers(folder, None)
-    split, *_ = at_work.run(size, programs.answers, folder, None, experts=experts)
+    whole = whole_answers(folder, "ngram")
+    split, *_ = at_work.run(size, programs.answers, folder, "ngram", experts=experts)
     assert split[0] == whole[0]
     assert split[1] == pytest.approx(whole[1], abs=1e-4)

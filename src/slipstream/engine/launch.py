@@ -100,8 +100,6 @@ def _start_others(places: list[_Place], program: Callable[[O, Seat], None], opti
 
 def _other_rank(place: _Place, connection: Connection, program: Callable[[O, Seat], None], options: O) -> None:
     """Be one of the other ranks, from start to end; a failure is the first rank's to report."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first rank drains, then ends the others
-        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(place.threads)
     channel = Follower(connection)
     channel.answer("up")
@@ -112,6 +110,8 @@ def _other_rank(place: _Place, connection: Connection, program: Callable[[O, Sea
 def run_other(seat: Seat, program: Callable[[O, Seat], None], options: O) -> None:
     """Run another rank's program; what it fails with is told to the first rank, and ends this process."""
     assert isinstance(seat.channel, Follower), "the first rank leads"
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are the first rank's: it drains, then ends the others
+        signal.signal(number, signal.SIG_IGN)
     try:
         program(options, seat)
     except Exception as error:

@@ -128,7 +128,8 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
     draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
     if options.memory_fraction is not None and config.num_pages is None:
-        room = options.memory_fraction * _total_memory(device)
+        sharing = seat.ranks.size if device.type == "cpu" else 1  # ranks on CPUs have one memory between them
+        room = options.memory_fraction * _total_memory(device) / sharing
         config = dataclasses.replace(config, num_pages=_pages_that_fit(room, target, draft, options.tree, config))
     return _Parts(path, dtype, ops, target, draft, draft_line, config)
 

@@ -178,6 +178,8 @@ class LeadingRunner:
     def choose(self, hidden: Hidden, rows_L: Tensor, rows: Sequence[Row]) -> Chosen:
         """Return the target's token at each row; only rows that must be seen whole are brought together."""
         assert hidden is self._everywhere.held.hidden, "the ranks keep their last pass only"
+        if not rows:  # a step that only computes parts of prompts
+            return Chosen(rows_L, {})
         whole = [i for i, row in enumerate(rows) if row.params.shapes_logits or row.params.logprobs is not None]
         call = _Choose(
             rows_L.tolist(),
