@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.tree import TreeBatch
-from tiny import VOCAB
+from tiny import DEVICE, VOCAB
 
 
 class OracleDrafter:
@@ -24,16 +24,16 @@ class OracleDrafter:
         self._hit_rate = hit_rate
         self._random = random.Random(seed)
         self.max_nodes = num_nodes
-        self.device = torch.device("cpu")
+        self.device = DEVICE
 
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
         """Return random trees of random sizes."""
         rows = [self._tree(tuple(view.tokens)) for view in views]
         widest = max(len(tokens) for tokens, _ in rows)
         return TreeBatch(
-            torch.tensor([tokens + [0] * (widest - len(tokens)) for tokens, _ in rows]),
-            torch.tensor([parents + [-1] * (widest - len(parents)) for _, parents in rows]),
-            torch.tensor([len(tokens) for tokens, _ in rows]),
+            torch.tensor([tokens + [0] * (widest - len(tokens)) for tokens, _ in rows], device=DEVICE),
+            torch.tensor([parents + [-1] * (widest - len(parents)) for _, parents in rows], device=DEVICE),
+            torch.tensor([len(tokens) for tokens, _ in rows], device=DEVICE),
         )
 
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:

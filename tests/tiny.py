@@ -1,6 +1,7 @@
 """Builders of tiny random targets and drafts."""
 
 import dataclasses
+import os
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 
 VOCAB = 61
-OPS = select(torch.device("cpu"), "reference")
+DEVICE = torch.device(os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu"))
+"""Where tiny models live: engine tests can be run on a GPU, with its kernels and graphs."""
+OPS = select(DEVICE, "reference" if DEVICE.type == "cpu" else "auto")
 
 TARGET_SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -64,13 +67,14 @@ def tiny_target(seed: int = 0, **changes: object) -> Target:
     """Return a random target whose next token depends on its context (weights large enough to matter)."""
     model = Target(dataclasses.replace(TARGET_SPEC, **changes))
     randomise(model, seed, 0.3)
-    return model.eval()
+    return model.eval().to(DEVICE)
 
 
 def tiny_draft(target: Target, seed: int = 1, **changes: object) -> Eagle3Draft:
     """Return a random draft for a target, sharing its embedding."""
     draft = Eagle3Draft(dataclasses.replace(DRAFT_SPEC, **changes))
     randomise(draft, seed, 0.3)
+    draft.to(DEVICE)
     draft.share_embedding(target.embed_tokens)
     return draft.eval()
 

@@ -21,6 +21,20 @@ from slipstream.train.world import World
 EOS = 2
 PAGE = 16
 
+# A whole run of `slipstream train` on the tiny target, in seconds.
+RECIPE = {
+    "draft": {"vocab_size": 64},
+    "files": {"prompts": ["train.jsonl"], "evaluate": [{"name": "held-out", "file": "test.jsonl", "max_new": 40}]},
+    "data": {
+        "answer_tokens": 4000, "magpie": 0.2, "maths": 0.1, "file_repeats": 8, "second_turn": 0.1, "max_prompt": 120,
+        "max_answer": 40, "shard_texts": 64,
+    },
+    "generate": {"rows": 16, "max_length": 360, "check_every": 8},
+    "train": {
+        "steps": 60, "row_length": 384, "rows_per_step": 2, "unroll": 3, "lr": 0.01, "log_every": 10, "eval_every": 30,
+    },
+}  # fmt: skip
+
 
 def tiny_spec(vocab_size=96):
     return ModelSpec(

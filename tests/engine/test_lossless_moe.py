@@ -112,6 +112,6 @@ def test_accepted_branches_are_kept_and_moved_right(targets, name, seed):
     oracle = OracleDrafter(texts, 8, 0.9, seed)
     config = EngineConfig(max_context=96, page_size=4, max_requests=4)
     kv = KvCache.allocate(target.kv_shape, config.resolve_num_pages(7), 4, torch.float32, CPU)
-    running = Engine(Runner(target, kv, OPS, ()), oracle, config, OPS, VOCAB)
+    running = Engine(Runner(target, kv, OPS, ()), oracle, config, VOCAB)
     assert drive(running, work, random.Random(seed)) == plain
     assert running.stats.acceptance.acceptance_length > 1.5, "nothing was accepted, so nothing was shown"

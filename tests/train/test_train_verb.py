@@ -1,6 +1,7 @@
 """`slipstream train` from a target folder to a draft that the engine runs, on a tiny target."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,20 +19,7 @@ from slipstream.speculation.tree import TreeShape
 from slipstream.train.average import average_with
 from slipstream.train.prompts import read_prompts
 from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
-from training import objective_for, random_texts, tiny_target, write_target_folder
-
-RECIPE = {
-    "draft": {"vocab_size": 64},
-    "files": {"prompts": ["train.jsonl"], "evaluate": [{"name": "held-out", "file": "test.jsonl", "max_new": 40}]},
-    "data": {
-        "answer_tokens": 4000, "magpie": 0.2, "maths": 0.1, "file_repeats": 8, "second_turn": 0.1, "max_prompt": 120,
-        "max_answer": 40, "shard_texts": 64,
-    },
-    "generate": {"rows": 16, "max_length": 360, "check_every": 8},
-    "train": {
-        "steps": 60, "row_length": 384, "rows_per_step": 2, "unroll": 3, "lr": 0.01, "log_every": 10, "eval_every": 30,
-    },
-}  # fmt: skip
+from training import RECIPE, objective_for, random_texts, tiny_target, write_target_folder
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +81,23 @@ def test_a_finished_run_started_again_writes_the_same_draft(places, draft):
     before = (draft / "model.safetensors").read_bytes()
     run_train(places, "--out", draft)
     assert (draft / "model.safetensors").read_bytes() == before
+
+
+def test_an_offline_run_tells_its_disk_cost_first_and_writes_the_same_draft(places, draft):
+    outputs = {}
+    for name, options in (("loop", ()), ("offline", ("--offline", places / "features"))):
+        shutil.copytree(places / "draft-work" / "corpus", places / f"{name}-work" / "corpus")
+        outputs[name] = run_train(places, "--out", places / name, "--set", "train.steps=8", *options)
+    words = " ".join(outputs["offline"].split())
+    assert words.index("512 bytes (3 captured layers and the last state, 32 wide, float32)") < words.index("step 8/8")
+    weights = [(places / name / "model.safetensors").read_bytes() for name in outputs]
+    assert weights[0] == weights[1]
+    records = {name: json.loads((places / name / "slipstream.json").read_text()) for name in outputs}
+    assert [entry["loss"] for entry in records["loop"]["history"]] == [
+        entry["loss"] for entry in records["offline"]["history"]
+    ]
+    assert records["loop"]["results"] == records["offline"]["results"]
+    assert records["loop"]["stored_features"] is None and len(records["offline"]["stored_features"]) == 64
 
 
 def test_a_second_stage_averaged_with_the_first_lies_halfway(places, draft):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.checkpoint.config import DraftDialect
+    from slipstream.train.capture import DiskCost
     from slipstream.train.conversations import Tally
     from slipstream.train.generate import GenerationStats
     from slipstream.train.output import RunRecord
@@ -33,6 +34,9 @@ def train(
     init_from: Annotated[Path | None, typer.Option(help="A draft folder to train on, instead of a new draft.")] = None,
     average_with: Annotated[Path | None, typer.Option(help="A draft folder to average the trained one with.")] = None,
     dialect: Annotated[str, typer.Option(help="Who shall read it: sglang, vllm or speculators.")] = "sglang",
+    offline: Annotated[
+        Path | None, typer.Option(help="Folder to store the target's states in, once, and train from; large.")
+    ] = None,
     time_budget_s: Annotated[
         float | None, typer.Option(help="Plan as many training steps as fit this many seconds.")
     ] = None,
@@ -57,8 +61,9 @@ def train(
 
       slipstream train embedded --recipe mine.yaml --set train.lr=6e-4 --init-from draft --out draft-2
     """
+    from slipstream.train.capture import CaptureHooks
     from slipstream.train.lineage import Lineage
-    from slipstream.train.run import Output, Paths, TrainingRun, continue_from
+    from slipstream.train.run import Output, Paths, TrainingRun
     from slipstream.train.world import local_device
 
     place = local_device(device)
@@ -72,16 +77,16 @@ def train(
     with _bars(console) as bars:
         display = _Display(bars, settings)
         corpus = run.generate(display.data, generate_s)
-        if init_from is None:
-            vocab = run.vocab(corpus)
-            draft = run.new_draft(vocab)
-        else:
-            draft, vocab = continue_from(run, init_from, corpus)
+        draft, vocab = run.start(corpus, init_from)
         console.print(
             f"data: {len(corpus):,} texts, {corpus.num_answer_tokens:,} answer tokens; "
             f"the draft's {len(vocab.token_ids_V):,} tokens cover {vocab.coverage:.2%} of them"
         )
-        state = run.train(draft, vocab, corpus, display.step, stop_after_s)
+        store = None
+        if offline is not None:
+            hooks = CaptureHooks(display.cost, display.features)
+            store = run.store_features(draft, vocab, corpus, offline, hooks)
+        state = run.train(draft, vocab, corpus, display.step, stop_after_s, store)
     if average_with is not None:
         run.average(draft, average_with)
     if run.world.rank == 0:
@@ -120,11 +125,12 @@ def _bars(console: Console) -> Progress:
 
 
 class _Display:
-    """Shows the two long phases: a bar each, and a line for every report of the training."""
+    """Shows the long phases: a bar each, and a line for every report of the training."""
 
     def __init__(self, bars: Progress, recipe: "Recipe") -> None:
         self._bars, self._recipe = bars, recipe
         self._data: TaskID | None = None
+        self._features: TaskID | None = None
         self._steps: TaskID | None = None
 
     def data(self, tally: "Tally", stats: "GenerationStats") -> None:
@@ -137,6 +143,17 @@ class _Display:
             self._data, completed=tally.answer_tokens, speed=stats.tokens_per_s, left=_left(left),
             description=f"data: {tally.kept:,} texts",
         )  # fmt: skip
+
+    def cost(self, cost: "DiskCost") -> None:
+        """Show what storing the target's states takes, before anything is written."""
+        self._bars.console.print(f"offline: {cost}", highlight=False)
+        self._features = self._bars.add_task("features", total=cost.manifest.num_tokens, speed=0.0, left="")
+
+    def features(self, tokens: int) -> None:
+        """Show how far storing is."""
+        if self._features is not None:
+            speed = self._bars.tasks[self._features].speed or 0.0
+            self._bars.update(self._features, completed=tokens, speed=speed)
 
     def step(self, step: "Step") -> None:
         """Show how far the training is, and what it has reached."""

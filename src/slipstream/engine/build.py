@@ -49,7 +49,7 @@ def build_engine(
     num_pages = config.resolve_num_pages(extra_slots)
 
     def cache(kv_shape: KvShape) -> KvCache:
-        return KvCache.allocate(kv_shape, num_pages, config.page_size, dtype, device)
+        return KvCache.allocate(kv_shape, num_pages + config.spare_pages(device.type), config.page_size, dtype, device)
 
     drafter = _drafter(target, draft, shape, cache, ops)
     runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)

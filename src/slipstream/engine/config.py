@@ -1,8 +1,11 @@
 """The engine's settings, checked when built and never written to again."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from slipstream.errors import ConfigError
+
+DeviceCycle = Literal["auto", "on", "off"]
 
 _USUAL_TOKENS = 512
 
@@ -19,6 +22,8 @@ class EngineConfig:
         max_requests: requests that run at once; more wait.
         max_batch_tokens: query tokens of one step; a longer prompt is computed in chunks.
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
+        device_cycle: let plain decoding run as cycles that stay on the device, the host one cycle behind. "auto" does
+            so on a GPU; the tokens are the same either way.
     """
 
     max_context: int = 4096
@@ -27,14 +32,25 @@ class EngineConfig:
     max_requests: int = 32
     max_batch_tokens: int = 512
     prefix_cache: bool = True
+    device_cycle: DeviceCycle = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_context", "page_size", "max_requests", "max_batch_tokens"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.device_cycle not in get_args(DeviceCycle):
+            raise ConfigError(f"device_cycle is {self.device_cycle!r}; it is {', '.join(get_args(DeviceCycle))}.")
         if self.num_pages is not None and self.num_pages < 1:
             raise ConfigError(f"num_pages is {self.num_pages}; it must be at least 1.")
+
+    def runs_cycles(self, device_type: str) -> bool:
+        """Tell whether decoding may run as cycles on such a device."""
+        return self.device_cycle == "on" or (self.device_cycle == "auto" and device_type == "cuda")
+
+    def spare_pages(self, device_type: str) -> int:
+        """Return how many pages the caches need beyond the requests' own: cycles keep one for unused rows."""
+        return int(self.runs_cycles(device_type))
 
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages hold so many tokens."""

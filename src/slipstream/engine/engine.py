@@ -4,34 +4,34 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from slipstream.engine.batch import Batch, build_batch
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.graphs import CaptureCost, CycleLauncher
+from slipstream.engine.memory import explained_out_of_memory
 from slipstream.engine.mirror import LeadingRunner
 from slipstream.engine.output import Detokenizer, Emission
 from slipstream.engine.pages import PageAllocator
+from slipstream.engine.pipeline import Pipeline
 from slipstream.engine.request import FinishReason, Request, Status
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
+from slipstream.engine.stats import EngineStats, Phase
 from slipstream.errors import ConfigError, RankLostError, RequestError, SlipstreamError
 from slipstream.models.target import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.choose import Chosen
 from slipstream.speculation.drafter import Drafter, Observed
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.sampling import SamplingParams
-from slipstream.speculation.simulate import check_rates, simulate, simulated_count
-from slipstream.speculation.statistics import AcceptanceStats
+from slipstream.speculation.simulate import check_rates, simulate, simulated_counts
 from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
 
 logger = logging.getLogger(__name__)
-
-Phase = Literal["draft", "verify", "host"]
 
 _SUSPICIOUS_PASSES = 200
 _SUSPICIOUS_RATE = 0.03
@@ -44,18 +44,6 @@ class StepError(SlipstreamError):
     def __init__(self, request_ids: Sequence[int], cause: Exception) -> None:
         super().__init__(f"A step failed ({type(cause).__name__}: {cause}); {len(request_ids)} requests were ended.")
         self.request_ids = tuple(request_ids)
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was built."""
-
-    acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
-    phase_seconds: dict[Phase, float] = field(default_factory=lambda: {"draft": 0.0, "verify": 0.0, "host": 0.0})
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
 
 
 class Engine:
@@ -74,6 +62,10 @@ class Engine:
         self._next_id = 0
         self._warned = False
         self._simulated: tuple[float, ...] = ()
+        self._pipeline: Pipeline | None = None
+        cycles = config.runs_cycles(self._device.type)
+        if cycles and isinstance(runner, Runner) and Pipeline.supports(runner, drafter):  # ranks take ordinary steps
+            self._pipeline = Pipeline(runner, drafter, config, self._scheduler, self._sessions)
         self.stats = EngineStats()
 
     @property
@@ -116,6 +108,11 @@ class Engine:
         """Tell whether a step would do anything."""
         return bool(self._sessions)
 
+    @property
+    def launcher(self) -> CycleLauncher | None:
+        """What launches decoding cycles on the device; None where every step is an ordinary one."""
+        return None if self._pipeline is None else self._pipeline.launcher
+
     def add(
         self,
         prompt: Sequence[int],
@@ -135,6 +132,17 @@ class Engine:
         self._sessions[request.request_id] = Session(request, self._vocab_size, self._device, detokenizer)
         self._scheduler.add(request)
         return request.request_id
+
+    def add_computed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> int:
+        """Start a request as if its prompt had been computed: its keys are whatever the cache holds.
+
+        For measurements: decoding from a long context can be timed without computing it first.
+        """
+        request_id = self.add(prompt, params, seed)
+        self._scheduler.start_computed(self._sessions[request_id].request)
+        if isinstance(self._drafter, Eagle3Drafter):
+            self._drafter.pretend(request_id, len(prompt) - 1)
+        return request_id
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError for what can never run. Reads settings only, so any thread may ask."""
@@ -190,37 +198,73 @@ class Engine:
         self._simulated = tuple(rates)
 
     def step(self) -> list[Emission]:
-        """Run every scheduled request once: draft, check against the target, keep what agrees."""
+        """Run every scheduled request once: draft, check against the target, keep what agrees.
+
+        On a GPU the tokens may be those of the cycle before the one being launched; then the first step after an
+        ordinary one gives nothing yet.
+        """
         started, timed = time.perf_counter(), self._timed_seconds()
-        plan = self._scheduler.plan()
-        try:
-            with torch.inference_mode():
-                tree_batch = self._propose(plan)
-                trees = tree_batch.unpack()
-                batch = build_batch(plan, trees, self._device)
-                hidden = self._verify(plan, batch)
-                self._score_prompts(plan, batch, hidden)
-                chosen = self._choose(plan, batch, trees, hidden)
-                accepted = self._accept(plan, tree_batch, trees, chosen.tokens_L)
-                emissions, kept = self._commit(plan, trees, accepted, chosen.logits)
-                self._observe(plan, batch, kept, hidden)
-        except RankLostError:  # nothing can run any more, so nothing is tidied up either
-            raise
-        except Exception as error:
-            for work in plan:
-                self._end(work.request, FinishReason.ERROR)
-            raise StepError([work.request.request_id for work in plan], error) from error
+        with torch.inference_mode():
+            emissions = self._run_cycle()
+            if emissions is None:
+                emissions = self._run_plan(self._scheduler.plan())
         for emission in emissions:
             if emission.finish_reason is not None:
                 self._end(self._sessions[emission.request_id].request, emission.finish_reason)
-        self.stats.steps += 1
         self.stats.phase_seconds["host"] += time.perf_counter() - started - (self._timed_seconds() - timed)
         self._warn_if_useless()
         return emissions
 
+    def _run_cycle(self) -> list[Emission] | None:
+        """Let the device run ahead, where it may; None if this step is an ordinary one."""
+        if self._pipeline is None:
+            return None
+        requests = list(self._scheduler.running)
+        with self._ending_on_failure(requests):
+            return self._pipeline.advance(self._simulated, self.stats)
+
+    def _run_plan(self, plan: Sequence[Scheduled]) -> list[Emission]:
+        """Run one ordinary step."""
+        with self._ending_on_failure([work.request for work in plan]):
+            tree_batch = self._propose(plan)
+            trees = tree_batch.unpack()
+            batch = build_batch(plan, trees, self._device)
+            hidden = self._verify(plan, batch)
+            self._score_prompts(plan, batch, hidden)
+            chosen = self._choose(plan, batch, trees, hidden)
+            accepted = self._accept(plan, tree_batch, trees, chosen.tokens_L)
+            emissions, kept = self._commit(plan, trees, accepted, chosen.logits)
+            self._observe(plan, batch, kept, hidden)
+        self.stats.steps += 1
+        return emissions
+
+    @contextmanager
+    def _ending_on_failure(self, requests: Sequence[Request]) -> Iterator[None]:
+        """End the requests of a step that fails, and say so."""
+        try:
+            with explained_out_of_memory("a step ran"):
+                yield
+        except RankLostError:  # nothing can run any more, so nothing is tidied up either
+            raise
+        except Exception as error:
+            for request in requests:
+                self._end(request, FinishReason.ERROR)
+            if self._pipeline is not None:
+                self._pipeline.reset()
+            raise StepError([request.request_id for request in requests], error) from error
+
+    def warm_up(self) -> list[CaptureCost]:
+        """Capture the graphs decoding will need, before the first request; return what each took (none on a CPU)."""
+        if self._pipeline is None:
+            return []
+        with torch.inference_mode(), explained_out_of_memory("graphs were captured"):
+            return self._pipeline.warm_up()
+
     def check_invariants(self) -> None:
         """Assert that pages, queues and sessions agree; tests call it after every step."""
         self._scheduler.check()
+        if self._pipeline is not None:
+            self._pipeline.check()
         running = {request.request_id for request in self._scheduler.running}
         assert running <= set(self._sessions), "a running request has no session"
         assert len(self._sessions) == len(running) + self._scheduler.num_waiting, "a request is in no queue"
@@ -265,9 +309,9 @@ class Engine:
             chosen_RN = torch.zeros_like(tree_batch.tokens_RN)
             chosen_RN[tree_batch.valid_RN] = chosen_L
             if self._simulated and emitting:
-                requests = [work.request for work in emitting]
-                counts = [simulated_count(self._simulated, r.seed, len(r.tokens)) for r in requests]
-                return simulate(trees, chosen_RN, counts)
+                seed_R = torch.tensor([work.request.seed for work in emitting])
+                length_R = torch.tensor([len(work.request.tokens) for work in emitting])
+                return simulate(trees, chosen_RN, simulated_counts(self._simulated, seed_R, length_R).tolist())
             return accept(tree_batch, chosen_RN)
 
     def _commit(

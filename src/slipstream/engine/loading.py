@@ -18,13 +18,18 @@ from slipstream.engine.channel import Follower, Leader
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.launch import Seat, leave, run_other, take_seat
+from slipstream.engine.memory import (
+    DEFAULT_FRACTION,
+    explained_out_of_memory,
+    pages_that_fit,
+    plan_pages,
+    weight_bytes,
+)
 from slipstream.engine.mirror import follow
 from slipstream.errors import ConfigError
 from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.layers import Embedding, Linear
 from slipstream.models.load import load_draft, load_target
-from slipstream.models.moe import Experts
 from slipstream.models.packing import quantize_linears
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
@@ -46,7 +51,8 @@ class LoadOptions:
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
         max_context: None takes what the model allows, up to 4096.
         memory_fraction: share of the device's memory for weights and KV cache; it decides the number of pages,
-            unless `engine` names one. None leaves that to the engine's settings.
+            unless `engine` names one. None takes 85% of what is free on a GPU once the weights are there, less what
+            a step needs, and leaves it to the engine's settings on a CPU.
         topology: over how many processes the model is split.
     """
 
@@ -80,7 +86,7 @@ class Loaded:
 
 
 def load(options: LoadOptions) -> Loaded:
-    """Read the checkpoints and build the engine.
+    """Read the checkpoints, build the engine and make it ready.
 
     Where the model is split, the other ranks are started here, or joined if torchrun started them. In a process that
     torchrun started as another rank this never returns: it serves the first rank until that is done, then exits.
@@ -110,6 +116,7 @@ class _Parts:
     draft: Eagle3Draft | Literal["ngram"] | None
     draft_line: str
     config: EngineConfig
+    memory_line: str
 
 
 def _read(options: LoadOptions, seat: Seat) -> _Parts:
@@ -127,11 +134,8 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     config = dataclasses.replace(options.engine, max_context=max_context)
     has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
     draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
-    if options.memory_fraction is not None and config.num_pages is None:
-        sharing = seat.ranks.size if device.type == "cpu" else 1  # ranks on CPUs have one memory between them
-        room = options.memory_fraction * _total_memory(device) / sharing
-        config = dataclasses.replace(config, num_pages=_pages_that_fit(room, target, draft, options.tree, config))
-    return _Parts(path, dtype, ops, target, draft, draft_line, config)
+    config, memory_line = _with_pages(options, target, draft, config)
+    return _Parts(path, dtype, ops, target, draft, draft_line, config, memory_line)
 
 
 def _follow(options: LoadOptions, seat: Seat) -> None:
@@ -150,22 +154,23 @@ def _follow(options: LoadOptions, seat: Seat) -> None:
 
 def _lead(options: LoadOptions, seat: Seat) -> Loaded:
     """Be the first rank, or the only one."""
-    parts = _read(options, seat)
-    leader = seat.channel if isinstance(seat.channel, Leader) else None
-    fitting = [] if leader is None else [count for count in leader.collect() if count is not None]
-    config = parts.config
-    if fitting and config.num_pages is not None:
-        config = dataclasses.replace(config, num_pages=min(config.num_pages, *fitting))
-    engine = build_engine(parts.target, parts.draft, options.tree, config, parts.ops, leader)
-    return Loaded(
-        engine,
-        Tokenizer.load(parts.path),
-        parts.target,
-        parts.ops,
-        str(options.model),
-        _summary(options, seat, dataclasses.replace(parts, config=config), engine),
-        seat,
-    )
+    with explained_out_of_memory("the models were loaded"):
+        parts = _read(options, seat)
+        leader = seat.channel if isinstance(seat.channel, Leader) else None
+        fitting = [] if leader is None else [count for count in leader.collect() if count is not None]
+        config = parts.config
+        if fitting and config.num_pages is not None:
+            config = dataclasses.replace(config, num_pages=min(config.num_pages, *fitting))
+        engine = build_engine(parts.target, parts.draft, options.tree, config, parts.ops, leader)
+        return Loaded(
+            engine,
+            Tokenizer.load(parts.path),
+            parts.target,
+            parts.ops,
+            str(options.model),
+            _summary(options, seat, dataclasses.replace(parts, config=config), engine),
+            seat,
+        )
 
 
 def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) -> tuple[str, ...]:
@@ -177,8 +182,9 @@ def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) ->
         f"{str(dtype).removeprefix('torch.')})",
         f"draft: {parts.draft_line}",
         f"memory: {num_pages} pages of {config.page_size} tokens, {kv_bytes / 2**20:.0f} MiB of keys and values; "
-        f"context {config.max_context}, {config.max_requests} requests at once",
+        f"context {config.max_context}, {config.max_requests} requests at once{parts.memory_line}",
         f"kernels: {parts.ops.promise}",
+        *_warm_up(engine),
     ]
     if seat.ranks.size > 1:
         draft = "split as well" if options.topology.draft_tp > 1 else "whole, on the first"
@@ -203,26 +209,33 @@ def read_draft(
     return draft
 
 
-def _pages_that_fit(
-    room: float,
-    target: Target,
-    draft: Eagle3Draft | Literal["ngram"] | None,
-    shape: TreeShape,
-    config: EngineConfig,
-) -> int:
-    """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
-    models: list[Target | Eagle3Draft] = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
-    page_bytes = config.page_size * sum(m.kv_shape.bytes_per_token(target.embed_tokens.dtype) for m in models)
-    weight_bytes = sum(_weight_bytes(model) for model in models)
-    extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
-    useful = config.max_requests * config.pages_for(config.max_context + extra_slots)
-    fitting = int((room - weight_bytes) // page_bytes)
-    if fitting < 1:
-        raise ConfigError(
-            f"memory_fraction leaves {room / 2**30:.1f} GiB, and the weights alone take "
-            f"{weight_bytes / 2**30:.1f} GiB. Raise it."
-        )
-    return min(fitting, useful)
+def _with_pages(
+    options: LoadOptions, target: Target, draft: Eagle3Draft | Literal["ngram"] | None, config: EngineConfig
+) -> tuple[EngineConfig, str]:
+    """Return the settings with their number of pages, where memory decides it, and a line on how it did."""
+    if config.num_pages is not None:
+        return config, ""
+    device = target.embed_tokens.device
+    eagle = draft if isinstance(draft, Eagle3Draft) else None
+    extra_slots = 0 if draft is None else max(options.tree.num_nodes - 1, options.tree.scratch)
+    if options.memory_fraction is not None:
+        sharing = target.ranks.size if device.type == "cpu" else 1  # ranks on CPUs have one memory between them
+        room = options.memory_fraction * _total_memory(device) / sharing
+        models: list[Target | Eagle3Draft] = [target, *([eagle] if eagle is not None else [])]
+        return dataclasses.replace(config, num_pages=pages_that_fit(room, models, config, extra_slots)), ""
+    if device.type != "cuda":
+        return config, ""
+    plan = plan_pages(target, eagle, config, extra_slots, DEFAULT_FRACTION)
+    return dataclasses.replace(config, num_pages=plan.num_pages), f" ({plan})"
+
+
+def _warm_up(engine: Engine) -> tuple[str, ...]:
+    """Make decoding ready and return a line on what that took, if it took anything."""
+    costs = engine.warm_up()
+    if not costs:
+        return ()
+    seconds, nbytes = sum(cost.seconds for cost in costs), sum(cost.nbytes for cost in costs)
+    return (f"graphs: {len(costs)} captured in {seconds:.1f} s, {nbytes / 2**20:.0f} MiB",)
 
 
 def _total_memory(device: torch.device) -> int:
@@ -265,12 +278,4 @@ def _draft(
 
 
 def _weights(model: torch.nn.Module) -> str:
-    return f"{_weight_bytes(model) / 1e6:.0f} MB of weights"
-
-
-def _weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's own weights, dense and packed; a table used twice in it counts once."""
-    packed = {id(part.packed): part.packed for part in model.modules() if isinstance(part, Linear | Embedding)}
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    nbytes += sum(stack.nbytes for part in model.modules() if isinstance(part, Experts) for stack in part.packed or ())
-    return nbytes + sum(weight.nbytes for weight in packed.values() if weight is not None)
+    return f"{weight_bytes(model) / 1e6:.0f} MB of weights"

@@ -23,6 +23,26 @@ class Runner:
         self._captured_layers = captured_layers
 
     @property
+    def model(self) -> Target:
+        """The target."""
+        return self._model
+
+    @property
+    def kv(self) -> KvCache:
+        """The target's keys and values."""
+        return self._kv
+
+    @property
+    def ops(self) -> Ops:
+        """The target's kernels."""
+        return self._ops
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """The states each pass keeps for the drafter (k = blocks applied)."""
+        return self._captured_layers
+
+    @property
     def device(self) -> torch.device:
         """Where the target lives."""
         return self._kv.layers[0].keys_SGd.device

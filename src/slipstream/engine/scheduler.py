@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.pages import PageAllocator, chain_key
 from slipstream.engine.request import FinishReason, Request, Status
+from slipstream.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,15 @@ class Scheduler:
         """Queue a request."""
         self._waiting.append(request)
 
+    def start_computed(self, request: Request) -> None:
+        """Start a waiting request with all its tokens but the last taken for committed; RequestError without pages."""
+        pages = self._pages.allocate(self._config.pages_for(len(request.tokens) + self._needs.extra_slots))
+        if pages is None or len(self._running) >= self._config.max_requests:
+            raise RequestError("There is no room to start this request at once; give the engine more pages.")
+        self._waiting.remove(request)
+        request.pages, request.num_committed, request.status = pages, len(request.tokens) - 1, Status.RUNNING
+        self._running.append(request)
+
     def plan(self) -> list[Scheduled]:
         """Choose this step's work and reserve its pages; running requests go first, the oldest before the newest."""
         budget = self._config.max_batch_tokens
@@ -86,6 +96,28 @@ class Scheduler:
             planned.append(admitted)
             budget -= admitted.num_tokens
         return planned
+
+    def would_admit(self) -> bool:
+        """Tell whether a plan made now would start a waiting request."""
+        budget = self._config.max_batch_tokens - len(self._running)
+        if not self._waiting or budget <= 0 or len(self._running) >= self._config.max_requests:
+            return False
+        request = self._waiting[0]
+        cached = self._cached_prefix(request)
+        start = len(cached) * self._config.page_size
+        slots = start + min(len(request.tokens) - start, budget) + self._needs.extra_slots
+        missing = max(0, self._config.pages_for(slots) - len(cached))
+        return missing + self._pages.num_unheld(cached) <= self._pages.num_available
+
+    def reserve_ahead(self, num_slots: int) -> bool:
+        """Reserve pages for so many slots past each running request's last token; False if they are not to be had."""
+        for request in self._running:
+            missing = self._config.pages_for(len(request.tokens) + num_slots) - len(request.pages)
+            if missing > 0:
+                if missing > self._pages.num_available:
+                    return False
+                self._reserve(request, missing)
+        return True
 
     def commit(self, request: Request, num_tokens: int, emitted: list[int]) -> None:
         """Record that `num_tokens` more have their keys in the cache and `emitted` were added to the answer."""

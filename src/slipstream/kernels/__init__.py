@@ -12,7 +12,7 @@ from slipstream.kernels.reference.ops import ReferenceOps
 
 __all__ = ["KERNEL_CHOICES", "AttentionBatch", "KernelChoice", "KvLayer", "Ops", "RowSampling", "select"]
 
-KernelChoice = Literal["auto", "cpu", "reference"]
+KernelChoice = Literal["auto", "cpu", "triton", "reference"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
 _LOG = logging.getLogger(__name__)
 
@@ -23,8 +23,10 @@ def select(device: torch.device, choice: KernelChoice = "auto") -> Ops:
         raise KernelError(f"There is no kernel path {choice!r}; it is {' or '.join(KERNEL_CHOICES)}.")
     if choice == "cpu" and device.type != "cpu":
         raise KernelError(f"The 'cpu' kernels cannot run on device {device}; choose 'auto' or 'reference'.")
-    if choice == "reference" or device.type != "cpu":
+    if choice == "reference":
         return ReferenceOps(device)
+    if choice == "triton" or device.type != "cpu":
+        return _triton(device, choice)
     try:
         return CpuOps(torch.get_num_threads())
     except KernelError as error:
@@ -37,3 +39,20 @@ def select(device: torch.device, choice: KernelChoice = "auto") -> Ops:
             error,
         )
         return ReferenceOps(device)
+
+
+def _triton(device: torch.device, choice: KernelChoice) -> Ops:
+    try:
+        from slipstream.kernels.triton.ops import TritonOps  # triton is absent from CPU builds of torch
+    except ImportError as error:
+        if choice == "triton":
+            raise KernelError(
+                f"The Triton kernels need the package triton, which is not installed: {error}."
+            ) from error
+        _LOG.warning(
+            "Using torch in place of the Triton kernels, because the package triton is not installed (%s): a step is "
+            "several times slower, and bits change with the number of rows.",
+            error,
+        )
+        return ReferenceOps(device)
+    return TritonOps(device)

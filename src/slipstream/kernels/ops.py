@@ -40,6 +40,8 @@ class AttentionBatch:
         query_starts_R1: int32 [R + 1], where each request's query tokens start.
         kv_lens_R: int32 [R], keys a request has once this pass has written its own.
         page_table_RP: int32 [R, P], page numbers; entries past the last used one are never read.
+        max_queries: no request has more query tokens; known on the host, for kernels that may not ask the device.
+        max_keys: no request has more keys, likewise.
     """
 
     query_starts_R1: Tensor
@@ -48,6 +50,8 @@ class AttentionBatch:
     kv_index_T: Tensor
     ancestors_T: Tensor
     page_size: int
+    max_queries: int | None = None
+    max_keys: int | None = None
 
 
 class Layer(Protocol):
@@ -74,6 +78,11 @@ class Ops(Protocol):
     @property
     def row_invariant(self) -> bool:
         """Tell whether a row's bits are the same whatever other rows, requests and page size share the pass."""
+        ...
+
+    @property
+    def capturable(self) -> bool:
+        """Tell whether a pass can be captured in a CUDA graph: no operation asks the host for a value."""
         ...
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:

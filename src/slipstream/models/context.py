@@ -47,6 +47,11 @@ class KvCache:
         self.layers = layers
         self.page_size = page_size
 
+    @property
+    def num_pages(self) -> int:
+        """Pages there is room for."""
+        return len(self.layers[0].keys_SGd) // self.page_size
+
     @staticmethod
     def allocate(
         shape: "KvShape", num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
@@ -194,6 +199,8 @@ def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTo
         kv_index_T=index_T,
         ancestors_T=queries.ancestors_T,
         page_size=kv.page_size,
+        max_queries=max(queries.counts, default=0),
+        max_keys=page_table_RP.shape[1] * kv.page_size,
     )
     return PagedContext(ops, queries.positions_T, slots_T, batch, kv, queries.prompt_rows)
 

@@ -7,7 +7,7 @@ the last slot's logits are the first level of the next tree.
 Shape letters: R requests, W nodes of a level, T slots, D draft width, V draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,9 +56,19 @@ class Eagle3Drafter:
         """Draft keys a tree needs beyond the committed ones."""
         return self.shape.scratch
 
+    @property
+    def draft(self) -> Eagle3Draft:
+        """The draft itself."""
+        return self._draft
+
+    @property
+    def kv(self) -> KvCache:
+        """The draft's keys and values."""
+        return self._kv
+
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
         """Return a tree for each view; a request the draft has not caught up with gets a lone root."""
-        known = [index for index, view in enumerate(views) if self._knows(view)]
+        known = [index for index, view in enumerate(views) if self.knows(view.request_id, len(view.tokens) - 1)]
         roots = TreeBatch.lone_roots([view.tokens[-1] for view in views], self._draft.token_ids_V.device)
         if not known:
             return roots
@@ -88,13 +98,30 @@ class Eagle3Drafter:
         """Drop the request's last slot."""
         self._last.pop(request_id, None)
 
+    def knows(self, request_id: int, length: int) -> bool:
+        """Tell whether the draft has caught up with a request that has so many committed tokens."""
+        last = self._last.get(request_id)
+        return last is not None and last.length == length
+
+    def last_slots(self, request_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return feedback [R, D] and logits [R, V] of requests the draft knows."""
+        slots = [self._last[request_id] for request_id in request_ids]
+        return torch.stack([slot.feedback_D for slot in slots]), torch.stack([slot.logits_V for slot in slots])
+
+    def resume(self, lengths: Mapping[int, int], feedback_RD: Tensor, logits_RV: Tensor) -> None:
+        """Take over requests whose draft keys were written elsewhere, with what the draft left at their last slots."""
+        for row, (request_id, length) in enumerate(lengths.items()):
+            self._last[request_id] = _LastSlot(length, feedback_RD[row], logits_RV[row])
+
+    def pretend(self, request_id: int, length: int) -> None:
+        """Take a request's first `length` tokens for observed, with nothing in mind about the next one."""
+        table = self._draft.embed_tokens
+        feedback_1D = torch.zeros(1, self._draft.spec.hidden_size, dtype=table.dtype, device=table.device)
+        self.resume({request_id: length}, feedback_1D, self._draft.logits(feedback_1D, self._ops))
+
     def reshape(self, shape: TreeShape) -> None:
         """Grow trees of another shape."""
         self.shape = shape
-
-    def _knows(self, view: DraftView) -> bool:
-        last = self._last.get(view.request_id)
-        return last is not None and last.length == len(view.tokens) - 1
 
 
 class _Levels:

@@ -5,7 +5,6 @@ For measuring what a draft of some quality would bring. The answers are then not
 Shape letters: R requests, N nodes, E emitted tokens at most.
 """
 
-import hashlib
 import itertools
 from collections.abc import Sequence
 
@@ -15,6 +14,10 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.speculation.accept import Accepted
 from slipstream.speculation.tree import Tree
+
+_SEED_STEP = 0x9E3779B97F4A7C15 - 2**64
+_POSITION_STEP = 0xD1B54A32D192ED03 - 2**64
+_MIXERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def check_rates(rates: Sequence[float]) -> None:
@@ -28,15 +31,17 @@ def check_rates(rates: Sequence[float]) -> None:
         )
 
 
-def simulated_count(rates: Sequence[float], seed: int, position: int) -> int:
-    """Return how many drafted tokens a pass keeps; over many passes, position p is kept with rate p.
+def simulated_counts(rates: Sequence[float], seed_R: Tensor, position_R: Tensor) -> Tensor:
+    """Return how many drafted tokens each pass keeps, int64; over many passes, position p is kept with rate p.
 
     One uniform number decides the whole pass. It comes from the request's seed and the text's position, so the same
-    request sees the same counts in every run.
+    request sees the same counts in every run and on every device.
     """
-    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
-    uniform = int.from_bytes(digest, "little") / 2**64
-    return sum(uniform < rate for rate in rates)
+    uniform_R = (_mixed(seed_R * _SEED_STEP + position_R * _POSITION_STEP) >> 32) & (2**32 - 1)
+    count_R = torch.zeros_like(uniform_R)
+    for rate in rates:
+        count_R = count_R + (uniform_R < round(rate * 2**32))
+    return count_R
 
 
 def simulate(trees: Sequence[Tree], chosen_RN: Tensor, counts: Sequence[int]) -> Accepted:
@@ -54,3 +59,10 @@ def simulate(trees: Sequence[Tree], chosen_RN: Tensor, counts: Sequence[int]) ->
         return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=chosen_RN.device)
 
     return Accepted(padded(tokens), padded(nodes), torch.tensor([len(path) for path in nodes], device=chosen_RN.device))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Scatter the bits of int64 values (the finalizer of splitmix64; products wrap, which is what it wants)."""
+    for shift, multiplier in _MIXERS:
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * multiplier
+    return x ^ ((x >> 31) & (2**33 - 1))

@@ -33,17 +33,32 @@ class Teacher:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """One unrolled step's loss (differentiable, already divided) and how many of its slots agreed (not)."""
+    """One unrolled step's loss (differentiable, already divided) and, for each row, 1.0 where it agreed (not)."""
 
     loss: Tensor
-    agreed: Tensor
+    agreed_N: Tensor
 
 
-def soft_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, rows_N: Tensor, scale: Tensor) -> StepLoss:
-    """Return scale * sum over rows of -p log q, p the teacher's at `rows_N`; rows outside count nothing."""
+@dataclass(frozen=True)
+class Labels:
+    """What a step's rows are taught.
+
+    Args:
+        rows_N: each row's place in the teacher.
+        weight_N: each row's weight, the loss's scale included.
+        hard_share: share of the label that is the target's best token alone; the rest is its whole distribution.
+    """
+
+    rows_N: Tensor
+    weight_N: Tensor
+    hard_share: float = 0.0
+
+
+def soft_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, labels: Labels) -> StepLoss:
+    """Return the weighted sum over rows of -p log q, p the label; rows outside count nothing."""
     apply: Any = _SoftCrossEntropy.apply  # torch leaves it untyped
-    loss, agreed = apply(hidden_ND, head_VD, teacher, rows_N, scale)
-    return StepLoss(loss, agreed)
+    loss, agreed_N = apply(hidden_ND, head_VD, teacher, labels)
+    return StepLoss(loss, agreed_N)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -51,30 +66,35 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, rows_N: Tensor, scale: Tensor
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, labels: Labels
     ) -> tuple[Tensor, Tensor]:  # ctx is torch's own
         head = head_VD.to(hidden_ND.dtype)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
         grad_head = torch.zeros_like(head_VD, dtype=torch.float32) if needs_head else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-        agreed = torch.zeros_like(loss)
+        agreed_N = torch.zeros_like(labels.weight_N)
         for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
-            hidden, at = hidden_ND[rows], rows_N[rows]
+            hidden, at = hidden_ND[rows], labels.rows_N[rows]
             inside = teacher.inside_N[at]
+            weight = inside * labels.weight_N[rows]
             log_q = torch.log_softmax(product_f32(hidden, head), -1)
             p = (teacher.logits_NV[at] - teacher.log_total_N[at, None]).exp_()
-            loss -= ((p * log_q).sum(-1) * inside).sum()
-            agreed += ((log_q.argmax(-1) == teacher.best_N[at]) * inside).sum()
-            grad_logits = log_q.exp_().sub_(p).mul_((inside * scale)[:, None]).to(hidden.dtype)
+            best_N1 = teacher.best_N[at].clamp(min=0)[:, None]  # a best token outside has weight 0
+            if labels.hard_share > 0:
+                hard = p.new_full(best_N1.shape, labels.hard_share)
+                p.mul_(1 - labels.hard_share).scatter_add_(1, best_N1, hard)
+            loss -= ((p * log_q).sum(-1) * weight).sum()
+            agreed_N[rows] = (log_q.argmax(-1) == best_N1[:, 0]) * inside
+            grad_logits = log_q.exp_().sub_(p).mul_(weight[:, None]).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ head
             if grad_head is not None:
                 grad_head += product_f32(grad_logits.t(), hidden.t())
         ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.mark_non_differentiable(agreed)
-        return loss * scale, agreed
+        ctx.mark_non_differentiable(agreed_N)
+        return loss, agreed_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # torch's own types
@@ -83,7 +103,6 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * outer.to(grad_hidden.dtype),
             None if grad_head is None else grad_head * outer,
-            None,
             None,
             None,
         )

@@ -10,7 +10,7 @@ from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
-from slipstream.train.loss import Teacher, make_teacher, soft_cross_entropy
+from slipstream.train.loss import Labels, Teacher, make_teacher, soft_cross_entropy
 from slipstream.train.ops import TrainOps
 from slipstream.train.packing import Batch
 from slipstream.train.unroll import PackedContext, UnrollContext, text_bias, unroll
@@ -90,13 +90,29 @@ class StepOutput:
     count_J: Tensor
 
 
+@dataclass(frozen=True)
+class Emphasis:
+    """How the loss weighs what it sees.
+
+    Args:
+        decay: weight of an unrolled step over that of the one before.
+        hard_share: share of each label that is the target's best token alone.
+        miss_weight: factor for every step of a slot past one where the draft's own best token was wrong: drafting
+            never gets there, for the chain would have ended.
+    """
+
+    decay: float = 0.8
+    hard_share: float = 0.0
+    miss_weight: float = 1.0
+
+
 class Objective:
     """Computes the loss of a batch; holds the target, the draft and the maps between their vocabularies."""
 
-    def __init__(self, target: Target, draft: Eagle3Draft, vocab: DraftVocab, decay: float = 0.8) -> None:
+    def __init__(self, target: Target, draft: Eagle3Draft, vocab: DraftVocab, emphasis: Emphasis | None = None) -> None:
         assert draft.spec.captured_layers is not None
         self.target, self.draft = target, draft
-        self._captured, self._decay = draft.spec.captured_layers, decay
+        self._captured, self._emphasis = draft.spec.captured_layers, emphasis or Emphasis()
         self._device = target.embed_tokens.device
         self.ops = TrainOps(self._device)
         self._draft_index = vocab.draft_index().to(self._device)
@@ -121,18 +137,25 @@ class Objective:
     def __call__(self, batch: Batch, total: Callable[[Tensor], Tensor] = lambda count_J: count_J) -> StepOutput:
         """Return the loss; `total` adds supervised slots up over processes, so that all divide alike."""
         bias_BTT = text_bias(batch.text_BT, self.target.embed_tokens.dtype)
-        last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, bias_BTT)
+        if batch.states_LBTD is None:
+            last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, bias_BTT)
+        else:
+            *stored, last_BTD = batch.states_LBTD.unbind()
+            captured = tuple(stored)
         teacher = self.teacher(last_BTD, batch.teacher_slots_N)
         count_J = total(torch.stack([teacher.inside_N[rows.teacher_N].sum() for rows in batch.steps]))
         assert self.draft.lm_head.weight is not None
         ctx = UnrollContext(self.ops, batch.positions_BT, bias_BTT)
         losses, agreed = [], []
+        reached = torch.ones(batch.ids_BT.numel(), dtype=torch.float32, device=self._device)
         hidden_steps = unroll(self.draft, captured, batch.ids_BT, ctx, len(batch.steps))
         for step, (rows, hidden) in enumerate(zip(batch.steps, hidden_steps, strict=True)):
             normed_ND = hidden.normed_TD.flatten(0, 1).index_select(0, rows.slots_N)
-            scale = self._decay**step / count_J[step].clamp(min=1)
-            result = soft_cross_entropy(normed_ND, self.draft.lm_head.weight, teacher, rows.teacher_N, scale)
+            scale = self._emphasis.decay**step / count_J[step].clamp(min=1)
+            labels = Labels(rows.teacher_N, reached[rows.slots_N] * scale, self._emphasis.hard_share)
+            result = soft_cross_entropy(normed_ND, self.draft.lm_head.weight, teacher, labels)
             losses.append(result.loss)
-            agreed.append(result.agreed)
+            agreed.append(result.agreed_N.sum())
+            reached[rows.slots_N] *= torch.where(result.agreed_N > 0, 1.0, self._emphasis.miss_weight)
         loss_J = torch.stack(losses)
         return StepOutput(loss_J.sum(), loss_J.detach(), torch.stack(agreed), count_J)

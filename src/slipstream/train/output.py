@@ -25,6 +25,7 @@ class RunRecord:
     Args:
         seconds: by phase.
         started_from, averaged_with: digests of other drafts' weights; `records` has what those drafts' own say.
+        stored_features: digest of the manifest of the features trained from; None with the target in the loop.
     """
 
     target: str
@@ -41,6 +42,7 @@ class RunRecord:
     started_from: str | None = None
     averaged_with: str | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stored_features: str | None = None
 
 
 def write_draft(folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record: RunRecord) -> None:

@@ -6,7 +6,7 @@ predicted) belong to the same answer: those are the slots that exist while servi
 
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.train.corpus import Array, Corpus
 from slipstream.train.errors import DataError
+from slipstream.train.features import FeatureStore
 
 ROW_SEARCH = 64
 
@@ -34,6 +35,7 @@ class Batch:
         text_BT: which text of the row a token belongs to; padding is -1.
         positions_BT: each token's position in its text.
         teacher_slots_N: flat positions whose next token the target's opinion is needed for.
+        states_LBTD: the target's states where they are stored: the captured ones, then the normed last one.
     """
 
     ids_BT: Tensor
@@ -41,6 +43,7 @@ class Batch:
     positions_BT: Tensor
     teacher_slots_N: Tensor
     steps: tuple[StepRows, ...]
+    states_LBTD: Tensor | None = None
 
 
 def epoch_rows(corpus: Corpus, row_length: int, seed: int, epoch: int) -> list[list[int]]:
@@ -73,9 +76,12 @@ def epoch_rows(corpus: Corpus, row_length: int, seed: int, epoch: int) -> list[l
 class Packer:
     """Serves batches by step number, so that a run can go on from any step."""
 
-    def __init__(self, corpus: Corpus, row_length: int, rows: int, steps: int, seed: int) -> None:
-        """Prepare a corpus; `rows` per step over all processes, `steps` unrolled."""
+    def __init__(
+        self, corpus: Corpus, row_length: int, rows: int, steps: int, seed: int, store: FeatureStore | None = None
+    ) -> None:
+        """Prepare a corpus; `rows` per step over all processes, `steps` unrolled; batches bring what `store` holds."""
         self._corpus, self._row_length, self._rows, self._steps, self._seed = corpus, row_length, rows, steps, seed
+        self._store = store
         self._answers = answer_numbers(corpus)
         self._epoch, self._epoch_rows = -1, [[0]]
         self._load_epoch(0)
@@ -117,7 +123,8 @@ class Packer:
                 text[row, here] = number
                 positions[row, here] = np.arange(end - start)
                 at += end - start
-        return _batch(ids, text, positions, answers, self._steps)
+        batch = _batch(ids, text, positions, answers, self._steps)
+        return batch if self._store is None else replace(batch, states_LBTD=self._store.rows(rows, self._row_length))
 
     def _load_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -160,6 +167,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         move(batch.positions_BT),
         move(batch.teacher_slots_N),
         tuple(StepRows(move(rows.slots_N), move(rows.teacher_N)) for rows in batch.steps),
+        None if batch.states_LBTD is None else move(batch.states_LBTD),
     )
 
 

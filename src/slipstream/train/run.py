@@ -1,6 +1,7 @@
 """A whole run, phase by phase, each of which picks up what is already in the run's folder: data, training, output."""
 
 import hashlib
+import logging
 import platform
 import time
 from collections.abc import Callable
@@ -17,10 +18,12 @@ from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_draft, load_target
 from slipstream.train.average import average_with
+from slipstream.train.capture import Capture, CaptureHooks, moved, wanted_manifest
 from slipstream.train.corpus import Corpus, read_corpus
+from slipstream.train.features import FeatureStore
 from slipstream.train.lineage import Lineage
 from slipstream.train.make_data import Report, Speaker, make_corpus, make_eval_set
-from slipstream.train.objective import Objective, new_draft
+from slipstream.train.objective import Emphasis, Objective, new_draft
 from slipstream.train.output import RunRecord, result_record, round_weights, write_draft
 from slipstream.train.packing import Packer
 from slipstream.train.recipe import Recipe
@@ -31,6 +34,7 @@ from slipstream.train.walk import Measured, measure
 from slipstream.train.world import World
 
 CHAINS = (3, 6)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class TrainingRun:
             )
         self.speaker = Speaker(model, Tokenizer.load(Path(path)))
         self.digest = _weights_digest(model)
+        self.stored_features: str | None = None
         self.world = World.join(device)
         self.timings = Timings()
 
@@ -117,10 +122,32 @@ class TrainingRun:
         size = self.speaker.model.spec.vocab_size
         return choose_vocab(corpus, size, min(self.recipe.draft.vocab_size, size), forced)
 
-    def new_draft(self, vocab: DraftVocab) -> Eagle3Draft:
-        """Return a fresh draft."""
-        spec = self.recipe.draft.spec(self.speaker.model.spec)
-        return new_draft(spec, self.speaker.model, vocab, self.recipe.train.seed)
+    def start(self, corpus: Corpus, init_from: Path | None = None) -> tuple[Eagle3Draft, DraftVocab]:
+        """Return the draft to train, fresh or read from a folder (whose vocabulary it keeps), and its vocabulary."""
+        model = self.speaker.model
+        if init_from is None:
+            vocab = self.vocab(corpus)
+            return new_draft(self.recipe.draft.spec(model.spec), model, vocab, self.recipe.train.seed), vocab
+        draft = load_draft(open_checkpoint(init_from), model, torch.float32)
+        draft.requires_grad_(True)
+        model.requires_grad_(False)
+        token_ids_V = draft.token_ids_V.cpu()
+        return draft.train(), DraftVocab(token_ids_V, model.spec.vocab_size, coverage(corpus, token_ids_V))
+
+    def store_features(
+        self, draft: Eagle3Draft, vocab: DraftVocab, corpus: Corpus, folder: Path, hooks: CaptureHooks
+    ) -> FeatureStore:
+        """Run the target over the corpus, once and for all, and keep on disk what training reads of it."""
+        started = time.monotonic()
+        objective = Objective(self.speaker.model, draft, vocab)
+        wanted = wanted_manifest(objective, corpus, self.digest, self.recipe.train, self.world)
+        capture = Capture(objective, corpus, wanted, folder)
+        if not capture.manifest.same_rows(wanted):
+            log.info("%s: was made in rows of another packing; its features differ from this one's by rounding", folder)
+        store = capture.run(self.world, hooks)
+        self.stored_features = store.manifest.digest
+        self.timings.add("features", started)
+        return store
 
     def train(
         self,
@@ -129,23 +156,30 @@ class TrainingRun:
         corpus: Corpus,
         report: Callable[[Progress], None],
         stop_after_s: float | None = None,
+        store: FeatureStore | None = None,
     ) -> TrainState:
-        """Train, or go on training, until the last step or until the time is up."""
-        config = self.recipe.train
-        objective = Objective(self.speaker.model, draft, vocab, config.decay)
-        packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
+        """Train, or go on training, until the last step or until the time is up.
+
+        Steps that read a store need the target's head and embedding only: its blocks wait in the host's memory.
+        """
+        config, target = self.recipe.train, self.speaker.model
+        emphasis = Emphasis(config.decay, config.hard_share, config.miss_weight)
+        objective = Objective(target, draft, vocab, emphasis)
+        packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed, store)
         trainer = Trainer(objective, packer, config, self.world, self.paths.work)
         evals = self.eval_sets()
 
         def evaluate() -> dict[str, float]:
-            return {
-                f"{name} K={chain}": round(walk.acceptance_length, 3)
-                for name, texts in evals.items()
-                for chain, walk in measure(objective, texts, CHAINS).walks.items()
-            }
+            with moved(target.layers, self.device):
+                return {
+                    f"{name} K={chain}": round(walk.acceptance_length, 3)
+                    for name, texts in evals.items()
+                    for chain, walk in measure(objective, texts, CHAINS).walks.items()
+                }
 
         started = time.monotonic()
-        state = trainer.fit(Hooks(report, evaluate if evals else None), stop_after_s)
+        with moved(target.layers, self.device if store is None else torch.device("cpu")):
+            state = trainer.fit(Hooks(report, evaluate if evals else None), stop_after_s)
         self.timings.add("training", started)
         return state
 
@@ -188,19 +222,10 @@ class TrainingRun:
             started_from=output.lineage.started_from,
             averaged_with=output.lineage.averaged_with,
             records=output.lineage.records,
+            stored_features=self.stored_features,
         )
         write_draft(output.folder, draft, output.dialect, record)
         return record
-
-
-def continue_from(run: TrainingRun, folder: Path, corpus: Corpus) -> tuple[Eagle3Draft, DraftVocab]:
-    """Start from a draft folder instead of fresh weights; its vocabulary is kept."""
-    draft = load_draft(open_checkpoint(folder), run.speaker.model, torch.float32)
-    draft.requires_grad_(True)
-    run.speaker.model.requires_grad_(False)
-    token_ids_V = draft.token_ids_V.cpu()
-    vocab = DraftVocab(token_ids_V, run.speaker.model.spec.vocab_size, coverage(corpus, token_ids_V))
-    return draft.train(), vocab
 
 
 def _rotary_length(recipe: Recipe) -> int:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.train.errors import TrainingError
+from slipstream.train.moving_average import MovingAverage
 from slipstream.train.objective import Objective, StepOutput
+from slipstream.train.optimizer import OPTIMIZERS, Optimizer
 from slipstream.train.packing import Batch, Packer, prefetch, to_device
 from slipstream.train.state import TrainState, load_state, save_state
 from slipstream.train.world import World
@@ -29,9 +32,13 @@ class TrainConfig:
         row_length: tokens in a packed row.
         rows_per_step: rows of one step, over all processes.
         unroll: draft steps unrolled; weights fall by `decay` from one to the next.
+        hard_share, miss_weight: see `slipstream.train.objective.Emphasis`.
+        optimizer: "adamw", or "muon" for the blocks' matrices with AdamW for the head, the norms and the biases.
         stop_at: leave off after this step though the rate falls as if all `steps` were to come.
         warmup, final_lr: shares of the steps and of the learning rate.
         freeze_head: keep the head as the target's rows.
+        ema: share of itself that the running average of the weights keeps at each step (0.999); the draft measured and
+            written is then that average.
     """
 
     steps: int | None = None
@@ -41,6 +48,9 @@ class TrainConfig:
     rows_per_step: int = 32
     unroll: int = 5
     decay: float = 0.8
+    hard_share: float = 0.0
+    miss_weight: float = 1.0
+    optimizer: str = "adamw"
     lr: float = 1e-3
     head_lr_scale: float = 1.0
     warmup: float = 0.03
@@ -48,6 +58,7 @@ class TrainConfig:
     clip: float = 1.0
     weight_decay: float = 0.0
     freeze_head: bool = False
+    ema: float | None = None
     seed: int = 0
     log_every: int = 20
     eval_every: int = 0
@@ -59,6 +70,13 @@ class TrainConfig:
         for name in ("row_length", "rows_per_step", "unroll", "log_every", "stop_at"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in ("hard_share", "miss_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it lies between 0 and 1.")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer is {self.optimizer!r}; it is {' or '.join(OPTIMIZERS)}.")
+        if self.ema is not None and not 0.0 < self.ema < 1.0:
+            raise ConfigError(f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999.")
 
 
 @dataclass(frozen=True)
@@ -97,19 +115,14 @@ class Trainer:
         assert draft.lm_head.weight is not None
         draft.lm_head.weight.requires_grad_(not config.freeze_head)
         self._named = {name: p for name, p in draft.named_parameters() if p.requires_grad}
-        head = [p for name, p in self._named.items() if name.startswith("lm_head.")]
-        body = [p for name, p in self._named.items() if not name.startswith("lm_head.")]
-        groups = [{"params": body, "scale": 1.0}, {"params": head, "scale": config.head_lr_scale}]
-        self._optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(0.9, 0.95),
-            weight_decay=config.weight_decay,
-            fused=self._device.type == "cuda",
-        )
+        self._optimizer = Optimizer(self._named, config.optimizer, config.head_lr_scale, config.weight_decay)
+        self._average = None if config.ema is None else MovingAverage(self._named, config.ema)
 
     def fit(self, hooks: Hooks, stop_after_s: float | None = None) -> TrainState:
-        """Train to the last step, or until `stop_after_s` has passed; either way the state is on disk at the end."""
+        """Train to the last step, or until `stop_after_s` has passed; either way the state is on disk at the end.
+
+        With `ema` the draft is left with the averaged weights; those that training goes on from are in the state.
+        """
         started = hooks.clock()
         state = self._restore() or TrainState(0, self._plan(hooks), [], asdict(self._config))
         if self._config.steps is not None:
@@ -122,6 +135,8 @@ class Trainer:
         for batch in batches:
             lr = learning_rate(self._config, step, state.total_steps)
             out, norm = self._step(to_device(batch, self._device), lr)
+            if self._average is not None:
+                self._average.update(step)
             meter.add(out, norm, batch.ids_BT.numel() * self._world.size)
             step += 1
             ends = step == last
@@ -144,22 +159,23 @@ class Trainer:
                 if overtime and not ends:
                     batches.close()
                     break
+        if self._average is not None:
+            self._average.take()
         return state
 
     def _evaluate(self, progress: Progress, evaluate: Callable[[], dict[str, float]]) -> Progress:
-        acceptance = evaluate() if self._world.rank == 0 else {}
+        with nullcontext() if self._average is None else self._average.taken():
+            acceptance = evaluate() if self._world.rank == 0 else {}
         return Progress(**{**asdict(progress), "acceptance": acceptance})
 
     def _step(self, batch: Batch, lr: float) -> tuple[StepOutput, Tensor]:
         out = self._objective(batch, self._world.sum)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         out.loss.backward()  # type: ignore[no-untyped-call]  # torch's
         parameters = list(self._named.values())
         self._world.sum_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * group["scale"]
-        self._optimizer.step()
+        self._optimizer.step(lr)
         return out, norm
 
     def _plan(self, hooks: Hooks) -> int:
@@ -179,7 +195,7 @@ class Trainer:
         with torch.no_grad():
             for name, p in self._named.items():
                 p.copy_(before[name])
-        self._optimizer.state.clear()
+        self._optimizer.forget()
         return self._world.first(max(1, int(0.95 * self._config.time_budget_s / max(per_step, 1e-6))))
 
     def _synchronize(self) -> None:
@@ -197,18 +213,22 @@ class Trainer:
                 f"{self._path}: was written with other settings ({', '.join(differs)}); "
                 f"use them again, or train into another folder."
             )
-        if set(tensors) != set(self._named) or any(tensors[n].shape != p.shape for n, p in self._named.items()):
+        mine = self._tensors()
+        if set(tensors) != set(mine) or any(tensors[n].shape != p.shape for n, p in mine.items()):
             raise TrainingError(f"{self._path}: belongs to a draft of another shape; train into another folder.")
-        with torch.no_grad():
-            for name, p in self._named.items():
-                p.copy_(tensors[name])
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
         self._optimizer.load_state_dict(optimizer)
         return state
 
     def _save(self, state: TrainState) -> None:
         if self._world.rank == 0:
-            tensors = {name: p.detach() for name, p in self._named.items()}
-            save_state(self._path, state, tensors, self._optimizer.state_dict())
+            save_state(self._path, state, self._tensors(), self._optimizer.state_dict())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what a state holds of weights, themselves and not copies."""
+        averages = {} if self._average is None else self._average.named
+        return {**{name: p.detach() for name, p in self._named.items()}, **averages}
 
 
 class _Meter:

@@ -34,6 +34,7 @@ class CpuOps:
     """Kernels for inference on a CPU: every output has one order of accumulation, whatever shares the pass."""
 
     name = "cpu"
+    capturable = False
 
     def __init__(self, threads: int, isa: Isa | None = None) -> None:
         self._engine = NativeEngine(threads, isa)

@@ -20,6 +20,7 @@ class ReferenceOps:
     """Plain torch; differentiable where training needs it (linear, norm, silu_mul, rotate)."""
 
     name = "reference"
+    capturable = False  # attention and the rule look at lengths and temperatures on the host
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

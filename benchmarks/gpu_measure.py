@@ -1,0 +1,143 @@
+"""How the GPU benchmark measures: read bandwidth, bytes a step must read, cycles through the engine, one pass alone."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
+from slipstream.engine.engine import Engine
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.layers import Linear
+from slipstream.models.target import Target
+from slipstream.speculation.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steps of one batch: wall time of a step, tokens of all requests per second, and where the time went."""
+
+    step_ms: float
+    tokens_per_s: float
+    tokens_per_step: float
+    device_ms: float | None
+
+    @property
+    def host_overhead(self) -> float | None:
+        """Share of the wall time in which the device was not at work on a cycle."""
+        return None if self.device_ms is None else max(0.0, 1 - self.device_ms / self.step_ms)
+
+
+def read_bandwidth(device: torch.device, nbytes: int) -> float:
+    """Return the bytes per second that a plain sum over `nbytes` reads, the best of torch's and a Triton kernel's."""
+    numbers = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    best = min(time_ms(numbers.sum, device, 10))
+    if device.type == "cuda":
+        from gpu_sum import streaming_sum  # Triton is absent on CPU machines
+
+        best = min(best, *time_ms(lambda: streaming_sum(numbers), device, 10))
+    return nbytes / best * 1e3
+
+
+def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Return the milliseconds of each repeat, by the device's own clock where it has one."""
+    for _ in range(3):
+        work()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - started) * 1e3)
+        return times
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+
+
+def linear_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's linear layers, the head among them: what every pass reads."""
+    found = {id(m): m for m in model.modules() if isinstance(m, Linear)}
+    return sum(m.weight.nbytes if m.weight is not None else m.packed.nbytes for m in found.values())
+
+
+def pass_bytes(target: Target, batch: int, context: float) -> float:
+    """Return what one pass of the target must read: its linear layers once, and every request's keys and values."""
+    return linear_bytes(target) + batch * context * target.kv_shape.bytes_per_token(target.embed_tokens.dtype)
+
+
+def cycle_bytes(target: Target, draft: Eagle3Draft, batch: int, context: float, num_drafted: int) -> float:
+    """Return what a cycle must read: one pass of the target, `num_drafted` of the draft, its fusing layer once."""
+    fuse = linear_bytes(draft.fc)
+    draft_kv = batch * context * draft.kv_shape.bytes_per_token(draft.embed_tokens.dtype)
+    return pass_bytes(target, batch, context) + fuse + num_drafted * (linear_bytes(draft) - fuse + draft_kv)
+
+
+def measure_steps(engine: Engine, device: torch.device, steps: int, warm: int) -> Measured:
+    """Time steps of an engine whose requests are all decoding and will not end meanwhile."""
+    for _ in range(warm):
+        engine.step()
+    launcher = engine.launcher
+    assert launcher is not None, "the benchmark measures cycles"
+    emitted = engine.stats.acceptance.emitted
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        launcher.spans = []
+    started = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    spans, launcher.spans = launcher.spans, None
+    # The host is one cycle behind: as many cycles were read as were launched, the first of them launched before.
+    emitted = engine.stats.acceptance.emitted - emitted
+    device_ms = None if not spans else sum(began.elapsed_time(ended) for began, ended in spans) / len(spans)
+    return Measured(seconds / steps * 1e3, emitted / seconds, emitted / steps, device_ms)
+
+
+def start_requests(engine: Engine, batch: int, context: int, max_tokens: int) -> None:
+    """Put a batch of requests with contexts of random tokens into decoding, without computing the contexts."""
+    generator = torch.Generator().manual_seed(batch)
+    for row in range(batch):
+        prompt = torch.randint(10, engine.vocab_size - 10, (context,), generator=generator).tolist()
+        engine.add_computed(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), row)
+
+
+def pass_ms(models: CycleModels, kind: CycleKind, context: int, repeats: int) -> float:
+    """Return the median time of one target pass over every row's root and drafted nodes, in a graph if that can be."""
+    device = models.target.embed_tokens.device
+    pages_each = -(-(context + kind.num_drafted + 1) // models.target_kv.page_size)
+    state = CycleState.allocate(models, kind.num_rows, pages_each)
+    order = torch.randperm(kind.num_rows * pages_each, device=device, dtype=torch.int32)
+    state.pages_RP.copy_(order.view(kind.num_rows, pages_each))
+    state.committed_R.fill_(context)
+    state.active_R.fill_(1)
+    cycle = Cycle(models, state, kind)
+    chain_RN = torch.randint(0, models.target.spec.vocab_size, (kind.num_rows, kind.num_drafted + 1), device=device)
+    work = in_graph(lambda: cycle.verify(cycle.place(), chain_RN), models.ops.capturable and device.type == "cuda")
+    return statistics.median(time_ms(work, device, repeats))
+
+
+def in_graph(work: Callable[[], object], capturable: bool) -> Callable[[], object]:
+    """Return the work captured in a CUDA graph, or as it is."""
+    if not capturable:
+        return work
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return graph.replay

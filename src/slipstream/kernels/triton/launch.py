@@ -1,0 +1,45 @@
+"""How kernels start and meet: overlapping the kernel before, and finding out which program of a group is last."""
+# Triton gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: ANN001, ANN201
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Let the next kernel start, then wait until the one before has written everything.
+
+    Every kernel launched with PDL must call this before its first read or write of what other kernels touch.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def arrived_last(counter_ptr, num_programs):
+    """Count this program in, after its stores; tell the last of `num_programs`, and set the counter back to zero.
+
+    What the others stored is then visible, and may be read in any order: nothing depends on who was last.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    last = before == num_programs - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
+
+
+def launch_options(dependent: bool, instruction: int = 0) -> dict[str, Any]:
+    """Return the launch's further arguments: CUDA alone knows dependent launches, AMD alone a choice of instructions.
+
+    Args:
+        instruction: rows and columns of AMD's matrix instruction, one for all tiles so that bits stay; 0 is not AMD.
+    """
+    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
+    return {**options, "matrix_instr_nonkdim": instruction} if instruction else options

@@ -1,0 +1,224 @@
+"""What lies between products: RMSNorm, rotary positions with the write of keys and values, and SiLU times up."""
+# Triton gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: ANN001, ANN202, PLR0913
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.ops import KvLayer
+from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.quantize import CODE_DTYPES, Codes, encode, row_scale
+from slipstream.kernels.triton.variants import Variant
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, other_ptr, weight_ptr, other_weight_ptr, out_ptr, scale_ptr, width, x_stride, other_stride, out_stride, eps,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Normalise a row of `x`, or in the grid's second column one of `other`, which goes behind it in the output."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    real = at < width
+    source, weight_at = x_ptr + row * x_stride, weight_ptr
+    if part == 1:
+        source, weight_at = other_ptr + row * other_stride, other_weight_ptr
+    x = tl.load(source + at, mask=real, other=0.0).to(tl.float32)
+    weight = tl.load(weight_at + at, mask=real, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    dtype = x_ptr.dtype.element_ty
+    # Rounded where torch rounds: after the norm, and after the weight.
+    normed = ((x * rstd).to(dtype).to(tl.float32) * weight).to(dtype)
+    target = out_ptr + row * out_stride + part * width + at
+    if CODES == "none":
+        tl.store(target, normed, mask=real)
+    else:
+        numbers = normed.to(tl.float32)
+        scale = row_scale(tl.max(tl.abs(numbers), 0), CODES)
+        tl.store(scale_ptr + row, scale)
+        tl.store(target, encode(numbers, tl.broadcast_to(scale, [BLOCK]), CODES), mask=real)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm's weight and eps, as kernels need them."""
+
+    weight_D: Tensor
+    eps: float
+
+
+def rms_norm(x_TD: Tensor, norm: Norm, dependent: bool) -> Tensor:
+    """Return normalised rows; the last dimension of `x_TD` is contiguous."""
+    out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    _launch_norm((x_TD, x_TD), (norm, norm), out, out, "none", 1, dependent)
+    return out
+
+
+def norm_codes(x_TD: Tensor, norm: Norm, codes: Codes, dependent: bool) -> tuple[Tensor, Tensor]:
+    """Return normalised rows as codes [T, D] and their scales [T]."""
+    out = torch.empty(x_TD.shape, dtype=CODE_DTYPES[codes], device=x_TD.device)
+    scale_T = torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
+    _launch_norm((x_TD, x_TD), (norm, norm), out, scale_T, codes, 1, dependent)
+    return out, scale_T
+
+
+def norm_both(first_TD: Tensor, second_TD: Tensor, norms: tuple[Norm, Norm], dependent: bool) -> Tensor:
+    """Return [norm(first) ; norm(second)] in rows of twice the width; both norms share their eps."""
+    out = torch.empty(first_TD.shape[0], 2 * first_TD.shape[1], dtype=first_TD.dtype, device=first_TD.device)
+    _launch_norm((first_TD, second_TD), norms, out, out, "none", 2, dependent)
+    return out
+
+
+def _launch_norm(
+    rows: tuple[Tensor, Tensor], norms: tuple[Norm, Norm], out: Tensor, scale_T: Tensor, codes: str, parts: int,
+    dependent: bool,
+) -> None:  # fmt: skip
+    num_rows, width = rows[0].shape
+    assert norms[0].eps == norms[1].eps
+    _norm_kernel[(num_rows, parts)](
+        *rows, norms[0].weight_D, norms[1].weight_D, out, scale_T, width, rows[0].stride(0), rows[1].stride(0),
+        out.stride(0), norms[0].eps, BLOCK=triton.next_power_of_2(width), CODES=codes, PDL=dependent,
+        num_warps=8 if width > 1024 else 4, **launch_options(dependent),
+    )  # fmt: skip
+
+
+@triton.jit
+def _rope_kernel(
+    qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+    qkv_stride, slot_stride, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    QK_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Take one head of one token: rotate a query, or rotate a key and write it, or write a value."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    real = at < WIDTH
+    source = qkv_ptr + token * qkv_stride + head * WIDTH
+    dtype = qkv_ptr.dtype.element_ty
+    x = tl.load(source + at, mask=real, other=0.0)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if head >= HEADS + GROUPS:
+        target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * WIDTH + at
+        tl.store(target, x.to(values_ptr.dtype.element_ty), mask=real)
+    else:
+        mate = tl.where(at < HALF, at + HALF, at - HALF)
+        turned = at < 2 * HALF
+        partner = tl.load(source + mate, mask=turned, other=0.0)
+        if QK_NORM:
+            x_f32 = x.to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(x_f32 * x_f32, 0) / WIDTH + eps)
+            norm_at = q_norm_ptr if head < HEADS else k_norm_ptr
+            own = tl.load(norm_at + at, mask=real, other=0.0).to(tl.float32)
+            other = tl.load(norm_at + mate, mask=turned, other=0.0).to(tl.float32)
+            x = ((x_f32 * rstd).to(dtype).to(tl.float32) * own).to(dtype)
+            partner = ((partner.to(tl.float32) * rstd).to(dtype).to(tl.float32) * other).to(dtype)
+        position = tl.load(positions_ptr + token).to(tl.int64)
+        angle = position * HALF + at % HALF
+        cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
+        sign = tl.where(at < HALF, -1.0, 1.0)
+        rotated = x.to(tl.float32) * cos + sign * partner.to(tl.float32) * sin
+        if head < HEADS:
+            tl.store(q_ptr + (token * HEADS + head) * WIDTH + at, rotated.to(dtype), mask=real)
+        else:
+            target = keys_ptr + slot * slot_stride + (head - HEADS) * WIDTH + at
+            tl.store(target, rotated.to(dtype).to(keys_ptr.dtype.element_ty), mask=real)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Where tokens are: their slots and positions, and the table of rotary angles [P, r]."""
+
+    slots_T: Tensor
+    positions_T: Tensor
+    cos_Pr: Tensor
+    sin_Pr: Tensor
+
+
+def rope_and_write(
+    qkv_TC: Tensor, heads: tuple[int, int], rope: Rope, layer: KvLayer, qk_norm: tuple[Norm, Norm] | None,
+    dependent: bool,
+) -> Tensor:  # fmt: skip
+    """Return rotated queries [T, H, d], having written rotated keys, and values, into their slots.
+
+    Args:
+        heads: how many heads of queries and of keys a row of `qkv_TC` holds.
+        qk_norm: norms of each head's query and key before they are rotated.
+    """
+    num_heads, num_groups = heads
+    width = layer.keys_SGd.shape[2]
+    assert layer.keys_SGd.stride() == layer.values_SGd.stride() and layer.keys_SGd.stride(1) == width
+    q = torch.empty(qkv_TC.shape[0], num_heads, width, dtype=qkv_TC.dtype, device=qkv_TC.device)
+    norms = qk_norm or (Norm(q, 0.0), Norm(q, 0.0))
+    _rope_kernel[(qkv_TC.shape[0], num_heads + 2 * num_groups)](
+        qkv_TC, q, layer.keys_SGd, layer.values_SGd, rope.slots_T, rope.positions_T, rope.cos_Pr, rope.sin_Pr,
+        norms[0].weight_D, norms[1].weight_D, qkv_TC.stride(0), layer.keys_SGd.stride(0), norms[0].eps,
+        HEADS=num_heads, GROUPS=num_groups, WIDTH=width, HALF=rope.cos_Pr.shape[1],
+        BLOCK=triton.next_power_of_2(width), QK_NORM=qk_norm is not None, PDL=dependent, num_warps=1,
+        **launch_options(dependent),
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, width, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = at < width
+    dtype = x_ptr.dtype.element_ty
+    gate = tl.load(x_ptr + row * x_stride + at, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + width + at, mask=real, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + at, (silu * up).to(dtype), mask=real)
+
+
+def silu_mul(gate_up_TN: Tensor, dependent: bool) -> Tensor:
+    """Return silu(first half) * second half of each row."""
+    num_rows, width = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
+    out = torch.empty(num_rows, width, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
+    _silu_mul_kernel[(num_rows, triton.cdiv(width, 1024))](
+        gate_up_TN, out, width, gate_up_TN.stride(0), BLOCK=1024, PDL=dependent, num_warps=4,
+        **launch_options(dependent),
+    )  # fmt: skip
+    return out
+
+
+def variants(architecture: str) -> list[Variant]:
+    """List what ships, at the widths of an 8B model."""
+    norm = {
+        "x_ptr": "*bf16", "other_ptr": "*bf16", "weight_ptr": "*bf16", "other_weight_ptr": "*bf16", "out_ptr": "*bf16",
+        "scale_ptr": "*fp32", "width": "i32", "x_stride": "i32", "other_stride": "i32", "out_stride": "i32",
+        "eps": "fp32",
+    }  # fmt: skip
+    rope = {
+        "qkv_ptr": "*bf16", "q_ptr": "*bf16", "keys_ptr": "*bf16", "values_ptr": "*bf16", "slots_ptr": "*i64",
+        "positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "q_norm_ptr": "*bf16",
+        "k_norm_ptr": "*bf16", "qkv_stride": "i32", "slot_stride": "i32", "eps": "fp32",
+    }  # fmt: skip
+    silu = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32", "x_stride": "i32"}
+    heads = {"HEADS": 32, "GROUPS": 8, "WIDTH": 128, "HALF": 64, "BLOCK": 128, "PDL": False}
+
+    def whole(signature: dict[str, str]) -> tuple[str, ...]:
+        return tuple(name for name, kind in signature.items() if kind != "fp32")
+
+    norms = [
+        Variant(f"norm {codes}", _norm_kernel, {**norm, "out_ptr": pointer},
+                {"BLOCK": 4096, "CODES": codes, "PDL": False}, 8, 2, divisible=whole(norm))
+        for codes, pointer in (("none", "*bf16"), ("fp8", "*fp8e4nv"), ("int8", "*i8"))
+    ]  # fmt: skip
+    ropes = [
+        Variant(f"rope, qk norm {on}", _rope_kernel, rope, {**heads, "QK_NORM": on}, 1, 2, divisible=whole(rope))
+        for on in (False, True)
+    ]
+    return [*norms, *ropes, Variant("silu_mul", _silu_mul_kernel, silu, {"BLOCK": 1024, "PDL": False}, 4, 2,
+                                    divisible=whole(silu))]  # fmt: skip

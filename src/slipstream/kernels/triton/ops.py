@@ -1,0 +1,171 @@
+"""The Triton backend: kernels for NVIDIA and AMD GPUs behind the contract, and for tests on CPU tensors interpreted."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.errors import KernelError
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
+from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.triton import norm_rope, sample
+from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.blocks import Blocks
+from slipstream.kernels.triton.linear import Epilogue
+from slipstream.kernels.triton.norm_rope import Norm
+from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
+from slipstream.quant.packed import PackedWeight
+
+_LOG = logging.getLogger(__name__)
+
+
+class TritonOps:
+    """Kernels whose grids follow from shapes alone: nothing here asks the device anything, so graphs can hold it.
+
+    One stream at a time: kernels share counters.
+    """
+
+    name = "triton"
+    capturable = True
+
+    def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
+        if device.type == "cpu" and not triton.knobs.runtime.interpret:
+            raise KernelError("The Triton kernels run on a GPU; on a CPU choose 'auto', 'cpu' or 'reference'.")
+        self._device = device
+        self._tuning = tuning or read_tuning(architecture_of(device))
+        self._products = Products(self._tuning, device)
+        self._dependent = self._tuning.dependent_launch
+        self._launch = AttentionLaunch(
+            self._tuning.attention, self._products.counters, self._dependent, self._tuning.instruction
+        )
+        self._blocks = Blocks(self._products, self._launch)
+        self._reference = ReferenceOps(device)
+        self._said: set[str] = set()
+
+    @property
+    def promise(self) -> str:
+        """Say that a row's bits are its own."""
+        return (
+            f"Triton kernels ({self._tuning.architecture}): a row's bits depend on its own inputs only, not on the "
+            "number of rows, the batch or the page size, so speculation cannot change a token"
+        )
+
+    @property
+    def row_invariant(self) -> bool:
+        """Sums are cut and merged in an order that the shape of the weight and the row's own keys fix."""
+        return True
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """Multiply by a dense weight stored [out, in]."""
+        _refuse_gradients(x_TD, weight_ND)
+        _check_width(x_TD, weight_ND.shape[1])
+        weight = weight_ND if self._products.knows(weight_ND) else weight_ND.contiguous()
+        x = x_TD.reshape(-1, x_TD.shape[-1])
+        y = self._products.multiply(self._products.rows_for(weight, x), weight, Epilogue(bias_N))
+        return y.view(*x_TD.shape[:-1], weight_ND.shape[0])
+
+    def packed_linear(self, x_TD: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
+        """Multiply by a weight as stored, in its format's own arithmetic."""
+        _check_width(x_TD, weight.in_features)
+        if not self._products.knows(weight):
+            self._say_once(
+                f"The Triton kernels do not multiply by weights of format {weight.format}; torch does: slower, and a "
+                "row's bits may change with the number of rows."
+            )
+            return self._reference.packed_linear(x_TD, weight, bias_N)
+        x = x_TD.reshape(-1, x_TD.shape[-1])
+        y = self._products.multiply(self._products.rows_for(weight, x), weight, Epilogue(bias_N))
+        return y.view(*x_TD.shape[:-1], weight.out_features)
+
+    def prepare(self, weight: PackedWeight) -> PackedWeight:
+        """Return the weight in the layout the kernels read, where they know its format."""
+        return self._products.prepare(weight)
+
+    def packed_rows(self, weight: PackedWeight, row_ids_T: Tensor) -> Tensor:
+        """Return rows of a packed table as float32 numbers."""
+        return self._reference.packed_rows(weight, row_ids_T)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Scale each row to unit root mean square in float32, then by `weight_D`."""
+        _refuse_gradients(x_TD, weight_D)
+        rows = x_TD.reshape(-1, x_TD.shape[-1])
+        return norm_rope.rms_norm(rows, Norm(weight_D, eps), self._dependent).view(x_TD.shape)
+
+    def silu_mul(self, gate_up_TN: Tensor) -> Tensor:
+        """Return silu(first half) * second half of each row."""
+        rows = gate_up_TN.reshape(-1, gate_up_TN.shape[-1])
+        return norm_rope.silu_mul(rows, self._dependent).view(*gate_up_TN.shape[:-1], -1)
+
+    def rotate(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
+        """Rotate pairs (i, i + r) of each head's first 2r values; the blocks that are fused do it on the way."""
+        return self._reference.rotate(x_THd, cos_Tr, sin_Tr)
+
+    def write_kv(self, layer: KvLayer, keys_TGd: Tensor, values_TGd: Tensor, slots_T: Tensor) -> None:
+        """Write keys and values into their slots, in place."""
+        self._reference.write_kv(layer, keys_TGd, values_TGd, slots_T)
+
+    def move_kv(self, layer: KvLayer, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Copy slots to slots; indexing reads everything before anything is written."""
+        self._reference.move_kv(layer, from_slots, to_slots)
+
+    def attention(
+        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Attend over the pages of each request."""
+        return attention(q_THd.contiguous(), layer, batch, scale, window, self._launch)
+
+    def run_layers(
+        self,
+        layers: Sequence[Layer],
+        hidden_TD: Tensor,
+        ctx: Any,
+        captured_layers: Sequence[int],
+        embedding_TD: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Apply blocks with fused kernels where they and the context allow it, else one operation at a time."""
+        reason = self._blocks.unfit(layers, ctx)
+        if reason:
+            self._say_once(f"Blocks run one operation at a time, which is slower: {reason}.")
+            return self._reference.run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)
+        return self._blocks.run(layers, hidden_TD, ctx, captured_layers, embedding_TD)
+
+    def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
+        """Take the argmax of perturbed logits: the reference's tokens."""
+        sampling = RowSampling(temperature_L.float(), seed_L, position_L)
+        return sample.choose(_unit_stride(logits_LV), sampling, self._dependent)
+
+    def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling) -> Tensor:
+        """Add the noise of (seed, position, token id) to logits / T; rows at T = 0 stay as they are."""
+        return sample.perturb(_unit_stride(logits_LV), token_ids_V, sampling, self._dependent)
+
+    def top_k(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int) -> tuple[Tensor, Tensor]:
+        """Find the best entries of perturbed logits."""
+        if not 0 < k <= min(sample.MAX_K, logits_LV.shape[1]):
+            best = torch.log_softmax(self.perturb(logits_LV, token_ids_V, sampling), dim=-1).topk(k, dim=-1)
+            return best.values, best.indices
+        return sample.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            _LOG.warning(sentence)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_width(x_TD: Tensor, num_inputs: int) -> None:
+    if x_TD.shape[-1] != num_inputs:
+        raise KernelError(f"A weight of {num_inputs} columns cannot multiply rows of {x_TD.shape[-1]}.")
+
+
+def _refuse_gradients(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise KernelError(
+            "The Triton kernels give no gradients: run under torch.no_grad(), or train with the reference kernels."
+        )

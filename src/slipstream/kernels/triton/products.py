@@ -1,0 +1,132 @@
+"""Products with every kind of weight: how it is prepared, what rows it wants, and which kernel multiplies."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.triton import nibble_linear, quantize
+from slipstream.kernels.triton.linear import Epilogue, Launch, multiply, token_tile
+from slipstream.kernels.triton.quantize import Codes
+from slipstream.kernels.triton.tuning import LinearConfig, Tuning
+from slipstream.quant.packed import PackedWeight
+from slipstream.quant.scheme import by_row
+
+SUFFIX = "/triton"
+"""Ends the format of a weight that was prepared for these kernels."""
+_FP8 = ("fp8_per_channel", "fp8_per_tensor")
+_INPUTS: dict[str, Codes | None] = {
+    "fp8_per_channel": "fp8",
+    "fp8_per_tensor": "fp8",
+    "w8a8_int8": "int8",
+    "w4a8": "int8",
+    "int4_per_channel": None,
+    "int4_group": None,
+}
+"""Formats these kernels multiply, and the codes their rows are turned into."""
+_DENSE = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_NIBBLE_TOKENS = 64  # wider tiles of tokens leave no room for both halves of a block
+
+Weight = Tensor | PackedWeight
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows on their way into a product: numbers, or codes and a scale for each row."""
+
+    values_TK: Tensor
+    scale_T: Tensor | None
+    dtype: torch.dtype
+
+
+class Products:
+    """Multiplies rows by weights on one device, one stream at a time: programs of a product share its counters."""
+
+    def __init__(self, tuning: Tuning, device: torch.device) -> None:
+        self._tuning = tuning
+        self.counters = torch.zeros(1 << 18, dtype=torch.int32, device=device)
+        self.dependent = tuning.dependent_launch
+        self.configs: dict[str, LinearConfig] = {}
+
+    def prepare(self, weight: PackedWeight) -> PackedWeight:
+        """Return the weight in the layout the kernels read, or as it is if they do not know its format."""
+        if weight.format not in _INPUTS:
+            return weight
+        scales = dict(weight.scales)
+        codes = weight.codes.contiguous()
+        if weight.format == "int4_group":
+            half = _half(weight)
+            scales["scale"] = scales["scale"].contiguous()
+        else:
+            half = _half(weight) if weight.format in ("w4a8", "int4_per_channel") else 0
+            scales["scale"] = by_row(scales["scale"], weight).float().contiguous()
+        if half is None:
+            return weight
+        if half:
+            codes = nibble_linear.pack_halves(codes, half)
+        if "input_scale" in scales:
+            scales["input_scale"] = scales["input_scale"].float().max().reshape(1)
+        return replace(weight, format=weight.format + SUFFIX, codes=codes, scales=scales)
+
+    def knows(self, weight: Weight) -> bool:
+        """Tell whether these kernels multiply by the weight as it is."""
+        if isinstance(weight, PackedWeight):
+            return weight.format.endswith(SUFFIX)
+        return weight.dtype in _DENSE and weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]
+
+    def wants(self, weight: Weight) -> Codes | None:
+        """Return the codes a weight's rows are turned into with scales of their own; None: the rows as they are."""
+        if not isinstance(weight, PackedWeight):
+            return None
+        return _INPUTS[weight.format.removesuffix(SUFFIX)] if "input_scale" not in weight.scales else None
+
+    def rows_for(self, weight: Weight, x_TK: Tensor) -> Rows:
+        """Return rows as a weight's product takes them."""
+        x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
+        if isinstance(weight, PackedWeight):
+            codes = _INPUTS[weight.format.removesuffix(SUFFIX)]
+            if codes is not None:
+                static = weight.scales.get("input_scale")
+                return Rows(*quantize.quantize_rows(x_TK, codes, static, self.dependent), x_TK.dtype)
+        return Rows(x_TK, None, x_TK.dtype)
+
+    def multiply(self, rows: Rows, weight: Weight, epilogue: Epilogue) -> Tensor:
+        """Return rows times the weight."""
+        num_rows = rows.values_TK.shape[0]
+        if not isinstance(weight, PackedWeight):
+            launch = self._launch("dense", weight.shape[0], weight.shape[1], weight.element_size(), num_rows)
+            return multiply(rows.values_TK, weight, None, "dense", epilogue, launch, rows.dtype)
+        format = weight.format.removesuffix(SUFFIX)
+        scale = weight.scales["scale"]
+        if format in ("w4a8", "int4_per_channel", "int4_group"):
+            launch = self._launch(format, weight.out_features, weight.in_features, 0.5, num_rows)
+            half = _half(weight)
+            assert half is not None, "only weights whose columns fit are prepared"
+            return nibble_linear.multiply_nibbles(
+                rows.values_TK, (weight.codes, scale), half, rows.scale_T, epilogue, launch, rows.dtype
+            )
+        kind = "int8" if format == "w8a8_int8" else "fp8" if self._tuning.fp8_dot else "fp8_upcast"
+        assert rows.scale_T is not None, "codes come with their scales"
+        launch = self._launch(kind.removesuffix("_upcast"), weight.out_features, weight.in_features, 1, num_rows)
+        return multiply(rows.values_TK, weight.codes, (rows.scale_T, scale), kind, epilogue, launch, rows.dtype)
+
+    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
+        key = f"{format}:{num_outputs}:{num_inputs}"
+        config = self.configs.get(key)
+        if config is None:
+            config = self.configs[key] = self._tuning.linear_config(format, num_outputs, num_inputs, itemsize)
+        tile = token_tile(num_rows)
+        if itemsize == 0.5:
+            tile = min(tile, _MOST_NIBBLE_TOKENS)
+        stretch = -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
+        serial = num_rows > 64 or config.split_k == 1
+        if num_rows > 64:
+            config = self._tuning.wide_config(format, config)
+        return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+
+
+def _half(weight: PackedWeight) -> int | None:
+    """Return the columns of half a block of nibbles, None if the columns do not come out even."""
+    scale = weight.scales["scale"]
+    grouped = weight.format.startswith("int4_group")
+    return nibble_linear.half_block(weight.in_features, weight.in_features // scale.shape[1] if grouped else None)

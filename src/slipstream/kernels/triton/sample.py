@@ -1,0 +1,203 @@
+"""The one rule on the device: hash noise, temperature and argmax over a vocabulary in two stages; and a draft's best k.
+
+The noise is that of `slipstream.kernels.reference.noise`: Philox4x32-10, and logarithms in float64.
+"""
+# Triton gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: ANN001, ANN202, PLR0913, SIM108
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.ops import RowSampling
+from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.variants import Variant
+
+MAX_K = 16
+"""More than so many entries of a row are found by torch."""
+_BLOCK = 2048
+
+
+@triton.jit
+def _gumbel(seed, position, token):
+    """Return float32 noise for tokens [n] of one seed and position."""
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c0 = (token >> 2).to(tl.uint32)
+    c1 = tl.zeros_like(c0) + (position & 0xFFFFFFFF).to(tl.uint32)
+    c2 = tl.zeros_like(c0)
+    c3 = tl.zeros_like(c0)
+    a = tl.full(c0.shape, 0xD2511F53, tl.uint32)
+    b = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, a), c0 * a
+        high1, low1 = tl.umulhi(c2, b), c2 * b
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 = k0 + tl.full([], 0x9E3779B9, tl.uint32)
+        k1 = k1 + tl.full([], 0xBB67AE85, tl.uint32)
+    lane = token & 3
+    word = tl.where(lane < 2, tl.where(lane == 0, c0, c1), tl.where(lane == 2, c2, c3))
+    u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return (-tl.log(-tl.log(u))).to(tl.float32)
+
+
+@triton.jit
+def _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride, HAS_IDS: tl.constexpr):
+    """Return logits / T + noise of entries [n] of a row, at T = 0 the logits; -inf past the vocabulary."""
+    real = entry < V
+    logits = tl.load(logits_ptr + row * stride + entry, mask=real, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        if HAS_IDS:
+            token = tl.load(ids_ptr + entry, mask=real, other=0).to(tl.int32)
+        else:
+            token = entry
+        noise = _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), token)
+        logits = tl.div_rn(logits, tl.zeros_like(logits) + temperature) + noise
+    return logits
+
+
+@triton.jit
+def _best_of_block_kernel(
+    logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, value_ptr, entry_ptr, sums_ptr, V, stride,
+    BLOCK: tl.constexpr, K: tl.constexpr, HAS_IDS: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Leave a block's K best values and entries, ties to the lowest entry, and its maximum and sum of exponentials."""
+    wait_for_inputs(PDL)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cell = row * tl.num_programs(1) + block
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    score = _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride, HAS_IDS)
+    if SUMS:
+        top = tl.max(score, 0)
+        tl.store(sums_ptr + cell, tl.sum(tl.exp(score - top), 0))
+    for k in tl.static_range(K):
+        value = tl.max(score, 0)
+        at = tl.min(tl.where((score == value) & (entry < V), entry, V - 1), 0)
+        tl.store(value_ptr + cell * K + k, value)
+        tl.store(entry_ptr + cell * K + k, at)
+        if K > 1:
+            score = tl.where(entry == at, float("-inf"), score)
+
+
+@triton.jit
+def _best_of_all_kernel(
+    value_ptr, entry_ptr, sums_ptr, out_value_ptr, out_entry_ptr, num_blocks,
+    BLOCKS: tl.constexpr, K: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Pick the K best of the blocks' best of a row; with SUMS also their log-probabilities."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCKS)
+    real = at < num_blocks * K
+    value = tl.load(value_ptr + row * num_blocks * K + at, mask=real, other=float("-inf"))
+    entry = tl.load(entry_ptr + row * num_blocks * K + at, mask=real, other=2147483647)
+    log_total = 0.0
+    if SUMS:
+        top = tl.max(value, 0)
+        is_first = real & (at % K == 0)  # a block's maximum is its first value
+        sums = tl.load(sums_ptr + row * num_blocks + at // K, mask=is_first, other=0.0)
+        log_total = top + tl.log(tl.sum(sums * tl.exp(value - top), 0))
+    for k in tl.static_range(K):
+        best = tl.max(value, 0)
+        chosen = tl.min(tl.where((value == best) & real, entry, 2147483647), 0)
+        tl.store(out_entry_ptr + row * K + k, chosen.to(tl.int64))
+        if SUMS:
+            tl.store(out_value_ptr + row * K + k, best - log_total)
+        if K > 1:
+            value = tl.where(entry == chosen, float("-inf"), value)
+
+
+@triton.jit
+def _perturb_kernel(
+    logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, out_ptr, V, stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    score = _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride, True)
+    tl.store(out_ptr + row * V + entry, score, mask=entry < V)
+
+
+def choose(logits_LV: Tensor, sampling: RowSampling, dependent: bool) -> Tensor:
+    """Return the token of each row, int64 [L]."""
+    return _best(logits_LV, None, sampling, 1, dependent)[1][:, 0]
+
+
+def top_k(
+    logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int, dependent: bool
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entries [L, k] of the best of each perturbed row; k is at most MAX_K."""
+    return _best(logits_LV, token_ids_V, sampling, k, dependent)
+
+
+def perturb(logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, dependent: bool) -> Tensor:
+    """Return logits / T + noise in float32."""
+    num_rows, vocab = logits_LV.shape
+    out = torch.empty(num_rows, vocab, dtype=torch.float32, device=logits_LV.device)
+    _perturb_kernel[(num_rows, triton.cdiv(vocab, _BLOCK))](
+        logits_LV, token_ids_V, sampling.temperature_L, sampling.seed_L, sampling.position_L, out, vocab,
+        logits_LV.stride(0), BLOCK=_BLOCK, PDL=dependent, num_warps=8, **launch_options(dependent),
+    )  # fmt: skip
+    return out
+
+
+def accept_chain(tokens_RN: Tensor, chosen_RN: Tensor) -> Tensor:
+    """Return how many tokens each chain emits: the chosen ones up to the first that differs from the next node's.
+
+    Args:
+        tokens_RN: each chain's tokens, the root first.
+        chosen_RN: the token the target chooses after each node.
+    """
+    agree_RN = (tokens_RN[:, 1:] == chosen_RN[:, :-1]).to(torch.int32)
+    return agree_RN.cumprod(1).sum(1, dtype=torch.int32) + 1
+
+
+def _best(
+    logits_LV: Tensor, token_ids_V: Tensor | None, sampling: RowSampling, k: int, dependent: bool
+) -> tuple[Tensor, Tensor]:
+    num_rows, vocab = logits_LV.shape
+    device, num_blocks = logits_LV.device, triton.cdiv(vocab, _BLOCK)
+    values = torch.empty(num_rows, num_blocks * k, dtype=torch.float32, device=device)
+    entries = torch.empty(num_rows, num_blocks * k, dtype=torch.int32, device=device)
+    sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
+    scores_LK = torch.empty(num_rows, k, dtype=torch.float32, device=device)
+    best_LK = torch.empty(num_rows, k, dtype=torch.int64, device=device)
+    with_sums = token_ids_V is not None
+    _best_of_block_kernel[(num_rows, num_blocks)](
+        logits_LV, best_LK if token_ids_V is None else token_ids_V, sampling.temperature_L, sampling.seed_L,
+        sampling.position_L, values, entries, sums, vocab, logits_LV.stride(0), BLOCK=_BLOCK, K=k,
+        HAS_IDS=token_ids_V is not None, SUMS=with_sums, PDL=dependent, num_warps=8, **launch_options(dependent),
+    )  # fmt: skip
+    _best_of_all_kernel[(num_rows,)](
+        values, entries, sums, scores_LK, best_LK, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks * k), K=k,
+        SUMS=with_sums, PDL=dependent, num_warps=4, **launch_options(dependent),
+    )  # fmt: skip
+    return scores_LK, best_LK
+
+
+def variants(architecture: str) -> list[Variant]:
+    """List what ships: the rule, a draft's best one and best ten, and the perturbed row."""
+    rows = {
+        "logits_ptr": "*bf16", "ids_ptr": "*i64", "temperature_ptr": "*fp32", "seed_ptr": "*i64",
+        "position_ptr": "*i64",
+    }  # fmt: skip
+    block = {**rows, "value_ptr": "*fp32", "entry_ptr": "*i32", "sums_ptr": "*fp32", "V": "i32", "stride": "i32"}
+    final = {
+        "value_ptr": "*fp32", "entry_ptr": "*i32", "sums_ptr": "*fp32", "out_value_ptr": "*fp32",
+        "out_entry_ptr": "*i64", "num_blocks": "i32",
+    }  # fmt: skip
+    shipped = []
+    for k, ids in ((1, False), (1, True), (10, True)):
+        fixed = {"K": k, "SUMS": ids, "PDL": False}
+        name = f"best {k}{' of a draft' if ids else ''}"
+        shipped += [
+            Variant(f"{name}, blocks", _best_of_block_kernel, block, {"BLOCK": _BLOCK, "HAS_IDS": ids, **fixed}, 8, 2),
+            Variant(f"{name}, rows", _best_of_all_kernel, final, {"BLOCKS": 64 * triton.next_power_of_2(k), **fixed},
+                    4, 2),
+        ]  # fmt: skip
+    perturbed = {**rows, "out_ptr": "*fp32", "V": "i32", "stride": "i32"}
+    return [*shipped, Variant("perturb", _perturb_kernel, perturbed, {"BLOCK": _BLOCK, "PDL": False}, 8, 2)]

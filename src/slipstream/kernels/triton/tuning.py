@@ -1,0 +1,126 @@
+"""Configurations of the kernels per architecture: files in configs/, and one rule where they are silent.
+
+A row's bits depend on `split_k` and on the kind of matrix instruction, never on how many rows share the pass: one
+configuration belongs to a (format, N, K), and the number of rows only picks the width of the token tile.
+"""
+
+import json
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import torch
+
+from slipstream.errors import KernelError
+
+Json = dict[str, Any]
+"""A parsed configuration file; its fields are checked when the dataclasses below are built."""
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches."""
+
+    block_n: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tiles of attention: `split` keys to a partial result (part of the bits), `block` keys a step.
+
+    Args:
+        rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
+        serial_from: from so many queries a request on, one program walks all splits instead of one each.
+    """
+
+    split: int = 256
+    block: int = 64
+    rows_wide: int = 32
+    serial_from: int = 65
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is known of one architecture.
+
+    Args:
+        linear: configurations by "format:N:K".
+        wide: tiles of passes with more than 64 rows, by format; `split_k` is the shape's own.
+        programs: how many programs keep the device's memory busy; products are split over K until there are as many.
+        fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
+        instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
+        dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
+    """
+
+    architecture: str
+    linear: dict[str, LinearConfig] = field(default_factory=dict)
+    wide: dict[str, LinearConfig] = field(default_factory=dict)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    programs: int = 264
+    bytes_per_step: int = 256
+    num_stages: int = 4
+    fp8_dot: bool = False
+    instruction: int = 0
+    dependent_launch: bool = False
+
+    def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
+        """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""
+        known = self.linear.get(f"{format}:{num_outputs}:{num_inputs}")
+        if known is not None:
+            return known
+        block_k = int(self.bytes_per_step / itemsize)
+        while block_k > 64 and num_inputs % block_k:
+            block_k //= 2
+        num_tiles, num_steps = -(-num_outputs // 64), -(-num_inputs // block_k)
+        split_k = 1
+        while split_k < 8 and num_tiles * split_k < self.programs and num_steps >= 8 * split_k:
+            split_k *= 2
+        return LinearConfig(64, block_k, split_k, 4, self.num_stages)
+
+    def wide_config(self, format: str, narrow: LinearConfig) -> LinearConfig:
+        """Return the tiles for passes of many rows; the bits stay those of `narrow`."""
+        known = self.wide.get(format)
+        if known is None:
+            return narrow
+        block_k = min(known.block_k, narrow.block_k)  # divides the stretch of columns that one sum covers
+        return LinearConfig(known.block_n, block_k, narrow.split_k, known.num_warps, known.num_stages)
+
+
+def read_tuning(architecture: str) -> Tuning:
+    """Return what is known of an architecture; one without a file gets the rule."""
+    file = resources.files("slipstream.kernels.triton") / "configs" / f"{architecture}.json"
+    if not file.is_file():
+        return Tuning(architecture)
+    return parse_tuning(architecture, json.loads(file.read_text(encoding="utf-8")))
+
+
+def parse_tuning(architecture: str, data: Json) -> Tuning:
+    """Build a tuning from a configuration file's content; sections of other kernels are left to their readers."""
+    own = {name: value for name, value in data.items() if name in Tuning.__dataclass_fields__}
+    try:
+        return Tuning(
+            architecture,
+            {shape: LinearConfig(**fields) for shape, fields in own.pop("linear", {}).items()},
+            {format: LinearConfig(**fields) for format, fields in own.pop("wide", {}).items()},
+            AttentionConfig(**own.pop("attention", {})),
+            **own,
+        )
+    except TypeError as error:
+        raise KernelError(f"configs/{architecture}.json has a field this version does not know: {error}.") from error
+
+
+def architecture_of(device: torch.device) -> str:
+    """Return the name an architecture's file goes by: sm_90, gfx942, ...; "interpreter" where there is no GPU."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip is not None:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

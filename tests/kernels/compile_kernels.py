@@ -1,0 +1,81 @@
+"""Compile every Triton kernel that ships, for the architectures named, and print one JSON line for each.
+
+A program of its own: kernels compile only where Triton's interpreter was not chosen.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from slipstream.kernels.triton.tuning import read_tuning
+from slipstream.kernels.triton.variants import Variant
+
+MODULES = ("linear", "nibble_linear", "quantize", "norm_rope", "attention", "sample", "experts", "latent_attention")
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+MATRIX = {  # what a product looks like in each assembly
+    "bf16": (r"wgmma\S*bf16|mma\.sync\S*bf16", r"v_mfma_f32_\d+x\d+x\d+\S*bf16"),
+    "fp8": (r"wgmma\S*e4m3|mma\.sync\S*e4m3", r"v_mfma_\S*(fp8|f8f6f4)"),
+    "int8": (r"wgmma\S*s8|mma\.sync\S*s8", r"v_mfma_i32_\S*i8"),
+}
+
+
+def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
+    """Return the size and the kind of code a variant becomes."""
+    names = variant.kernel.arg_names
+    signature = {name: variant.signature.get(name, "constexpr") for name in names}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible}
+    tuning = read_tuning(architecture)
+    constants = {**variant.constants, **({"PDL": True} if "PDL" in names and tuning.dependent_launch else {})}
+    source = ASTSource(variant.kernel, signature, constants, attrs)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    if variant.matrix != "none":
+        options |= {"matrix_instr_nonkdim": tuning.instruction} if tuning.instruction else {}
+    compiled = triton.compile(source, target=TARGETS[architecture], options=options)
+    cuda = architecture.startswith("sm_")
+    text = compiled.asm["ptx" if cuda else "amdgcn"]
+    pattern = None if variant.matrix == "none" else MATRIX[variant.matrix][0 if cuda else 1]
+    return {
+        "name": variant.name,
+        "architecture": architecture,
+        "registers": None if cuda else _number(r"\.vgpr_count:\s+(\d+)", text),
+        "shared": compiled.metadata.shared,
+        "spills": None if cuda else _number(r"\.vgpr_spill_count:\s+(\d+)", text),
+        "scalar_spills": None if cuda else _number(r"\.sgpr_spill_count:\s+(\d+)", text),
+        "matrix": variant.matrix,
+        "matrix_found": pattern is None or re.search(pattern, text) is not None,
+        "bytes": len(compiled.asm["cubin" if cuda else "hsaco"]),
+    }  # fmt: skip
+
+
+def _number(pattern: str, text: str) -> int:
+    return int(re.search(pattern, text)[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("architectures", nargs="+", choices=sorted(TARGETS))
+    parser.add_argument("--modules", nargs="*", default=MODULES)
+    arguments = parser.parse_args()
+    for name in arguments.modules:
+        full = f"slipstream.kernels.triton.{name}"
+        if importlib.util.find_spec(full) is None:
+            continue
+        module = importlib.import_module(full)
+        for architecture in arguments.architectures:
+            for variant in module.variants(architecture):
+                sys.stdout.write(json.dumps(compile_variant(variant, architecture)) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Triton's interpreter, where there is no GPU: imported before any module with kernels, since it decides what they are.
+
+Four things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
+arrays, which numpy 2.4 no longer does by itself; floats are rounded to nearest even, not cut; bfloat16 is multiplied
+as numbers, not as the 16-bit words it is kept in; and a product is summed in steps of 16, as instructions do.
+"""
+
+import os
+
+import numpy as np
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INSTRUCTION = 16
+WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+
+def _use_interpreter():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    floats = {
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float32: torch.float32,
+        tl.float64: torch.float64,
+    }
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch_with_bounds(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def convert(data, source, target, rounding_mode):
+        words = torch.from_numpy(np.ascontiguousarray(data).view(f"i{source.primitive_bitwidth // 8}").copy())
+        numbers = words.view(floats[source]).to(floats[target])
+        return numbers.view(WORDS[target.primitive_bitwidth]).numpy().view(f"u{target.primitive_bitwidth // 8}")
+
+    def dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if a.dtype.is_floating() and a.dtype.primitive_bitwidth < 32:
+            a, b = (interpreter.TensorHandle(_float32(x, convert, tl), tl.float32) for x in (a, b))
+        for k in range(0, a.data.shape[1], INSTRUCTION):
+            columns = slice(k, k + INSTRUCTION)
+            left = interpreter.TensorHandle(a.data[:, columns], a.dtype)
+            right = interpreter.TensorHandle(b.data[columns], b.dtype)
+            d = dot(self, left, right, d, input_precision, max_num_imprecise_acc)
+        return d
+
+    interpreter._patch_lang_tensor = patch_with_bounds
+    interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_dot = dot_of_numbers
+
+
+def _float32(handle, convert, tl):
+    if handle.dtype == tl.float16:
+        return handle.data.astype(np.float32)
+    return convert(handle.data, handle.dtype, tl.float32, None).view(np.float32)
+
+
+if DEVICE.type == "cpu":
+    _use_interpreter()

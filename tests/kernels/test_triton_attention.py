@@ -1,0 +1,104 @@
+import dataclasses
+
+import pytest
+import torch
+from cpu_samples import causal, filled_cache
+from interpreted import DEVICE
+from triton_samples import REFERENCE, batch_to_device, layer_to_device, numbers, triton_ops
+
+OPS = triton_ops()
+
+
+def sample(counts, before, page_size, shape, generator, dtype=torch.float32):
+    heads, groups, width = shape
+    batch = causal(counts, before, page_size, generator)
+    keys, values = ([torch.randn(n, groups, width, generator=generator) for n in batch.kv_lens_R] for _ in range(2))
+    layer = layer_to_device(filled_cache(batch, keys, values), dtype)
+    return numbers(sum(counts), heads, width, generator=generator, dtype=dtype), layer, batch_to_device(batch)
+
+
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize(
+    ("counts", "before", "page_size", "shape"),
+    [
+        ([1], [0], 16, (4, 2, 16)),
+        ([1, 3], [5, 100], 16, (8, 2, 32)),
+        ([4, 1, 2], [10, 70, 63], 64, (9, 3, 64)),
+        ([20], [50], 16, (4, 1, 24)),
+        ([2, 0, 30], [33, 40, 0], 16, (4, 4, 16)),
+    ],
+)
+def test_attention_is_the_references(counts, before, page_size, shape, window, generator):
+    q, layer, batch = sample(counts, before, page_size, shape, generator)
+    got = OPS.attention(q, layer, batch, 0.25, window)
+    torch.testing.assert_close(got, REFERENCE.attention(q, layer, batch, 0.25, window), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_keys_and_values_are_read_as_stored(generator):
+    q, layer, batch = sample([3, 1], [40, 90], 16, (8, 2, 32), generator, torch.bfloat16)
+    expected = REFERENCE.attention(q.float(), layer_to_device(layer), batch, 0.2, None)
+    torch.testing.assert_close(OPS.attention(q, layer, batch, 0.2, None).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("nodes", [5, 12])
+def test_a_tree_sees_only_ancestors(nodes, generator):
+    q, layer, batch = sample([nodes, 1], [70, 20], 16, (4, 2, 16), generator)
+    parents = [-1, *(int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, nodes))]
+    ancestors = batch.ancestors_T.clone()
+    for node in range(nodes):
+        bits, up = -1 & ~((1 << node) - 1), node  # everything before the tree
+        while up >= 0:
+            bits |= 1 << (node - up)
+            up = parents[up]
+        ancestors[node] = bits | 1 if node < 63 else bits
+        for other in range(node):
+            chain, up = [], node
+            while up >= 0:
+                chain.append(up)
+                up = parents[up]
+            if other not in chain:
+                ancestors[node] &= ~(1 << (node - other))
+    batch = dataclasses.replace(batch, ancestors_T=ancestors)
+    expected = REFERENCE.attention(q, layer, batch, 0.25, None)
+    torch.testing.assert_close(OPS.attention(q, layer, batch, 0.25, None), expected, rtol=1e-5, atol=1e-5)
+
+
+def one_request(q, layer, batch, row, page_size, generator):
+    """The same request alone, on pages of another size, shuffled."""
+    kv_len = int(batch.kv_lens_R[row])
+    index = torch.arange(kv_len, device=DEVICE)
+    slots = batch.page_table_RP[row, index // batch.page_size].long() * batch.page_size + index % batch.page_size
+    tokens = slice(int(batch.query_starts_R1[row]), int(batch.query_starts_R1[row + 1]))
+    count = tokens.stop - tokens.start
+    alone = causal([count], [kv_len - count], page_size, generator)
+    moved = filled_cache(alone, [layer.keys_SGd[slots].cpu().float()], [layer.values_SGd[slots].cpu().float()])
+    return q[tokens], layer_to_device(moved, layer.keys_SGd.dtype), batch_to_device(alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_depend_on_neither_batch_nor_pages(dtype, generator):
+    q, layer, batch = sample([2, 4, 1], [70, 100, 20], 16, (8, 2, 32), generator, dtype)
+    together = OPS.attention(q, layer, batch, 0.2, None)
+    for row in range(3):
+        tokens = slice(int(batch.query_starts_R1[row]), int(batch.query_starts_R1[row + 1]))
+        for page_size in (16, 64):
+            alone = OPS.attention(*one_request(q, layer, batch, row, page_size, generator), 0.2, None)
+            assert torch.equal(alone, together[tokens])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("count", [4, 12, 40])
+def test_a_query_keeps_its_bits_however_many_share_the_pass(count, window, generator):
+    q, layer, batch = sample([count], [80], 16, (8, 2, 32), generator, torch.bfloat16)
+    batch = dataclasses.replace(batch, max_queries=count, max_keys=120)
+    together = OPS.attention(q, layer, batch, 0.2, window)
+    for token in (0, count - 1):
+        single = dataclasses.replace(
+            batch,
+            query_starts_R1=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+            kv_lens_R=(batch.kv_index_T[token : token + 1] + 1).int(),
+            kv_index_T=batch.kv_index_T[token : token + 1],
+            ancestors_T=batch.ancestors_T[token : token + 1],
+            max_queries=1,
+        )
+        assert torch.equal(OPS.attention(q[token : token + 1], layer, single, 0.2, window)[0], together[token])

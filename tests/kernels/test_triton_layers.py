@@ -1,0 +1,107 @@
+import logging
+
+import pytest
+import torch
+from interpreted import DEVICE
+from test_cpu_layers import make_draft, make_target
+from triton_samples import FORMATS, REFERENCE, quantized, triton_ops
+
+from slipstream.errors import KernelError
+from slipstream.kernels import KERNEL_CHOICES, select
+from slipstream.kernels.triton.ops import TritonOps
+from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
+
+OPS = triton_ops()
+
+
+def run(model, ops, passes, page_size=16, others=0):
+    """Run passes of so many tokens of one sequence; `others` requests of one token each share every pass."""
+    pages = -(-64 // page_size)
+    dtype = next(model.parameters()).dtype
+    kv = KvCache.allocate(model.kv_shape, (1 + others) * pages, page_size, dtype, DEVICE)
+    table = page_table([range(r * pages, (r + 1) * pages) for r in reversed(range(1 + others))], DEVICE)
+    states, done = [], 0
+    for step, count in enumerate(passes):
+        index = torch.cat([torch.arange(done, done + count), torch.full((others,), step)]).to(DEVICE)
+        queries = QueryTokens([count] + [1] * others, index, index, torch.full_like(index, -1))
+        tokens = (index * 7 + 3) % 61
+        ctx = paged_context(ops, kv, table, queries)
+        if hasattr(model, "fuse"):
+            features = torch.sin(index[:, None] * torch.arange(1, 65, device=DEVICE)).to(dtype)
+            states.append(model(features, tokens, ctx).normed_TD[:count])
+        else:
+            hidden = model(tokens, ctx, (0, 1))
+            states.append(torch.cat([hidden.last_TD, *hidden.captured], dim=-1)[:count])
+        done += count
+    return torch.cat(states)
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "qkv_bias": True}, {"sliding_window": 9}])
+def test_a_targets_blocks_are_the_references(changes, generator):
+    changes = {"num_layers": 2, **changes}
+    model = make_target(generator, **changes).to(DEVICE)
+    torch.testing.assert_close(run(model, OPS, [6, 1, 4]), run(model, REFERENCE, [6, 1, 4]), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 2}, {"num_layers": 1, "residual": "normed"}])
+def test_a_drafts_blocks_are_the_references(changes, generator):
+    model = make_draft(generator, **changes).to(DEVICE)
+    torch.testing.assert_close(run(model, OPS, [6, 1]), run(model, REFERENCE, [6, 1]), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantized_blocks_are_the_references(format, generator):
+    model = make_target(generator, num_layers=1, intermediate_size=128).to(DEVICE)
+    linears = [m for layer in model.layers for m in layer.modules() if type(m).__name__ == "Linear"]
+    stored = [quantized(format, sum(m.parts.values()), m.in_features, generator) for m in linears]
+    found = []
+    for ops in (OPS, REFERENCE):
+        for linear, weight in zip(linears, stored, strict=True):
+            linear.pack(ops.prepare(weight))
+        embedding = model.embed_tokens(torch.arange(5, device=DEVICE), ops)
+        kv = KvCache.allocate(model.kv_shape, 1, 16, torch.float32, DEVICE)
+        index = torch.arange(5, device=DEVICE)
+        queries = QueryTokens([5], index, index, torch.full_like(index, -1))
+        ctx = paged_context(ops, kv, page_table([[0]], DEVICE), queries)
+        found.append(ops.run_layers(list(model.layers), embedding, ctx, ())[0])
+    # A number at the edge between two codes may fall to either side.
+    error = (found[0] - found[1]).abs().mean() / found[1].abs().mean()
+    assert error < 2e-3
+
+
+def test_bits_depend_on_neither_chunks_nor_neighbours_nor_pages(generator):
+    model = make_target(generator, num_layers=1).to(torch.bfloat16).to(DEVICE)
+    model.rotary.fill(DEVICE)
+    alone = run(model, OPS, [9, 1, 1, 1])
+    for passes, page_size, others in (([9, 3], 16, 0), ([4, 8], 16, 0), ([9, 1, 2], 64, 2)):
+        assert torch.equal(run(model, OPS, passes, page_size, others), alone), (passes, page_size, others)
+
+
+def test_blocks_of_another_make_run_one_operation_at_a_time_and_say_so(generator, caplog):
+    class Doubling(torch.nn.Module):
+        def forward(self, hidden_TD, ctx):
+            return hidden_TD * 2
+
+    class Context:
+        kv = object()
+
+    hidden = torch.ones(2, 4, device=DEVICE)
+    with caplog.at_level(logging.WARNING):
+        last, captured = OPS.run_layers([Doubling(), Doubling()], hidden, Context(), (1,))
+    assert torch.equal(last, hidden * 4) and torch.equal(captured[0], hidden * 2)
+    assert "block 0 is not made of plain attention" in caplog.text
+
+
+def test_triton_is_chosen_by_name_and_for_every_gpu():
+    assert "triton" in KERNEL_CHOICES
+    assert isinstance(select(DEVICE, "triton"), TritonOps)
+    assert select(DEVICE, "auto").name in (("cpu", "reference") if DEVICE.type == "cpu" else ("triton",))
+    assert select(DEVICE, "triton").row_invariant
+
+
+def test_without_a_gpu_or_the_interpreter_there_is_a_clear_error(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(KernelError, match="on a CPU choose"):
+        TritonOps(torch.device("cpu"))

@@ -1,0 +1,107 @@
+import pytest
+import torch
+from interpreted import DEVICE
+from triton_samples import REFERENCE, numbers, triton_ops
+
+from slipstream.kernels import KvLayer, RowSampling
+from slipstream.kernels.triton import norm_rope
+from slipstream.kernels.triton.norm_rope import Norm, Rope
+from slipstream.kernels.triton.quantize import quantize_rows
+from slipstream.kernels.triton.sample import accept_chain
+from slipstream.quant.formats import fp8, int8
+
+OPS = triton_ops()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 24), (1, 576)])
+def test_norms_are_the_references(dtype, shape, generator):
+    x, weight = (numbers(*s, generator=generator, dtype=dtype) for s in (shape, shape[-1:]))
+    expected = REFERENCE.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5), expected, rtol=1e-2 if x.itemsize == 2 else 1e-5, atol=0)
+
+
+def test_silu_times_up_is_the_references(generator):
+    x = numbers(3, 200, generator=generator)
+    torch.testing.assert_close(OPS.silu_mul(x), REFERENCE.silu_mul(x))
+
+
+@pytest.mark.parametrize("codes", ["fp8", "int8"])
+def test_rows_are_quantized_to_the_formats_own_codes(codes, generator):
+    x = numbers(4, 300, generator=generator, dtype=torch.bfloat16)
+    x[2] = 0
+    got, scale = quantize_rows(x, codes, None, False)
+    expected, expected_scale = (fp8 if codes == "fp8" else int8).quantize_rows(x)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(got.view(torch.int8), expected.view(torch.int8))
+
+
+@pytest.mark.parametrize("codes", ["fp8", "int8"])
+def test_a_norm_leaves_the_codes_that_quantizing_it_would(codes, generator):
+    x, weight = (numbers(*s, generator=generator, dtype=torch.bfloat16) for s in ((3, 128), (128,)))
+    norm = Norm(weight, 1e-5)
+    got, scale = norm_rope.norm_codes(x, norm, codes, False)
+    expected, expected_scale = quantize_rows(norm_rope.rms_norm(x, norm, False), codes, None, False)
+    assert torch.equal(scale, expected_scale) and torch.equal(got.view(torch.int8), expected.view(torch.int8))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("heads", "width", "rotary"), [((4, 2), 16, 16), ((3, 1), 24, 16)])
+def test_queries_are_rotated_and_keys_and_values_written(heads, width, rotary, qk_norm, generator):
+    num_heads, groups = heads
+    qkv = numbers(3, (num_heads + 2 * groups) * width, generator=generator)
+    cos, sin = (numbers(50, rotary // 2, generator=generator) for _ in range(2))
+    slots, positions = torch.tensor([7, 0, 30], device=DEVICE), torch.tensor([3, 49, 0], device=DEVICE)
+    norms = [Norm(numbers(width, generator=generator), 1e-5) for _ in range(2)] if qk_norm else None
+    layer = KvLayer(*(torch.zeros(32, groups, width, device=DEVICE) for _ in range(2)))
+    got = norm_rope.rope_and_write(qkv, heads, Rope(slots, positions, cos, sin), layer, norms, False)
+    q, k, v = qkv.view(3, -1, width).split([num_heads, groups, groups], dim=1)
+    if norms is not None:
+        q, k = (REFERENCE.rms_norm(x, norm.weight_D, norm.eps) for x, norm in zip((q, k), norms, strict=True))
+    q, k = (REFERENCE.rotate(x, cos[positions], sin[positions]) for x in (q, k))
+    torch.testing.assert_close(got, q, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.keys_SGd[slots], k, rtol=1e-5, atol=1e-6)
+    assert torch.equal(layer.values_SGd[slots], v)
+    others = torch.ones(32, dtype=torch.bool, device=DEVICE).index_fill(0, slots, False)
+    assert not layer.keys_SGd[others].any() and not layer.values_SGd[others].any()
+
+
+def rows_of(temperatures, generator) -> RowSampling:
+    count = len(temperatures)
+    seeds = torch.randint(-(2**62), 2**62, (count,), generator=generator)
+    positions = torch.randint(0, 2**34, (count,), generator=generator)
+    return RowSampling(torch.tensor(temperatures, device=DEVICE), seeds.to(DEVICE), positions.to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rule_chooses_the_references_tokens(dtype, generator):
+    logits = numbers(6, 5000, generator=generator, dtype=dtype) * 3
+    logits[0, 4000:] = 0
+    logits[0, [4100, 17]] = 40.0
+    sampling = rows_of([0.0, 0.0, 0.3, 1.0, 0.8, 2.0], generator)
+    rows = (sampling.temperature_L, sampling.seed_L, sampling.position_L)
+    chosen = OPS.choose(logits, *rows)
+    assert chosen[0] == 17, "of equals the first wins"
+    assert torch.equal(chosen, REFERENCE.choose(logits, *rows))
+
+
+def test_noise_belongs_to_token_ids(generator):
+    logits, ids = numbers(3, 100, generator=generator), torch.randperm(150000, generator=generator)[:100].to(DEVICE)
+    sampling = rows_of([0.0, 0.7, 1.0], generator)
+    assert torch.equal(OPS.perturb(logits, ids, sampling), REFERENCE.perturb(logits, ids, sampling))
+
+
+@pytest.mark.parametrize("k", [1, 4, 16, 20])
+def test_the_best_entries_are_the_references(k, generator):
+    logits, ids = numbers(3, 2500, generator=generator), torch.arange(2500, device=DEVICE)
+    sampling = rows_of([0.0, 0.7, 1.0], generator)
+    scores, entries = OPS.top_k(logits, ids, sampling, k)
+    expected_scores, expected_entries = REFERENCE.top_k(logits, ids, sampling, k)
+    assert torch.equal(entries, expected_entries)
+    torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
+
+
+def test_a_chain_emits_up_to_its_first_disagreement_and_one_more():
+    tokens = torch.tensor([[5, 1, 2, 3], [5, 1, 2, 3], [5, 1, 2, 3]], device=DEVICE)
+    chosen = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4], [9, 2, 3, 4]], device=DEVICE)
+    assert accept_chain(tokens, chosen).tolist() == [4, 2, 1]

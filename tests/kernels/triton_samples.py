@@ -1,0 +1,53 @@
+"""Triton kernels with tiles so small that short inputs meet every seam, and random inputs on the device at hand."""
+
+import dataclasses
+
+import torch
+from interpreted import DEVICE
+
+from slipstream.kernels import AttentionBatch, KvLayer
+from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.triton.ops import TritonOps
+from slipstream.kernels.triton.tuning import AttentionConfig, Tuning, architecture_of, read_tuning
+from slipstream.quant.formats import fp8, int4, int8
+from slipstream.quant.packed import PackedWeight
+
+FORMATS = ("fp8_per_channel", "w8a8_int8", "w4a8", "int4_per_channel", "int4_group")
+REFERENCE = ReferenceOps(DEVICE)
+
+
+def small_tuning(**changes) -> Tuning:
+    """Keys in splits of 32, products in up to 8 stretches, and one program for a request of 9 queries or more."""
+    shipped = read_tuning(architecture_of(DEVICE))
+    attention = AttentionConfig(split=32, block=16, rows_wide=32, serial_from=9, num_warps=4, num_stages=2)
+    return dataclasses.replace(shipped, **{"attention": attention, "programs": 8, "bytes_per_step": 64, **changes})
+
+
+def triton_ops(**changes) -> TritonOps:
+    return TritonOps(DEVICE, small_tuning(**changes))
+
+
+def numbers(*shape, generator, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def quantized(format: str, rows: int, columns: int, generator) -> PackedWeight:
+    weight = torch.randn(rows, columns, generator=generator)
+    if format == "w8a8_int8":
+        codes, scale = int8.encode(weight, "best")
+    elif format == "fp8_per_channel":
+        codes, scale = fp8.encode_per_channel(weight, "best")
+    elif format == "int4_group":
+        codes, scale = int4.encode_grouped(weight, 32, torch.bfloat16, "best")
+    else:
+        codes, scale = int4.encode_per_channel(weight, "best")
+    return PackedWeight(format, rows, columns, codes, {"scale": scale}).to(DEVICE)
+
+
+def batch_to_device(batch: AttentionBatch) -> AttentionBatch:
+    tensors = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return AttentionBatch(**{n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in tensors.items()})
+
+
+def layer_to_device(layer: KvLayer, dtype: torch.dtype = torch.float32) -> KvLayer:
+    return KvLayer(layer.keys_SGd.to(DEVICE, dtype), layer.values_SGd.to(DEVICE, dtype))

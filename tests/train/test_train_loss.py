@@ -1,0 +1,67 @@
+"""What the loss teaches: whole distributions, best tokens, and slots that drafting reaches."""
+
+import pytest
+import torch
+from tests.training import objective_for, random_texts
+
+from slipstream.errors import ConfigError
+from slipstream.train.loss import Labels, Teacher, soft_cross_entropy
+from slipstream.train.objective import Emphasis, Objective
+from slipstream.train.packing import Packer
+from slipstream.train.trainer import Hooks, TrainConfig, Trainer
+from slipstream.train.world import World
+
+
+def _teacher(rows, width):
+    logits = torch.randn(rows, width)
+    return Teacher(logits, logits.logsumexp(-1), logits.argmax(-1), torch.ones(rows))
+
+
+@pytest.mark.parametrize("hard_share", [0.0, 0.4, 1.0])
+def test_the_written_out_gradient_is_that_of_the_mixed_label(hard_share):
+    torch.manual_seed(0)
+    teacher, weight = _teacher(5, 11), torch.rand(5)
+    hidden = torch.randn(5, 3, requires_grad=True)
+    head = torch.randn(11, 3, requires_grad=True)
+    ours = soft_cross_entropy(hidden, head, teacher, Labels(torch.arange(5), weight, hard_share))
+    got = torch.autograd.grad(ours.loss, (hidden, head))
+    best = torch.nn.functional.one_hot(teacher.best_N, 11)
+    label = (1 - hard_share) * teacher.logits_NV.softmax(-1) + hard_share * best
+    plain = -((label * (hidden @ head.t()).log_softmax(-1)).sum(-1) * weight).sum()
+    torch.testing.assert_close(ours.loss, plain)
+    for a, b in zip(got, torch.autograd.grad(plain, (hidden, head)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_slots_past_a_miss_teach_nothing_when_their_weight_is_nought(target):
+    first, corpus, vocab = objective_for(target, random_texts(16))
+    batch = Packer(corpus, 64, 4, 3, seed=0).batch(0, 0, 1)
+    strict = Objective(first.target, first.draft, vocab, Emphasis(miss_weight=0.0))
+    loose, tight = first(batch), strict(batch)
+    assert tight.loss_J[0] == loose.loss_J[0]
+    assert (tight.loss_J[1:] < loose.loss_J[1:]).all()  # a fresh draft is wrong somewhere
+    assert torch.equal(tight.agreed_J, loose.agreed_J)  # what is counted does not depend on what is taught
+
+
+def test_muon_lowers_the_loss_and_goes_on_from_its_state(target, tmp_path):
+    def run(folder, **settings):
+        objective, corpus, _ = objective_for(target, random_texts(24))
+        config = TrainConfig(
+            steps=12, row_length=64, rows_per_step=4, unroll=2, log_every=3, optimizer="muon", **settings
+        )
+        trainer = Trainer(objective, Packer(corpus, 64, 4, 2, seed=0), config, World(), folder)
+        return trainer.fit(Hooks()), objective.draft
+
+    whole, draft = run(tmp_path / "whole")
+    assert whole.history[-1]["loss"] < whole.history[0]["loss"]
+    run(tmp_path / "parts", stop_at=6)
+    _, again = run(tmp_path / "parts")
+    for (name, a), b in zip(draft.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="hard_share is 2"):
+        TrainConfig(steps=1, hard_share=2)
+    with pytest.raises(ConfigError, match="optimizer is 'sgd'"):
+        TrainConfig(steps=1, optimizer="sgd")
