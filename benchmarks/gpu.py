@@ -31,7 +31,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.cycle import CycleKind
 from slipstream.kernels import KERNEL_CHOICES, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 
 SECTIONS = ("vllm", "decode", "eagle3", "verify", "fp8", "smollm", "lossless")
 NUM_DRAFTED = 3
@@ -191,7 +191,7 @@ def llama(run: Run) -> None:
         guarded(run, "fp8", lambda: points(run, "fp8", "FP8 target, FP8 draft K=3", target, draft))
 
 
-def points(run: Run, section: str, what: str, target: LlamaDecoder, draft: Eagle3Draft | None) -> None:
+def points(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft | None) -> None:
     """Measure every batch and context; the short contexts first, since they are the ones compared."""
     for context in run.sizes.contexts:
         for batch in run.sizes.batches:
@@ -201,9 +201,7 @@ def points(run: Run, section: str, what: str, target: LlamaDecoder, draft: Eagle
             free_memory(run.device)
 
 
-def point(
-    run: Run, section: str, what: str, target: LlamaDecoder, draft: Eagle3Draft | None, size: tuple[int, int]
-) -> Row:
+def point(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft | None, size: tuple[int, int]) -> Row:
     """Measure one batch at one context."""
     batch, context = size
     num_drafted = NUM_DRAFTED if draft is not None else 0
@@ -250,7 +248,7 @@ def acceptance_rates(length: float = LENGTH) -> tuple[float, ...]:
     return tuple(rate**position for position in range(1, NUM_DRAFTED + 1))
 
 
-def verify(run: Run, target: LlamaDecoder) -> None:
+def verify(run: Run, target: Target) -> None:
     """Time a pass over 4 nodes of each request beside a pass over one."""
     for context in run.sizes.contexts:
         for batch in run.sizes.batches[:2]:

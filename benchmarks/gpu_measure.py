@@ -13,7 +13,7 @@ from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
 from slipstream.engine.engine import Engine
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Linear
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 from slipstream.speculation.sampling import SamplingParams
 
 
@@ -69,12 +69,12 @@ def linear_bytes(model: nn.Module) -> int:
     return sum(m.weight.nbytes if m.weight is not None else m.packed.nbytes for m in found.values())
 
 
-def pass_bytes(target: LlamaDecoder, batch: int, context: float) -> float:
+def pass_bytes(target: Target, batch: int, context: float) -> float:
     """Return what one pass of the target must read: its linear layers once, and every request's keys and values."""
     return linear_bytes(target) + batch * context * target.kv_shape.bytes_per_token(target.embed_tokens.dtype)
 
 
-def cycle_bytes(target: LlamaDecoder, draft: Eagle3Draft, batch: int, context: float, num_drafted: int) -> float:
+def cycle_bytes(target: Target, draft: Eagle3Draft, batch: int, context: float, num_drafted: int) -> float:
     """Return what a cycle must read: one pass of the target, `num_drafted` of the draft, its fusing layer once."""
     fuse = linear_bytes(draft.fc)
     draft_kv = batch * context * draft.kv_shape.bytes_per_token(draft.embed_tokens.dtype)

@@ -19,8 +19,8 @@ from slipstream.kernels import Ops
 from slipstream.models.context import KvCache, KvShape
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Embedding, Linear
-from slipstream.models.llama import LlamaDecoder
 from slipstream.models.rope import Rotary
+from slipstream.models.target import Target
 from slipstream.quant.formats import fp8
 from slipstream.quant.gguf_blocks import dequantize
 from slipstream.quant.packed import PackedWeight
@@ -86,12 +86,12 @@ def draft_spec(target: ModelSpec, draft_vocab_size: int) -> DraftSpec:
     )
 
 
-def random_target(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> LlamaDecoder:
+def random_target(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Target:
     """Return a target with random weights, made on the device."""
-    return _randomised(LlamaDecoder, spec, dtype, device)
+    return _randomised(Target, spec, dtype, device)
 
 
-def random_draft(target: LlamaDecoder, draft_vocab_size: int) -> Eagle3Draft:
+def random_draft(target: Target, draft_vocab_size: int) -> Eagle3Draft:
     """Return a random EAGLE-3 draft for a target, sharing its embedding."""
     table = target.embed_tokens
     draft = _randomised(Eagle3Draft, draft_spec(target.spec, draft_vocab_size), table.dtype, table.device)
@@ -109,9 +109,7 @@ def pack_fp8(model: nn.Module, ops: Ops, skip: tuple[str, ...] = ("lm_head",)) -
             module.pack(ops.prepare(packed))
 
 
-def engine_of(
-    target: LlamaDecoder, draft: Eagle3Draft | None, ops: Ops, config: EngineConfig, num_drafted: int
-) -> Engine:
+def engine_of(target: Target, draft: Eagle3Draft | None, ops: Ops, config: EngineConfig, num_drafted: int) -> Engine:
     """Build an engine on caches filled with random keys, as a long context would have left them."""
     table = target.embed_tokens
     shape = TreeShape.chain(num_drafted or 1)
@@ -143,16 +141,16 @@ def filled_cache(shape: KvShape, num_pages: int, page_size: int, dtype: torch.dt
     return kv
 
 
-def target_models(target: LlamaDecoder, ops: Ops, num_pages: int, page_size: int) -> CycleModels:
+def target_models(target: Target, ops: Ops, num_pages: int, page_size: int) -> CycleModels:
     """Return a target alone with a filled cache, for timing its pass."""
     table = target.embed_tokens
     return CycleModels(ops, target, filled_cache(target.kv_shape, num_pages, page_size, table.dtype, table.device))
 
 
-def read_bundle(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Bundle, LlamaDecoder, Eagle3Draft]:
+def read_bundle(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Bundle, Target, Eagle3Draft]:
     """Return a bundle with its target, expanded to `dtype`, and its draft."""
     bundle: Bundle = torch.load(path, weights_only=False)
-    target = _hollow(LlamaDecoder, bundle.target_spec, device)
+    target = _hollow(Target, bundle.target_spec, device)
     modules = dict(target.named_modules())
     for name, value in bundle.target_weights.items():
         dense = dequantize(value.format, value.codes) if isinstance(value, PackedWeight) else value

@@ -13,7 +13,7 @@ from slipstream.engine.engine import Engine
 from slipstream.kernels import Ops
 from slipstream.kernels.reference.noise import gumbel
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS, SamplingParams
 
 _BATCH = 32
@@ -24,7 +24,7 @@ _WARM_STEPS = 6
 class EmbeddedPair:
     """A target with its draft, questions for it, and the tokens that end an answer."""
 
-    target: LlamaDecoder
+    target: Target
     draft: Eagle3Draft
     prompts: list[list[int]]
     end_tokens: tuple[int, ...]

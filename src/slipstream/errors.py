@@ -23,3 +23,7 @@ class RequestError(SlipstreamError):
 
 class KernelError(SlipstreamError):
     """A kernel path was asked for that this machine cannot run."""
+
+
+class RankLostError(SlipstreamError):
+    """A process that holds part of the model died or failed; what is left of the group cannot go on."""

@@ -125,7 +125,7 @@ def test_trees_that_are_mostly_right_change_nothing_even_when_pages_run_out(
     )
     num_pages = config.resolve_num_pages(num_nodes - 1)
     kv = KvCache.allocate(TARGET.kv_shape, num_pages, page_size, TARGET.embed_tokens.weight.dtype, oracle.device)
-    engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, OPS, VOCAB)
+    engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, VOCAB)
     assert drive(engine, work, order) == expected
 
 
@@ -137,7 +137,7 @@ def test_the_oracle_really_gets_trees_accepted():
     kv = KvCache.allocate(
         TARGET.kv_shape, config.resolve_num_pages(5), 4, TARGET.embed_tokens.weight.dtype, oracle.device
     )
-    engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, OPS, VOCAB)
+    engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, VOCAB)
     assert drive(engine, [(prompt, params, 0)], random.Random(0)) == [expected]
     assert engine.stats.acceptance.acceptance_length > 1.5
 

@@ -13,6 +13,7 @@ from slipstream.checkpoint.names import draft_name
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.accounting import places
 from slipstream.models.load import load_draft, load_target
+from slipstream.models.packing import quantize_linears
 from slipstream.quant.plan import QuantizeOptions, plan_quantize
 from slipstream.quant.quantize import quantize
 from slipstream.quant.scheme import SCHEMES, scheme_named
@@ -62,6 +63,15 @@ def test_a_quantized_target_gives_nearly_the_same_logits(target_folder, tmp_path
     expected_TV, got_TV = logits(dense, tokens_T), logits(packed, tokens_T)
     error = (got_TV - expected_TV).norm() / expected_TV.norm()
     assert 0 < error < BOUNDS.get(name, 0.6)
+
+
+def test_quantizing_a_draft_leaves_a_head_it_shares_with_the_target_alone():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    draft.lm_head = target.lm_head
+    quantize_linears(draft, OPS, but=target.lm_head)
+    assert draft.fc.packed is not None
+    assert target.lm_head.weight is not None and target.lm_head.packed is None
 
 
 @pytest.mark.parametrize(("name", "group_size", "dialect"), CASES)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli.serve import serve
 from slipstream.errors import ConfigError
+from slipstream.models.topology import Topology
 from slipstream.speculation.tree import TreeShape
 
 APP = typer.Typer()
@@ -91,10 +92,29 @@ def test_our_own_flags_and_ngram(launched, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("m", Topology()),
+        ("m --tp-size 8", Topology(8)),
+        ("m --tensor-parallel-size 8 --enable-expert-parallel", Topology(8, 8)),
+        ("m --tp 8 --ep-size 4 --draft d --draft-tp 8", Topology(8, 4, 8)),
+        (
+            'm --tp 4 --speculative-config {"model":"d","num_speculative_tokens":3,"draft_tensor_parallel_size":4}',
+            Topology(4, 1, 4),
+        ),
+    ],
+)
+def test_a_line_says_how_the_model_is_split(launched, line, expected):
+    assert launched(line)["options"].topology == expected
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("m --tp 8", "one device"),
-        ("m --tensor-parallel-size 2", "one device"),
+        ("m --tp 0", "tp is 0"),
+        ("m --tp 4 --ep 3", "ep must divide tp"),
+        ("m --tp 4 --ep 2 --enable-expert-parallel", "give one"),
+        ("m --tp 4 --draft-tp 2", "1 .the draft whole. or tp .4."),
         ("m --model-path n", "named twice"),
         ("m --speculative-algorithm EAGLE --speculative-draft-model-path d", "EAGLE3 and NGRAM"),
         ("m --speculative-algorithm EAGLE3", "needs --speculative-draft-model-path"),
@@ -111,7 +131,7 @@ def test_our_own_flags_and_ngram(launched, tmp_path):
         ('m --speculative-config {"model":"d","num_speculative_tokens":3,"quantization":"fp8"}', "quantization"),
         (
             'm --speculative-config {"model":"d","num_speculative_tokens":3,"draft_tensor_parallel_size":4}',
-            "one device",
+            "draft_tp is 4",
         ),
     ],
 )

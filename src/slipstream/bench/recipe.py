@@ -60,7 +60,7 @@ class Speculation:
     Args:
         num_steps: levels the draft looks ahead; for a chain, the number of drafted tokens (vLLM's K).
         num_draft_tokens: positions in one verify pass, the root included; a chain has `num_steps + 1`.
-        draft_tp: tensor parallel size of the draft, where the server can set it (vLLM).
+        draft_tp: tensor parallel size of the draft, where the server can set it (vLLM, slipstream).
     """
 
     method: Literal["eagle3", "ngram"]

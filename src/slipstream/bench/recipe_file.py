@@ -143,8 +143,8 @@ def _arm_problems(recipe: Recipe, arm: Arm) -> list[str]:
     spec = arm.speculation
     if spec and server == "vllm" and (spec.topk != 1 or spec.positions() != spec.num_steps + 1):
         return ["vLLM drafts chains only: topk is 1 and num_draft_tokens is num_steps + 1."]
-    if spec and spec.draft_tp is not None and server != "vllm":
-        return [f"draft_tp can be set on vLLM only, not on {server}."]
+    if spec and spec.draft_tp is not None and server == "sglang":
+        return ["draft_tp can be set on vLLM and slipstream only, not on sglang."]
     if server == "slipstream" and (recipe.target.revision or any(t.ep > 1 for t in recipe.topologies)):
         return ["slipstream serve takes neither a target revision nor ep; give a folder, and leave ep out."]
     return []

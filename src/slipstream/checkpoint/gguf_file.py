@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slipstream.checkpoint.gguf_header import GgufTensor, read_gguf_header
 from slipstream.checkpoint.names import hf_name
-from slipstream.checkpoint.source import TensorInfo, check_rows
+from slipstream.checkpoint.source import TensorInfo, check_rows, check_window
+from slipstream.checkpoint.span import Window
 from slipstream.errors import CheckpointError
 
 _ARCHITECTURES = {
@@ -107,6 +108,12 @@ class GgufReader:
         else:
             chosen = packed[_unpermute(torch.arange(info.shape[0]), heads)[start:stop].numpy()]
         return torch.from_numpy(self._dequantize(name, chosen))
+
+    def part(self, name: str, window: Window) -> Tensor:
+        """Read a part of one tensor, dequantised to float32; whole rows are read."""
+        check_window(self.info(name), window)
+        first, *rest = window
+        return self.rows(name, first.start, first.stop)[(slice(None), *(slice(s.start, s.stop) for s in rest))]
 
     def raw(self, name: str) -> RawTensor:
         """Return the stored blocks of one tensor, q and k rows in transformers' order, the rest untouched.

@@ -12,6 +12,7 @@ from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.shards import Shard, open_shard
 from slipstream.checkpoint.source import TensorInfo, TensorSource, read_json
+from slipstream.checkpoint.span import Window
 from slipstream.errors import CheckpointError
 
 _NUMBERED = re.compile(r"(?P<stem>.*-)(?P<number>\d+)-of-(?P<total>\d+)(?P<suffix>\.\w+)")
@@ -73,6 +74,10 @@ class CheckpointReader:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows `start` to `stop` (excluded) of one tensor, on the CPU."""
         return self._shards[self.info(name).file].rows(name, start, stop)
+
+    def part(self, name: str, window: Window) -> Tensor:
+        """Read a part of one tensor, on the CPU."""
+        return self._shards[self.info(name).file].part(name, window)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -9,7 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipstream.checkpoint.source import TensorInfo, check_rows
+from slipstream.checkpoint.source import TensorInfo, check_rows, check_window
+from slipstream.checkpoint.span import Window
 from slipstream.errors import CheckpointError
 
 _LENGTH_BYTES = 8
@@ -44,6 +45,10 @@ class Shard(Protocol):
         """Read some leading-dimension rows of one tensor."""
         ...
 
+    def part(self, name: str, window: Window) -> Tensor:
+        """Read a part of one tensor."""
+        ...
+
 
 class SafetensorsShard:
     """A safetensors file, checked when opened: header, offsets and file size must agree."""
@@ -73,6 +78,17 @@ class SafetensorsShard:
             raise CheckpointError(f"{self._path}: tensor {name!r} cannot be read ({error}).") from error
         return tensor
 
+    def part(self, name: str, window: Window) -> Tensor:
+        """Read the window only; one that leaves nothing out is the tensor itself."""
+        check_window(self.infos[name], window)
+        if all(span.is_whole for span in window):
+            return self.tensor(name, "cpu")
+        try:
+            tensor: Tensor = self._file.get_slice(name)[tuple(slice(span.start, span.stop) for span in window)]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._path}: tensor {name!r} cannot be read ({error}).") from error
+        return tensor
+
 
 class PickleShard:
     """A PyTorch .bin file, unpickled with weights_only so that it cannot run code."""
@@ -94,6 +110,11 @@ class PickleShard:
         """Return rows `start` to `stop` (excluded)."""
         check_rows(self.infos[name], start, stop)
         return self._tensors[name].detach()[start:stop]
+
+    def part(self, name: str, window: Window) -> Tensor:
+        """Return a window of a tensor; where the file is mapped, only that is read."""
+        check_window(self.infos[name], window)
+        return self._tensors[name].detach()[tuple(slice(span.start, span.stop) for span in window)]
 
 
 def open_shard(path: Path) -> Shard:

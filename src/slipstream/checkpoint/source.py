@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from slipstream.checkpoint.span import Window
 from slipstream.errors import CheckpointError
 
 
@@ -59,6 +60,10 @@ class TensorSource(Protocol):
         """Read rows `start` to `stop` (excluded) of one tensor, on the CPU."""
         ...
 
+    def part(self, name: str, window: Window) -> Tensor:
+        """Read a part of one tensor, a span for each dimension, on the CPU; the rest of it is not read."""
+        ...
+
 
 def check_rows(info: TensorInfo, start: int, stop: int) -> None:
     """Raise CheckpointError unless rows `start` to `stop` exist in the tensor."""
@@ -66,6 +71,15 @@ def check_rows(info: TensorInfo, start: int, stop: int) -> None:
         raise CheckpointError(
             f"{info.file}: rows {start} to {stop} were asked of tensor {info.name!r}, "
             f"whose shape is {list(info.shape)}."
+        )
+
+
+def check_window(info: TensorInfo, window: Window) -> None:
+    """Raise CheckpointError unless the window was cut from a tensor of this shape."""
+    if tuple(span.total for span in window) != info.shape:
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, where {[span.total for span in window]} "
+            "was to be split over ranks."
         )
 
 

@@ -27,6 +27,9 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
+    tp: options.Tp = 1,
+    ep: options.Ep = 1,
+    draft_tp: options.DraftTp = 1,
 ) -> None:
     """Answer a prompt (or a file of prompts) and show what speculation did.
 
@@ -39,6 +42,7 @@ def generate(
     """
     from slipstream.engine.llm import LLM
     from slipstream.engine.loading import LoadOptions
+    from slipstream.models.topology import Topology
     from slipstream.speculation.sampling import SamplingParams
 
     console = Console(stderr=True)
@@ -46,7 +50,8 @@ def generate(
     if model == "embedded":
         options.fetch_embedded(console)
     tree = options.tree_shape(depth, width, budget)
-    llm = LLM(LoadOptions(model, draft, tree, device, dtype, options.kernel_choice(kernels)))
+    chosen = options.kernel_choice(kernels)
+    llm = LLM(LoadOptions(model, draft, tree, device, dtype, chosen, topology=Topology(tp, ep, draft_tp)))
     for line in llm.summary:
         console.print(Text(line, style="dim"))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
@@ -60,6 +65,7 @@ def generate(
             + (f" (by position {', '.join(f'{rate:.0%}' for rate in stats.rates)})" if stats.rates else ""),
             style="dim",
         )
+    llm.close()
 
 
 def _questions(prompt: str | None, file: Path | None) -> list[str]:

@@ -28,6 +28,9 @@ TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make u
 TopK = Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any draft or none.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, or cuda[:N].")]
+Tp = Annotated[int, typer.Option(help="Ranks the model is split over; started here unless torchrun did.")]
+Ep = Annotated[int, typer.Option(help="Groups of the ranks that experts are dealt to.")]
+DraftTp = Annotated[int, typer.Option(help="1 keeps the draft whole, on the first rank; --tp's value splits it too.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Kernels = Annotated[str, typer.Option(help="auto, or a kernel path by name (see `slipstream doctor`).")]
 

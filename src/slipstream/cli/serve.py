@@ -16,6 +16,9 @@ def serve(
     served_model_name: o.ServedModelName = None,
     device: o.Device = "auto",
     dtype: o.Dtype = "auto",
+    tp: o.Tp = 1,
+    ep: o.Ep = None,
+    draft_tp: o.DraftTp = None,
     max_context: o.MaxContext = None,
     max_requests: o.MaxRequests = 32,
     max_batch_tokens: o.MaxBatchTokens = 512,
@@ -37,7 +40,7 @@ def serve(
     log_json: o.LogJson = False,
     log_prompts: o.LogPrompts = False,
     model_path: o.ModelPath = None,
-    tensor_parallel_size: o.TensorParallelSize = None,
+    enable_expert_parallel: o.EnableExpertParallel = False,
     disable_radix_cache: o.DisableRadixCache = False,
     trust_remote_code: o.TrustRemoteCode = False,
     speculative_algorithm: o.SpeculativeAlgorithm = None,
@@ -54,6 +57,8 @@ def serve(
 
       slipstream serve path/to/target --draft path/to/draft --depth 5 --width 4 --budget 16
 
+      slipstream serve path/to/target --draft path/to/draft --tp 8 --ep 8
+
       slipstream serve --model-path T --speculative-algorithm EAGLE3 --speculative-draft-model-path D \
         --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
     """
@@ -67,7 +72,6 @@ def serve(
     if model is not None and model_path is not None:
         raise ConfigError("The model is named twice: as MODEL and with --model-path (--model).")
     set_up_logs(log_level, log_json)
-    flags.check_one_device(tensor_parallel_size)
     sglang = flags.SglangFlags(
         speculative_algorithm,
         speculative_draft_model_path,
@@ -94,6 +98,7 @@ def serve(
         max_context=max_context,
         memory_fraction=memory_fraction,
         engine=engine,
+        topology=flags.topology(tp, ep, enable_expert_parallel, draft_tp, wanted),
     )
     names = tuple(served_model_name or [name])
     config = ServeConfig(

@@ -18,6 +18,27 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on.")]
 ServedModelName = Annotated[list[str] | None, typer.Option(help="What clients call the model; repeatable.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, or cuda[:N].")]
+Tp = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        "--tp-size",
+        "--tensor-parallel-size",
+        help="Ranks, a GPU each, that the model is split over; started here unless torchrun did.",
+    ),
+]
+Ep = Annotated[
+    int | None,
+    typer.Option(
+        "--ep",
+        "--ep-size",
+        "--expert-parallel-size",
+        help="Groups of the --tp ranks that experts are dealt to; 1 splits each expert over all ranks.",
+    ),
+]
+DraftTp = Annotated[
+    int | None, typer.Option(help="1 keeps the draft whole, on the first rank; --tp's value splits it too.")
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 MaxContext = Annotated[
     int | None,
@@ -69,8 +90,8 @@ LogPrompts = Annotated[bool, typer.Option(help="Write prompts and answers to the
 ModelPath = Annotated[
     str | None, typer.Option("--model-path", "--model", rich_help_panel=_OTHERS, help="The same as MODEL.")
 ]
-TensorParallelSize = Annotated[
-    int | None, typer.Option("--tensor-parallel-size", "--tp", "--tp-size", rich_help_panel=_OTHERS, help="1 only.")
+EnableExpertParallel = Annotated[
+    bool, typer.Option("--enable-expert-parallel", rich_help_panel=_OTHERS, help="The same as --ep with --tp's value.")
 ]
 DisableRadixCache = Annotated[
     bool, typer.Option("--disable-radix-cache", rich_help_panel=_OTHERS, help="The same as --no-prefix-cache.")

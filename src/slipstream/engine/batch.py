@@ -32,6 +32,13 @@ class Batch:
     first_rows: list[int]
     logit_rows_L: Tensor
 
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on another device."""
+        q = self.queries
+        moved = (q.kv_index_T.to(device), q.positions_T.to(device), q.ancestors_T.to(device))
+        queries = QueryTokens(q.counts, *moved, q.prompt_rows)
+        return Batch(self.token_ids_T.to(device), queries, self.first_rows, self.logit_rows_L.to(device))
+
 
 def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.device) -> Batch:
     """Lay out the pass. `trees` has a tree for each emitting request, in the order of the plan."""
@@ -39,6 +46,7 @@ def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.
     index: list[int] = []
     positions: list[int] = []
     ancestors: list[int] = []
+    prompt_rows: list[bool] = []
     counts: list[int] = []
     first_rows: list[int] = []
     logit_rows: list[int] = []
@@ -50,6 +58,7 @@ def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.
         index += range(work.start, end)
         positions += range(work.start, end)
         ancestors += [-1] * work.num_tokens
+        prompt_rows += [i < len(work.request.prompt) for i in range(work.start, end)]
         if work.emits:
             tree = next(next_tree)
             root = len(tokens) - 1
@@ -57,12 +66,15 @@ def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.
             index += range(end, end + len(tree.tokens) - 1)
             positions += [end - 1 + depth for depth in tree.depths[1:]]
             ancestors += tree.bits[1:]
+            prompt_rows += [False] * (len(tree.tokens) - 1)
             logit_rows += range(root, len(tokens))
         counts.append(len(tokens) - first_rows[-1])
-    columns = (torch.tensor(values, dtype=torch.int64, device=device) for values in (index, positions, ancestors))
+    index_T, positions_T, ancestors_T = (
+        torch.tensor(values, dtype=torch.int64, device=device) for values in (index, positions, ancestors)
+    )
     return Batch(
         torch.tensor(tokens, dtype=torch.int64, device=device),
-        QueryTokens(counts, *columns),
+        QueryTokens(counts, index_T, positions_T, ancestors_T, prompt_rows),
         first_rows,
         torch.tensor(logit_rows, dtype=torch.int64, device=device),
     )

@@ -5,28 +5,35 @@ from typing import Literal
 
 import torch
 
+from slipstream.engine.channel import Leader
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.mirror import Everywhere, Held, LeadingDrafter, LeadingRunner
 from slipstream.engine.runner import Runner
 from slipstream.errors import ConfigError
 from slipstream.kernels import Ops
 from slipstream.models.context import KvCache, KvShape
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
 from slipstream.models.load import captured_layers
+from slipstream.models.target import Target
 from slipstream.speculation.drafter import Drafter, NgramDrafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.tree import TreeShape
 
 
 def build_engine(
-    target: LlamaDecoder,
+    target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     config: EngineConfig,
     ops: Ops,
+    leader: Leader | None = None,
 ) -> Engine:
-    """Allocate the caches and return an engine ready to run."""
+    """Allocate the caches and return an engine ready to run.
+
+    Args:
+        leader: the way to the other ranks, where the target is split; they are told how many pages to allocate.
+    """
     if config.max_context > target.spec.max_position:
         raise ConfigError(
             f"max_context is {config.max_context}; the target was made for at most {target.spec.max_position} tokens."
@@ -46,11 +53,36 @@ def build_engine(
 
     drafter = _drafter(target, draft, shape, cache, ops)
     runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
-    return Engine(runner, drafter, config, ops, target.spec.vocab_size)
+    if leader is None:
+        return Engine(runner, drafter, config, target.spec.vocab_size)
+    leader.send(num_pages)
+    split = isinstance(draft, Eagle3Draft) and draft.ranks.size > 1
+    everywhere = Everywhere(leader, Held(runner, drafter if split else None, target.ranks, ops))
+    leading = LeadingDrafter(everywhere) if split else drafter
+    return Engine(LeadingRunner(everywhere), leading, config, target.spec.vocab_size)
+
+
+def build_other_rank(
+    target: Target, draft: Eagle3Draft | None, shape: TreeShape, paging: tuple[int, int], ops: Ops
+) -> Held:
+    """Allocate what a rank other than the first holds.
+
+    Args:
+        draft: this rank's part of the draft, if it is split.
+        paging: how many pages the first rank decided on, and their size.
+    """
+    dtype, device = target.embed_tokens.dtype, target.embed_tokens.device
+
+    def cache(kv_shape: KvShape) -> KvCache:
+        return KvCache.allocate(kv_shape, *paging, dtype, device)
+
+    drafter = None if draft is None else _drafter(target, draft, shape, cache, ops)
+    captured = () if drafter is None else drafter.captured_layers
+    return Held(Runner(target, cache(target.kv_shape), ops, captured), drafter, target.ranks, ops)
 
 
 def _drafter(
-    target: LlamaDecoder,
+    target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     cache: Callable[[KvShape], KvCache],

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.kernels import AttentionBatch, Ops, RowSampling
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 from slipstream.speculation.simulate import simulated_counts
 
 
@@ -26,7 +26,7 @@ class CycleModels:
     """What a cycle runs: the target, the draft if there is one, their caches and the kernels."""
 
     ops: Ops
-    target: LlamaDecoder
+    target: Target
     target_kv: KvCache
     captured_layers: tuple[int, ...] = ()
     draft: Eagle3Draft | None = None

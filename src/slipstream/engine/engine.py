@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from slipstream.engine.batch import Batch, build_batch
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.graphs import CaptureCost, CycleLauncher
 from slipstream.engine.memory import explained_out_of_memory
+from slipstream.engine.mirror import LeadingRunner
 from slipstream.engine.output import Detokenizer, Emission
 from slipstream.engine.pages import PageAllocator
 from slipstream.engine.pipeline import Pipeline
@@ -20,11 +21,10 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
 from slipstream.engine.stats import EngineStats, Phase
-from slipstream.errors import ConfigError, RequestError, SlipstreamError
-from slipstream.kernels import Ops
-from slipstream.models.llama import Hidden
+from slipstream.errors import ConfigError, RankLostError, RequestError, SlipstreamError
+from slipstream.models.target import Hidden
 from slipstream.speculation.accept import Accepted, accept
-from slipstream.speculation.choose import choose
+from slipstream.speculation.choose import Chosen
 from slipstream.speculation.drafter import Drafter, Observed
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.sampling import SamplingParams
@@ -49,11 +49,10 @@ class StepError(SlipstreamError):
 class Engine:
     """Continuous batching over one target and one drafter. Not thread-safe: one thread adds, steps and aborts."""
 
-    def __init__(self, runner: Runner, drafter: Drafter, config: EngineConfig, ops: Ops, vocab_size: int) -> None:
+    def __init__(self, runner: Runner | LeadingRunner, drafter: Drafter, config: EngineConfig, vocab_size: int) -> None:
         self._runner = runner
         self._drafter = drafter
         self._config = config
-        self._ops = ops
         self._vocab_size = vocab_size
         self._device = runner.device
         needs = draft_needs(drafter)
@@ -64,7 +63,8 @@ class Engine:
         self._warned = False
         self._simulated: tuple[float, ...] = ()
         self._pipeline: Pipeline | None = None
-        if config.runs_cycles(self._device.type) and Pipeline.supports(runner, drafter):
+        cycles = config.runs_cycles(self._device.type)
+        if cycles and isinstance(runner, Runner) and Pipeline.supports(runner, drafter):  # ranks take ordinary steps
             self._pipeline = Pipeline(runner, drafter, config, self._scheduler, self._sessions)
         self.stats = EngineStats()
 
@@ -172,6 +172,10 @@ class Engine:
         self._end(session.request, FinishReason.ABORT)
         return True
 
+    def when_lost(self, callback: Callable[[RankLostError], None]) -> None:
+        """Call back, from another thread, when a rank that holds part of the model is lost."""
+        self._runner.when_lost(callback)
+
     def set_tree(self, shape: TreeShape) -> None:
         """Draft trees of another shape from the next step on; ConfigError if this drafter or the cache cannot."""
         one = self._config.pages_for(self._config.max_context + max(shape.num_nodes - 1, shape.scratch))
@@ -225,10 +229,11 @@ class Engine:
             tree_batch = self._propose(plan)
             trees = tree_batch.unpack()
             batch = build_batch(plan, trees, self._device)
-            hidden, logits_LV = self._verify(plan, batch)
+            hidden = self._verify(plan, batch)
             self._score_prompts(plan, batch, hidden)
-            accepted = self._accept(plan, tree_batch, trees, logits_LV)
-            emissions, kept = self._commit(plan, trees, accepted, logits_LV)
+            chosen = self._choose(plan, batch, trees, hidden)
+            accepted = self._accept(plan, tree_batch, trees, chosen.tokens_L)
+            emissions, kept = self._commit(plan, trees, accepted, chosen.logits)
             self._observe(plan, batch, kept, hidden)
         self.stats.steps += 1
         return emissions
@@ -239,6 +244,8 @@ class Engine:
         try:
             with explained_out_of_memory("a step ran"):
                 yield
+        except RankLostError:  # nothing can run any more, so nothing is tidied up either
+            raise
         except Exception as error:
             for request in requests:
                 self._end(request, FinishReason.ERROR)
@@ -273,11 +280,17 @@ class Engine:
         with self._timed("draft"):
             return roots.replace(drafting, self._drafter.propose(views))
 
-    def _verify(self, plan: Sequence[Scheduled], batch: Batch) -> tuple[Hidden, Tensor]:
+    def _verify(self, plan: Sequence[Scheduled], batch: Batch) -> Hidden:
         """Run the target once over everything planned."""
         with self._timed("verify"):
-            hidden = self._runner.forward(batch, [work.request.pages for work in plan])
-            return hidden, self._runner.logits(hidden, batch.logit_rows_L)
+            return self._runner.forward(batch, [work.request.pages for work in plan])
+
+    def _choose(self, plan: Sequence[Scheduled], batch: Batch, trees: Sequence[Tree], hidden: Hidden) -> Chosen:
+        """Let the target choose at every node."""
+        emitting = [work for work in plan if work.emits]
+        rows = [row for work, tree in zip(emitting, trees, strict=True) for row in self._session(work).rows(tree)]
+        with self._timed("verify"):
+            return self._runner.choose(hidden, batch.logit_rows_L, rows)
 
     def _score_prompts(self, plan: Sequence[Scheduled], batch: Batch, hidden: Hidden) -> None:
         """Give requests that want their prompt's log probabilities those of this chunk."""
@@ -288,14 +301,13 @@ class Engine:
                 session.score_prompt(self._runner.logits(hidden, rows[start : start + _SCORED_ROWS]))
 
     def _accept(
-        self, plan: Sequence[Scheduled], tree_batch: TreeBatch, trees: Sequence[Tree], logits_LV: Tensor
+        self, plan: Sequence[Scheduled], tree_batch: TreeBatch, trees: Sequence[Tree], chosen_L: Tensor
     ) -> Accepted:
-        """Let the target choose at every node, and walk the trees along its choices."""
+        """Walk the trees along the target's choices."""
         emitting = [work for work in plan if work.emits]
-        rows = [row for work, tree in zip(emitting, trees, strict=True) for row in self._session(work).rows(tree)]
         with self._timed("verify"):
             chosen_RN = torch.zeros_like(tree_batch.tokens_RN)
-            chosen_RN[tree_batch.valid_RN] = choose(logits_LV, rows, self._ops)
+            chosen_RN[tree_batch.valid_RN] = chosen_L
             if self._simulated and emitting:
                 seed_R = torch.tensor([work.request.seed for work in emitting])
                 length_R = torch.tensor([len(work.request.tokens) for work in emitting])
@@ -303,7 +315,7 @@ class Engine:
             return accept(tree_batch, chosen_RN)
 
     def _commit(
-        self, plan: Sequence[Scheduled], trees: Sequence[Tree], accepted: Accepted, logits_LV: Tensor
+        self, plan: Sequence[Scheduled], trees: Sequence[Tree], accepted: Accepted, logits: Mapping[int, Tensor]
     ) -> tuple[list[Emission], list[list[int]]]:
         """Hand out what was accepted; return it and, for each planned request, the nodes whose keys stay."""
         emissions: list[Emission] = []
@@ -317,12 +329,12 @@ class Engine:
             if work.emits:
                 row = len(emissions)
                 count, tree = counts[row], trees[row]
-                logits_NV = logits_LV[first_logit : first_logit + len(tree.tokens)]
+                by_node = {n: logits[first_logit + n] for n in range(len(tree.tokens)) if first_logit + n in logits}
                 first_logit += len(tree.tokens)
                 room = self._config.max_context - len(work.request.tokens)
                 accepted_path = list(zip(tokens[row][:count], nodes[row][:count], strict=True))
                 totals = self.stats.acceptance
-                emission = self._session(work).emit(tree, accepted_path, logits_NV, room, totals)
+                emission = self._session(work).emit(tree, accepted_path, by_node, room, totals)
                 emitted = [token.token_id for token in emission.tokens]
                 path = nodes[row][1 : len(emitted)]
                 self._runner.keep(work.request.pages, work.start + work.num_tokens - 1, path)

@@ -79,6 +79,10 @@ class LLM:
         finally:
             self.engine.abort(request_id)
 
+    def close(self) -> None:
+        """End the processes that hold the other parts of a split model; a model that is not split has none."""
+        self._loaded.close()
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids."""
         if isinstance(prompt, str):

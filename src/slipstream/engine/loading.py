@@ -8,13 +8,16 @@ from typing import Literal
 
 import torch
 
+from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
 from slipstream.checkpoint.hub import EMBEDDED, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
-from slipstream.engine.build import build_engine
+from slipstream.engine.build import build_engine, build_other_rank
+from slipstream.engine.channel import Follower, Leader
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.launch import Seat, leave, run_other, take_seat
 from slipstream.engine.memory import (
     DEFAULT_FRACTION,
     explained_out_of_memory,
@@ -22,12 +25,14 @@ from slipstream.engine.memory import (
     plan_pages,
     weight_bytes,
 )
+from slipstream.engine.mirror import follow
 from slipstream.errors import ConfigError
 from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
 from slipstream.models.load import load_draft, load_target
 from slipstream.models.packing import quantize_linears
+from slipstream.models.target import Target
+from slipstream.models.topology import Topology
 from slipstream.speculation.tree import TreeShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,6 +53,7 @@ class LoadOptions:
         memory_fraction: share of the device's memory for weights and KV cache; it decides the number of pages,
             unless `engine` names one. None takes 85% of what is free on a GPU once the weights are there, less what
             a step needs, and leaves it to the engine's settings on a CPU.
+        topology: over how many processes the model is split.
     """
 
     model: str | Path = EMBEDDED
@@ -59,6 +65,7 @@ class LoadOptions:
     max_context: int | None = None
     memory_fraction: float | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
+    topology: Topology = field(default_factory=Topology)
 
 
 @dataclass(frozen=True)
@@ -67,20 +74,54 @@ class Loaded:
 
     engine: Engine
     tokenizer: Tokenizer
-    target: LlamaDecoder
+    target: Target
     ops: Ops
     name: str
     summary: tuple[str, ...]
+    seat: Seat
+
+    def close(self) -> None:
+        """End the other ranks, if there are any."""
+        leave(self.seat)
 
 
 def load(options: LoadOptions) -> Loaded:
-    """Read the checkpoints, build the engine and make it ready."""
-    with explained_out_of_memory("the models were loaded"):
-        return _load(options)
+    """Read the checkpoints, build the engine and make it ready.
 
-
-def _load(options: LoadOptions) -> Loaded:
+    Where the model is split, the other ranks are started here, or joined if torchrun started them. In a process that
+    torchrun started as another rank this never returns: it serves the first rank until that is done, then exits.
+    """
     device = _device(options.device)
+    source = open_checkpoint(resolve(options.model))
+    options.topology.check(model_spec(source.config, source.folder))
+    seat = take_seat(options.topology, device, _follow, options)
+    if isinstance(seat.channel, Follower):
+        run_other(seat, _follow, options)
+        raise SystemExit(0)
+    try:
+        return _lead(options, seat)
+    except BaseException:
+        leave(seat)
+        raise
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one rank read."""
+
+    path: Path
+    dtype: torch.dtype
+    ops: Ops
+    target: Target
+    draft: Eagle3Draft | Literal["ngram"] | None
+    draft_line: str
+    config: EngineConfig
+    memory_line: str
+
+
+def _read(options: LoadOptions, seat: Seat) -> _Parts:
+    """Read this rank's part of the target, and the draft if this rank has any of it."""
+    device = seat.device
     dtype = _dtype(options.dtype, device)
     path = resolve(options.model)
     ops = select(device, options.kernels)
@@ -88,40 +129,88 @@ def _load(options: LoadOptions) -> Loaded:
     if as_stored and str(options.model) == EMBEDDED:
         path = path / GGUF_FILE
     expand = path.suffix == ".gguf" and not as_stored
-    target = load_target(open_checkpoint(path), dtype, device, ops=None if expand else ops)
+    target = load_target(open_checkpoint(path), dtype, device, ops=None if expand else ops, ranks=seat.ranks)
     max_context = options.max_context or min(_DEFAULT_CONTEXT, target.spec.max_position)
     config = dataclasses.replace(options.engine, max_context=max_context)
-    draft, draft_line = _draft(options, target, dtype, ops)
+    has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
+    draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
     config, memory_line = _with_pages(options, target, draft, config)
-    engine = build_engine(target, draft, options.tree, config, ops)
+    return _Parts(path, dtype, ops, target, draft, draft_line, config, memory_line)
+
+
+def _follow(options: LoadOptions, seat: Seat) -> None:
+    """Be a rank other than the first: read, say how many pages fit, and run what the first announces."""
+    channel = seat.channel
+    assert isinstance(channel, Follower)
+    parts = _read(options, seat)
+    channel.answer(parts.config.num_pages)
+    num_pages = channel.receive()
+    if num_pages is None:  # the first rank could not go on
+        return
+    assert isinstance(num_pages, int)
+    draft = parts.draft if isinstance(parts.draft, Eagle3Draft) else None
+    follow(channel, build_other_rank(parts.target, draft, options.tree, (num_pages, parts.config.page_size), parts.ops))
+
+
+def _lead(options: LoadOptions, seat: Seat) -> Loaded:
+    """Be the first rank, or the only one."""
+    with explained_out_of_memory("the models were loaded"):
+        parts = _read(options, seat)
+        leader = seat.channel if isinstance(seat.channel, Leader) else None
+        fitting = [] if leader is None else [count for count in leader.collect() if count is not None]
+        config = parts.config
+        if fitting and config.num_pages is not None:
+            config = dataclasses.replace(config, num_pages=min(config.num_pages, *fitting))
+        engine = build_engine(parts.target, parts.draft, options.tree, config, parts.ops, leader)
+        return Loaded(
+            engine,
+            Tokenizer.load(parts.path),
+            parts.target,
+            parts.ops,
+            str(options.model),
+            _summary(options, seat, dataclasses.replace(parts, config=config), engine),
+            seat,
+        )
+
+
+def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) -> tuple[str, ...]:
+    config, target, dtype = parts.config, parts.target, parts.dtype
     num_pages = config.resolve_num_pages(max(engine.drafter.max_nodes - 1, engine.drafter.scratch))
     kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(dtype)
-    summary = (
-        f"model: {options.model} ({target.spec.architecture}, {_weights(target)}, computed on {device} in "
+    lines = [
+        f"model: {options.model} ({target.spec.architecture}, {_weights(target)}, computed on {seat.device} in "
         f"{str(dtype).removeprefix('torch.')})",
-        f"draft: {draft_line}",
+        f"draft: {parts.draft_line}",
         f"memory: {num_pages} pages of {config.page_size} tokens, {kv_bytes / 2**20:.0f} MiB of keys and values; "
-        f"context {max_context}, {config.max_requests} requests at once{memory_line}",
-        f"kernels: {ops.promise}",
+        f"context {config.max_context}, {config.max_requests} requests at once{parts.memory_line}",
+        f"kernels: {parts.ops.promise}",
         *_warm_up(engine),
-    )
-    return Loaded(engine, Tokenizer.load(path), target, ops, str(options.model), summary)
+    ]
+    if seat.ranks.size > 1:
+        draft = "split as well" if options.topology.draft_tp > 1 else "whole, on the first"
+        lines.append(f"ranks: {options.topology}; weights and memory above are the first rank's; the draft is {draft}")
+    return tuple(lines)
 
 
-def read_draft(path: str | Path, target: LlamaDecoder, dtype: torch.dtype | None, ops: Ops) -> Eagle3Draft:
+def read_draft(
+    path: str | Path, target: Target, dtype: torch.dtype | None, ops: Ops, topology: Topology | None = None
+) -> Eagle3Draft:
     """Read an EAGLE-3 draft; without a dtype, dense weights become INT8 where the CPU kernels run (exact all the same).
 
     A draft only guesses, so its precision costs acceptance at most, and INT8 costs next to none.
     """
     source = open_checkpoint(path)
-    draft = load_draft(source, target, dtype or target.embed_tokens.dtype, target.spec.max_position, ops)
+    topology = topology or Topology()
+    topology.check_draft(draft_spec(source.config, source.folder, target.spec.num_layers))
+    split = topology.draft_tp > 1
+    draft = load_draft(source, target, dtype or target.embed_tokens.dtype, target.spec.max_position, ops, split)
     if dtype is None and ops.name == "cpu":
-        quantize_linears(draft, ops)
+        quantize_linears(draft, ops, but=target.lm_head)
     return draft
 
 
 def _with_pages(
-    options: LoadOptions, target: LlamaDecoder, draft: Eagle3Draft | Literal["ngram"] | None, config: EngineConfig
+    options: LoadOptions, target: Target, draft: Eagle3Draft | Literal["ngram"] | None, config: EngineConfig
 ) -> tuple[EngineConfig, str]:
     """Return the settings with their number of pages, where memory decides it, and a line on how it did."""
     if config.num_pages is not None:
@@ -130,8 +219,9 @@ def _with_pages(
     eagle = draft if isinstance(draft, Eagle3Draft) else None
     extra_slots = 0 if draft is None else max(options.tree.num_nodes - 1, options.tree.scratch)
     if options.memory_fraction is not None:
-        room = options.memory_fraction * _total_memory(device)
-        models: list[LlamaDecoder | Eagle3Draft] = [target, *([eagle] if eagle is not None else [])]
+        sharing = target.ranks.size if device.type == "cpu" else 1  # ranks on CPUs have one memory between them
+        room = options.memory_fraction * _total_memory(device) / sharing
+        models: list[Target | Eagle3Draft] = [target, *([eagle] if eagle is not None else [])]
         return dataclasses.replace(config, num_pages=pages_that_fit(room, models, config, extra_slots)), ""
     if device.type != "cuda":
         return config, ""
@@ -173,7 +263,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _draft(
-    options: LoadOptions, target: LlamaDecoder, dtype: torch.dtype, ops: Ops
+    options: LoadOptions, target: Target, dtype: torch.dtype, ops: Ops
 ) -> tuple[Eagle3Draft | Literal["ngram"] | None, str]:
     """Return the draft and a line that says which it is."""
     wanted: str | Path | None = options.draft
@@ -183,7 +273,7 @@ def _draft(
         return None, "none (plain decoding)"
     if wanted == "ngram":
         return "ngram", f"n-gram lookup, {TreeShape.chain(options.tree.depth)}"
-    draft = read_draft(wanted, target, dtype if options.dtype != "auto" else None, ops)
+    draft = read_draft(wanted, target, dtype if options.dtype != "auto" else None, ops, options.topology)
     return draft, f"{Path(wanted).name} (EAGLE-3, {_weights(draft)}), {options.tree}"
 
 

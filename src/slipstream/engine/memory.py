@@ -10,7 +10,8 @@ from slipstream.engine.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Embedding, Linear
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.moe import Experts
+from slipstream.models.target import Target
 
 DEFAULT_FRACTION = 0.85
 _RUNTIME_BYTES = 1 << 30  # kernels' code, their scratch space, and what captured graphs keep beside activations
@@ -38,7 +39,7 @@ class MemoryPlan:
 
 
 def plan_pages(
-    target: LlamaDecoder, draft: Eagle3Draft | None, config: EngineConfig, extra_slots: int, fraction: float
+    target: Target, draft: Eagle3Draft | None, config: EngineConfig, extra_slots: int, fraction: float
 ) -> MemoryPlan:
     """Return the plan for a GPU whose weights are loaded: a fraction of what is free, less what a step needs.
 
@@ -61,9 +62,7 @@ def plan_pages(
     return MemoryPlan(free, reserve, page_bytes, min(fitting, config.max_requests * needed))
 
 
-def pages_that_fit(
-    room: float, models: Sequence[LlamaDecoder | Eagle3Draft], config: EngineConfig, extra_slots: int
-) -> int:
+def pages_that_fit(room: float, models: Sequence[Target | Eagle3Draft], config: EngineConfig, extra_slots: int) -> int:
     """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
     taken = sum(weight_bytes(model) for model in models)
     fitting = int((room - taken) // bytes_per_page(models, config))
@@ -75,7 +74,7 @@ def pages_that_fit(
     return min(fitting, config.max_requests * config.pages_for(config.max_context + extra_slots))
 
 
-def activation_bytes(target: LlamaDecoder, config: EngineConfig, nodes_per_request: int) -> int:
+def activation_bytes(target: Target, config: EngineConfig, nodes_per_request: int) -> int:
     """Return a bound on what one step holds beside weights and keys: hidden states of a full batch, and its logits."""
     spec, size = target.spec, target.embed_tokens.dtype.itemsize
     num_tokens = max(config.max_batch_tokens, config.max_requests) + config.max_requests * (nodes_per_request - 1)
@@ -84,7 +83,7 @@ def activation_bytes(target: LlamaDecoder, config: EngineConfig, nodes_per_reque
     return 2 * num_tokens * per_token * size + 2 * logits
 
 
-def bytes_per_page(models: Sequence[LlamaDecoder | Eagle3Draft], config: EngineConfig) -> int:
+def bytes_per_page(models: Sequence[Target | Eagle3Draft], config: EngineConfig) -> int:
     """Return what a page takes in the caches of all models."""
     dtype = models[0].embed_tokens.dtype
     return config.page_size * sum(model.kv_shape.bytes_per_token(dtype) for model in models)
@@ -94,6 +93,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of a model's own weights, dense and packed; a table used twice in it counts once."""
     packed = {id(part.packed): part.packed for part in model.modules() if isinstance(part, Linear | Embedding)}
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    nbytes += sum(stack.nbytes for part in model.modules() if isinstance(part, Experts) for stack in part.packed or ())
     return nbytes + sum(weight.nbytes for weight in packed.values() if weight is not None)
 
 

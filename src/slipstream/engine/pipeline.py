@@ -29,7 +29,7 @@ from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.tree import Tree
 
-_NO_LOGITS = torch.empty(0, 0)
+_NO_LOGITS: dict[int, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)

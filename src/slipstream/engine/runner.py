@@ -1,27 +1,29 @@
 """Runs the target: one pass over a batch, logits for the rows that need them, and keys moved to where they stay."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from slipstream.engine.batch import Batch
+from slipstream.errors import RankLostError
 from slipstream.kernels import Ops
 from slipstream.models.context import KvCache, page_table, paged_context
-from slipstream.models.llama import Hidden, LlamaDecoder
+from slipstream.models.target import Hidden, Target
+from slipstream.speculation.choose import Chosen, Row, choose
 
 
 class Runner:
     """The target, its KV cache and its kernels."""
 
-    def __init__(self, model: LlamaDecoder, kv: KvCache, ops: Ops, captured_layers: tuple[int, ...]) -> None:
+    def __init__(self, model: Target, kv: KvCache, ops: Ops, captured_layers: tuple[int, ...]) -> None:
         self._model = model
         self._kv = kv
         self._ops = ops
         self._captured_layers = captured_layers
 
     @property
-    def model(self) -> LlamaDecoder:
+    def model(self) -> Target:
         """The target."""
         return self._model
 
@@ -52,8 +54,14 @@ class Runner:
         hidden: Hidden = self._model(batch.token_ids_T, ctx, self._captured_layers)
         return hidden
 
+    def choose(self, hidden: Hidden, rows_L: Tensor, rows: Sequence[Row]) -> Chosen:
+        """Return the target's token at some rows of the pass."""
+        logits_LV = self.logits(hidden, rows_L)
+        wanted = {index: logits_LV[index] for index, row in enumerate(rows) if row.params.logprobs is not None}
+        return Chosen(choose(logits_LV, rows, self._ops), wanted)
+
     def logits(self, hidden: Hidden, rows: Tensor | Sequence[int]) -> Tensor:
-        """Return logits of some rows of the pass, in float32."""
+        """Return logits of some rows of the pass, in float32: those of this rank's part of the vocabulary."""
         return self._model.logits(hidden.last_TD[rows], self._ops).float()
 
     def keep(self, pages: Sequence[int], root: int, nodes: Sequence[int]) -> None:
@@ -71,3 +79,6 @@ class Runner:
         slots = slots.to(self._kv.layers[0].keys_SGd.device)
         for layer in self._kv.layers:
             self._ops.move_kv(layer, slots[:, 0], slots[:, 1])
+
+    def when_lost(self, callback: Callable[[RankLostError], None]) -> None:
+        """Never call back: one rank has no other to lose."""

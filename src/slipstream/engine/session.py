@@ -1,6 +1,6 @@
 """A request's companion at run time: what its sampling looks back on, its text so far, its acceptance statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,13 +66,18 @@ class Session:
             self._prompt_logprobs.append(_logprob(logits_V, token, num_top))
 
     def emit(
-        self, tree: Tree, path: Sequence[tuple[int, int]], logits_NV: Tensor, room: int, totals: AcceptanceStats
+        self,
+        tree: Tree,
+        path: Sequence[tuple[int, int]],
+        logits: Mapping[int, Tensor],
+        room: int,
+        totals: AcceptanceStats,
     ) -> Emission:
         """Turn a step's accepted tokens into what the reader gets, cut where the answer ends.
 
         Args:
             path: each token with the node it was chosen at.
-            logits_NV: the target's logits at every node of the tree.
+            logits: the target's logits [V] by node, where log probabilities are wanted.
             room: tokens that still fit the context.
             totals: the engine's own statistics, which count this pass too.
         """
@@ -83,7 +88,7 @@ class Session:
         for position, (token, node) in enumerate(path, start=1):
             text = self._text(token)
             drafted = position if position < len(path) else 0
-            logprob = None if params.logprobs is None else _logprob(logits_NV[node], token, params.logprobs)
+            logprob = None if params.logprobs is None else _logprob(logits[node], token, params.logprobs)
             emitted.append(EmittedToken(token, text, drafted, logprob))
             if self._grammar is not None:
                 self._grammar.advance([token])

@@ -1,25 +1,47 @@
 """Which checkpoint tensors a model is made of, and the check that a checkpoint has just those, in the right shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from slipstream.checkpoint.source import TensorSource
+from slipstream.checkpoint.span import Span, Window
 from slipstream.errors import CheckpointError
 from slipstream.models.layers import Embedding, Linear, RMSNorm
+from slipstream.models.moe import Experts, Router
 
 _MAX_LISTED = 12
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint tensor goes: rows [start, stop) of a parameter of a module."""
+    """Where a checkpoint tensor goes: a window of it to the rows of a module's parameter, from `start` on.
 
-    module: Linear | RMSNorm | Embedding
+    The window is all of the tensor, or what this rank holds of it; an empty one marks a tensor of other ranks.
+
+    Args:
+        expert: which of this rank's stack of experts it belongs to; None elsewhere.
+        dtype: what the parameter must be kept in whatever the model's type; None if it follows that.
+    """
+
+    module: Linear | RMSNorm | Embedding | Router | Experts
     parameter: str
     start: int
-    shape: tuple[int, ...]
+    window: Window
+    expert: int | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor in the checkpoint."""
+        return tuple(span.total for span in self.window)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Tell whether only other ranks hold the tensor."""
+        return any(span.size == 0 for span in self.window)
 
 
 def places(model: nn.Module) -> dict[str, Place]:
@@ -29,17 +51,46 @@ def places(model: nn.Module) -> dict[str, Place]:
         if isinstance(module, Linear):
             above = path.rpartition(".")[0]
             start = 0
-            for part, height in module.parts.items():
+            for part, rows in module.rows.items():
                 name = f"{above}.{part}" if above else part
-                found[f"{name}.weight"] = Place(module, "weight", start, (height, module.in_features))
+                found[f"{name}.weight"] = Place(module, "weight", start, (rows, module.columns))
                 if module.bias is not None:
-                    found[f"{name}.bias"] = Place(module, "bias", start, (height,))
-                start += height
+                    found[f"{name}.bias"] = Place(module, "bias", start, (rows,))
+                start += rows.size
         elif isinstance(module, RMSNorm):
-            found[f"{path}.weight"] = Place(module, "weight", 0, tuple(module.weight.shape))
+            found[f"{path}.weight"] = Place(module, "weight", 0, (module.columns,))
         elif isinstance(module, Embedding):
-            found[f"{path}.weight"] = Place(module, "weight", 0, module.shape)
+            found[f"{path}.weight"] = Place(module, "weight", 0, _whole(module.shape))
+        elif isinstance(module, Router):
+            found[f"{path}.weight"] = Place(module, "weight", 0, _whole(module.weight.shape))
+            bias = module.e_score_correction_bias
+            found[f"{path}.e_score_correction_bias"] = Place(
+                module, "e_score_correction_bias", 0, _whole(bias.shape), dtype=torch.float32
+            )
+        elif isinstance(module, Experts):
+            found |= _expert_places(path, module)
     return found
+
+
+def _expert_places(path: str, module: Experts) -> dict[str, Place]:
+    """Return gate, up and down of each expert in turn, those of other ranks included."""
+    held, width = module.held, Span.whole(module.width)
+    found = {}
+    for expert in range(held.total):
+        here = held.start <= expert < held.stop
+        inner = module.inner if here else Span(module.inner.total, 0, 0)
+        for part, parameter, start, window in (
+            ("gate_proj", "gate_up_weight", 0, (inner, width)),
+            ("up_proj", "gate_up_weight", inner.size, (inner, width)),
+            ("down_proj", "down_weight", 0, (width, inner)),
+        ):
+            local = expert - held.start if here else None
+            found[f"{path}.{expert}.{part}.weight"] = Place(module, parameter, start, window, local)
+    return found
+
+
+def _whole(shape: Sequence[int]) -> Window:
+    return tuple(Span.whole(size) for size in shape)
 
 
 def check_tensors(source: TensorSource, names: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import DraftSpec
 from slipstream.kernels import Ops
-from slipstream.models.context import ForwardContext, KvShape
+from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
+from slipstream.models.mla import LatentAttention
+from slipstream.models.parallel import ALONE, Ranks
 from slipstream.models.rope import Rotary
 
 
 class Eagle3Layer(nn.Module):
     """A block of the draft. The first sees [embedding ; hidden]; later ones are ordinary blocks."""
 
-    def __init__(self, spec: DraftSpec, layer_index: int, rotary: Rotary) -> None:
+    def __init__(self, spec: DraftSpec, layer_index: int, rotary: Rotary, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self._rotary = (rotary,)  # a tuple, so that the shared table is not registered once per layer
         self.first = layer_index == 0
@@ -26,9 +28,14 @@ class Eagle3Layer(nn.Module):
         width = spec.hidden_size
         self.input_layernorm = RMSNorm(width, spec.rms_eps)
         self.hidden_norm = RMSNorm(width, spec.rms_eps) if self.first else None
-        self.self_attn = Attention(_attention_shape(spec, 2 * width if self.first else width), layer_index)
+        input_size = 2 * width if self.first else width
+        self.self_attn: Attention | LatentAttention
+        if spec.mla is None:
+            self.self_attn = Attention(_attention_shape(spec, input_size), layer_index, ranks)
+        else:
+            self.self_attn = LatentAttention(spec.mla, spec.num_heads, input_size, width, layer_index, ranks)
         self.post_attention_layernorm = RMSNorm(width, spec.rms_eps)
-        self.mlp = MLP(width, spec.intermediate_size, spec.mlp_bias)
+        self.mlp = MLP(width, spec.intermediate_size, spec.mlp_bias, ranks)
 
     @property
     def rotary(self) -> Rotary:
@@ -63,9 +70,10 @@ class Eagle3Draft(nn.Module):
 
     token_ids_V: Tensor
 
-    def __init__(self, spec: DraftSpec, max_position: int | None = None) -> None:
+    def __init__(self, spec: DraftSpec, max_position: int | None = None, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.spec = spec
+        self.ranks = ranks
         self.rotary = Rotary(spec.rope, max_position or spec.max_position)
         feature_width = spec.num_features * spec.target_hidden_size
         per_layer = spec.feature_norm == "per_layer"
@@ -74,16 +82,18 @@ class Eagle3Draft(nn.Module):
         )
         self.input_norm = RMSNorm(feature_width, spec.rms_eps) if spec.feature_norm == "concat" else None
         self.fc = Linear(feature_width, {"fc": spec.hidden_size})
-        self.layers = nn.ModuleList(Eagle3Layer(spec, index, self.rotary) for index in range(spec.num_layers))
+        self.layers = nn.ModuleList(Eagle3Layer(spec, index, self.rotary, ranks) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.lm_head = Linear(spec.hidden_size, {"lm_head": spec.draft_vocab_size})
+        self.lm_head = Linear(spec.hidden_size, {"lm_head": ranks.cut(spec.draft_vocab_size)})
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
         self.register_buffer("token_ids_V", torch.arange(spec.draft_vocab_size), persistent=False)
 
     @property
     def kv_shape(self) -> KvShape:
-        """What the draft's keys and values take."""
-        return KvShape(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim)
+        """What this rank keeps of the draft's keys and values, or the latents that stand for them."""
+        if self.spec.mla is not None:
+            return latent_shape(self.spec.mla, self.spec.num_layers)
+        return KvShape(self.spec.num_layers, self.ranks.cut_or_copy(self.spec.num_kv_heads).size, self.spec.head_dim)
 
     def share_embedding(self, embedding: Embedding) -> None:
         """Use the target's table of embeddings."""
@@ -107,7 +117,7 @@ class Eagle3Draft(nn.Module):
         return DraftHidden(normed_TD, normed_TD if self.spec.feedback == "post_norm" else hidden_TD)
 
     def logits(self, normed_LD: Tensor, ops: Ops) -> Tensor:
-        """Return logits over the draft's own vocabulary; entry i is target token `token_ids_V[i]`."""
+        """Return logits over this rank's part of the draft's vocabulary; its entry i is token `token_ids_V[i]`."""
         logits_LV: Tensor = self.lm_head(normed_LD, ops)
         return logits_LV
 

@@ -1,29 +1,43 @@
 """The layers every decoder here is made of; each takes the kernels it runs on from the forward context."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.checkpoint.span import Span
 from slipstream.kernels import Ops
 from slipstream.models.context import ForwardContext
+from slipstream.models.parallel import ALONE, Ranks
 from slipstream.quant.packed import PackedWeight
 
 
 class Linear(nn.Module):
     """A linear layer, weight [out, in]; `parts` are the checkpoint tensors whose rows it joins, with their heights.
 
-    The weight is dense or, once `pack` was called, kept as a checkpoint stores it.
+    A part, or the input, may be a span: what this rank holds of it. Where the input is split, every rank has a share
+    of each output, and the shares are added up over `ranks`.
+
+    The weight is dense or, once `pack` was called, kept as a checkpoint stores it. Rows that hold rotary pairs side by
+    side in the checkpoint (`rotary_rows`) hold them half a stretch apart here, as the kernels rotate them.
     """
 
     weight: nn.Parameter | None
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int | Span, parts: Mapping[str, int | Span], bias: bool = False, ranks: Ranks = ALONE
+    ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.parts = parts
-        out_features = sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.columns = _span(in_features)
+        self.rows = {name: _span(height) for name, height in parts.items()}
+        self.in_features = self.columns.size
+        self.parts = {name: span.size for name, span in self.rows.items()}
+        self.ranks = ALONE if self.columns.is_whole else ranks
+        self.rotary_rows: tuple[range, ...] = ()
+        self.stays_dense = False
+        out_features = sum(self.parts.values())
+        self.weight = nn.Parameter(torch.empty(out_features, self.in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.packed: PackedWeight | None = None
 
@@ -33,25 +47,46 @@ class Linear(nn.Module):
         self.weight = None
         self.packed = packed
 
+    def row_order(self) -> Tensor | None:
+        """Return which row of the checkpoint each row here is; None where they are the same."""
+        if not self.rotary_rows:
+            return None
+        order = torch.arange(sum(self.parts.values()), device="cpu")
+        for rows in self.rotary_rows:
+            order[rows.start : rows.stop] = torch.tensor([*rows[::2], *rows[1::2]], device="cpu")
+        return order
+
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Multiply each row by the weight."""
+        if self.ranks.size == 1:
+            return self._multiply(x_TD, self.bias, ops)
+        sum_TN = self.ranks.sum(self._multiply(x_TD, None, ops))
+        return sum_TN if self.bias is None else sum_TN + self.bias
+
+    def _multiply(self, x_TD: Tensor, bias_N: Tensor | None, ops: Ops) -> Tensor:
         if self.weight is not None:
-            return ops.linear(x_TD, self.weight, self.bias)
+            return ops.linear(x_TD, self.weight, bias_N)
         assert self.packed is not None
-        return ops.packed_linear(x_TD, self.packed, self.bias)
+        return ops.packed_linear(x_TD, self.packed, bias_N)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
+    """Root-mean-square norm with a learned scale; a width that is a span is this rank's part of the row."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int | Span, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.columns = _span(width)
+        self.weight = nn.Parameter(torch.ones(self.columns.size))
         self.eps = eps
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Normalise the last dimension."""
         return ops.rms_norm(x_TD, self.weight, self.eps)
+
+    def split(self, x_TD: Tensor, squares_T1: Tensor) -> Tensor:
+        """Normalise this rank's part of rows whose squares, all ranks' parts together, add up to `squares_T1`."""
+        scale_T1 = torch.rsqrt(squares_T1 / self.columns.total + self.eps)
+        return self.weight * (x_TD.float() * scale_T1).to(x_TD.dtype)
 
 
 @dataclass(frozen=True)
@@ -66,23 +101,24 @@ class AttentionShape:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm_eps: float | None = None
+    norms_all_heads: bool = False
     window: int | None = None
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; keys and values live in the context."""
 
-    def __init__(self, shape: AttentionShape, layer_index: int) -> None:
+    def __init__(self, shape: AttentionShape, layer_index: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.shape = shape
+        heads, kv_heads = ranks.cut(shape.num_heads), ranks.cut_or_copy(shape.num_kv_heads)
+        self.shape = replace(shape, num_heads=heads.size, num_kv_heads=kv_heads.size)  # this rank's
         self.layer_index = layer_index
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.qkv_proj = Linear(
-            shape.input_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, shape.qkv_bias
-        )
-        self.o_proj = Linear(q_size, {"o_proj": shape.output_size}, shape.output_bias)
-        self.q_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
+        q, kv = heads.times(shape.head_dim), kv_heads.times(shape.head_dim)
+        self.qkv_proj = Linear(shape.input_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, shape.qkv_bias)
+        self.o_proj = Linear(q, {"o_proj": shape.output_size}, shape.output_bias, ranks)
+        q_width, k_width = (q, kv) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
+        self.q_norm = RMSNorm(q_width, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(k_width, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
 
     def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext) -> Tensor:
         """Attend to what the context lets each token see."""
@@ -91,20 +127,39 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x_TD, ctx.ops).unflatten(-1, (-1, shape.head_dim))
         q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, ctx.ops), self.k_norm(k, ctx.ops)
+            q, k = self._normed(q, k, self.q_norm, self.k_norm, ctx.ops)
         q, k = ctx.ops.rotate(q, *rotary), ctx.ops.rotate(k, *rotary)
         out = ctx.attend(self.layer_index, q, k, v, shape.head_dim**-0.5, shape.window)
         projected: Tensor = self.o_proj(out.reshape(*leading, -1), ctx.ops)
         return projected
 
+    def _normed(
+        self, q_THd: Tensor, k_TGd: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        """Norm each head by itself, or all heads as one row, also those of other ranks."""
+        if not self.shape.norms_all_heads:
+            return q_norm(q_THd, ops), k_norm(k_TGd, ops)
+        q, k = q_THd.flatten(-2), k_TGd.flatten(-2)
+        ranks = self.o_proj.ranks
+        if ranks.size == 1:
+            return q_norm(q, ops).view(q_THd.shape), k_norm(k, ops).view(k_TGd.shape)
+        squares = ranks.sum(torch.stack([x.float().square().sum(-1) for x in (q, k)], dim=-1))
+        copies = ranks.size * k_norm.columns.size // k_norm.columns.total  # ranks that share a key head all count it
+        q = q_norm.split(q, squares[..., :1])
+        k = k_norm.split(k, squares[..., 1:] / copies)
+        return q.view(q_THd.shape), k.view(k_TGd.shape)
+
 
 class MLP(nn.Module):
-    """Gated feed-forward: down(silu(gate) * up)."""
+    """Gated feed-forward: down(silu(gate) * up); without `adds_up` a rank's share of the result is left as it is."""
 
-    def __init__(self, width: int, intermediate: int, bias: bool = False) -> None:
+    def __init__(
+        self, width: int, intermediate: int, bias: bool = False, ranks: Ranks = ALONE, adds_up: bool = True
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(width, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
-        self.down_proj = Linear(intermediate, {"down_proj": width}, bias)
+        inner = ranks.cut(intermediate)
+        self.gate_up_proj = Linear(width, {"gate_proj": inner, "up_proj": inner}, bias)
+        self.down_proj = Linear(inner, {"down_proj": width}, bias, ranks if adds_up else ALONE)
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Apply the three products."""
@@ -148,3 +203,7 @@ class Embedding(nn.Module):
             return nn.functional.embedding(token_ids_T, self.weight)
         assert self.packed is not None
         return ops.packed_rows(self.packed, token_ids_T)
+
+
+def _span(size: int | Span) -> Span:
+    return Span.whole(size) if isinstance(size, int) else size

@@ -8,12 +8,13 @@ from torch import nn
 
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.source import TensorSource
-from slipstream.errors import CheckpointError
+from slipstream.checkpoint.span import Span
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import Ops
 from slipstream.models.layers import Linear
 from slipstream.quant.formats import int8
-from slipstream.quant.gguf_blocks import BLOCK_BYTES
-from slipstream.quant.load import QuantScheme, packed_weight, read_scheme
+from slipstream.quant.gguf_blocks import BLOCK, BLOCK_BYTES
+from slipstream.quant.load import QuantScheme, packed_part, read_scheme
 from slipstream.quant.packed import PackedWeight
 
 Shape = tuple[int, ...]
@@ -26,8 +27,8 @@ class PackedSource(Protocol):
         """Return the tensors that make up a module's packed weight, by suffix; None if it is stored dense."""
         ...
 
-    def read(self, module: str, shape: Shape) -> PackedWeight:
-        """Return a module's packed weight."""
+    def read(self, module: str, rows: Span, columns: Span) -> PackedWeight:
+        """Return a module's packed weight, or the rows and columns of it that one rank holds."""
         ...
 
 
@@ -42,11 +43,18 @@ class GgufBlocks:
         known = self._reader.info(f"{module}.weight").dtype.lower() in BLOCK_BYTES
         return {"weight": shape} if known else None
 
-    def read(self, module: str, shape: Shape) -> PackedWeight:
+    def read(self, module: str, rows: Span, columns: Span) -> PackedWeight:
         """Copy the blocks out of the file."""
         raw = self._reader.raw(f"{module}.weight")
-        codes = torch.from_numpy(raw.data.copy()).view(torch.uint8).reshape(shape[0], -1)
-        return PackedWeight(raw.quant_type.lower(), shape[0], shape[1], codes)
+        format = raw.quant_type.lower()
+        if columns.start % BLOCK or columns.stop % BLOCK:
+            raise ConfigError(
+                f"{self._reader.path}: a rank's columns [{columns.start}, {columns.stop}) of {module} cut through a "
+                f"block of {BLOCK}. Use fewer tensor-parallel ranks, or another dtype than auto to expand the blocks."
+            )
+        first, last = (index // BLOCK * BLOCK_BYTES[format] for index in (columns.start, columns.stop))
+        data = raw.data.reshape(rows.total, -1).view("uint8")[rows.start : rows.stop, first:last]
+        return PackedWeight(format, rows.size, columns.size, torch.from_numpy(data.copy()))
 
 
 class QuantizedFolder:
@@ -68,9 +76,9 @@ class QuantizedFolder:
             stored[suffix] = actual if form.fits(actual) else form.shape
         return stored
 
-    def read(self, module: str, shape: Shape) -> PackedWeight:
+    def read(self, module: str, rows: Span, columns: Span) -> PackedWeight:
         """Read and normalise."""
-        packed = packed_weight(self._source, self._scheme, module, *shape)
+        packed = packed_part(self._source, self._scheme, module, rows, columns)
         assert packed is not None, "only quantized modules are read"
         return packed
 
@@ -95,14 +103,18 @@ def check_uniform(where: str, part: str, whole: bool) -> None:
     """Raise unless all parts of a joined layer are packed."""
     if not whole:
         raise CheckpointError(
-            f"{where}: {part} belongs to layers that are joined (q, k, v, and gate, up), of which some are quantized "
-            "and some are not; quantize or exclude all of them."
+            f"{where}: {part} belongs to layers that are joined (q, k, v; gate, up; the experts of a block), of which "
+            "some are quantized and some are not; quantize or exclude all of them."
         )
 
 
-def quantize_linears(model: nn.Module, ops: Ops) -> None:
-    """Turn every dense linear layer of a model into INT8 with a scale per row, for the kernels at hand."""
+def quantize_linears(model: nn.Module, ops: Ops, but: nn.Module | None = None) -> None:
+    """Turn the dense linear layers of a model into INT8 with a scale per row, for the kernels at hand.
+
+    Args:
+        but: a layer the model shares with another, which stays as it is.
+    """
     for module in model.modules():
-        if isinstance(module, Linear) and module.weight is not None:
+        if module is not but and isinstance(module, Linear) and module.weight is not None and not module.stays_dense:
             codes, scale = int8.encode(module.weight.detach(), "best")
             module.pack(ops.prepare(PackedWeight("w8a8_int8", len(codes), module.in_features, codes, {"scale": scale})))

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.fields import quantization_config
 from slipstream.checkpoint.source import TensorSource
+from slipstream.checkpoint.span import Span, Window
 from slipstream.errors import CheckpointError
 from slipstream.quant import compressed, quark
+from slipstream.quant.cut import stored_windows
 from slipstream.quant.formats.fp8 import BLOCK
 from slipstream.quant.layout import FLOATS, Layout, Stored
 from slipstream.quant.packed import PackedWeight
@@ -50,6 +53,10 @@ class QuantScheme:
         stored = self._layouts[module].tensors(out_features, in_features)
         return {suffix: form for suffix, form in stored.items() if form.required or f"{module}.{suffix}" in self._names}
 
+    def windows(self, module: str, rows: Span, columns: Span, shapes: dict[str, tuple[int, ...]]) -> dict[str, Window]:
+        """Return which part of each stored tensor, by suffix, some rows and columns of a quantized module are."""
+        return stored_windows(self._layouts[module], module, rows, columns, shapes)
+
     def pack(self, module: str, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> PackedWeight:
         """Turn a module's tensors, by suffix, into its packed weight; pack orders are made one here."""
         layout = self._layouts[module]
@@ -62,7 +69,7 @@ class QuantScheme:
 
 def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: Path) -> QuantScheme | None:
     """Read how a checkpoint is quantized from its config.json and the names of its tensors; None if it is not."""
-    quantization = _quantization_config(config)
+    quantization = quantization_config(config)
     if quantization is None:
         return None
     names = frozenset(tensor_names)
@@ -90,19 +97,23 @@ def packed_weight(
     checkpoint: TensorSource, scheme: QuantScheme, module: str, out_features: int, in_features: int
 ) -> PackedWeight | None:
     """Read one module's packed weight from a checkpoint; None if its weight is stored dense."""
+    return packed_part(checkpoint, scheme, module, Span.whole(out_features), Span.whole(in_features))
+
+
+def packed_part(
+    checkpoint: TensorSource, scheme: QuantScheme, module: str, rows: Span, columns: Span
+) -> PackedWeight | None:
+    """Read some rows and columns of one module's packed weight, and no more; None if its weight is stored dense."""
     if not scheme.is_quantized(module):
         return None
-    stored = scheme.tensors_for(module, out_features, in_features)
-    tensors = {suffix: checkpoint.tensor(f"{module}.{suffix}") for suffix in stored}
-    return scheme.pack(module, tensors, out_features, in_features)
-
-
-def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    for place in (config, config.get("text_config") or {}):
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(found := place.get(key), dict):
-                return found
-    return None
+    names = {suffix: f"{module}.{suffix}" for suffix in scheme.tensors_for(module, rows.total, columns.total)}
+    if rows.is_whole and columns.is_whole:
+        tensors = {suffix: checkpoint.tensor(name) for suffix, name in names.items()}
+    else:
+        shapes = {suffix: checkpoint.info(name).shape for suffix, name in names.items()}
+        windows = scheme.windows(module, rows, columns, shapes)
+        tensors = {suffix: checkpoint.part(name, windows[suffix]) for suffix, name in names.items()}
+    return scheme.pack(module, tensors, rows.size, columns.size)
 
 
 def _quark_layer(quantization: Mapping[str, Any], module: str, names: frozenset[str], source: Path) -> Layout:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import RankLostError, SlipstreamError
 
 
 class HttpError(SlipstreamError):
@@ -57,6 +57,11 @@ def queue_full(limit: int) -> HttpError:
 def shutting_down() -> HttpError:
     """Return the answer to a request that comes after the server was told to stop."""
     return HttpError(503, "The server is shutting down and takes no new requests.", retry_after_s=5)
+
+
+def lost(error: RankLostError) -> HttpError:
+    """Return the answer where part of the model is gone."""
+    return HttpError(503, f"{error} The server cannot answer until it is restarted.")
 
 
 def timed_out(timeout_s: float) -> HttpError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
+from slipstream.models.topology import Topology
 from slipstream.speculation.tree import TreeShape
 
 _SGLANG_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
@@ -33,6 +34,7 @@ class Speculation:
     draft: str | None = None
     tree: TreeShape | None = None
     simulated_acceptance: tuple[float, ...] | None = None
+    draft_tp: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,16 @@ def keys_in(file: Path | None) -> tuple[str, ...]:
     return keys
 
 
-def check_one_device(tensor_parallel_size: int | None) -> None:
-    """Raise unless the launch line asks for one device."""
-    if tensor_parallel_size not in (None, 1):
+def topology(tp: int, ep: int | None, deal_experts: bool, draft_tp: int | None, speculation: Speculation) -> Topology:
+    """Return the split the launch line asks for; vLLM's flag for experts gives every rank whole ones."""
+    if deal_experts and ep not in (None, tp):
+        raise ConfigError(f"--ep is {ep}, but --enable-expert-parallel means --ep {tp} (the tp ranks); give one.")
+    if draft_tp is not None and speculation.draft_tp not in (None, draft_tp):
         raise ConfigError(
-            f"--tensor-parallel-size (--tp) is {tensor_parallel_size}; this server runs on one device. Leave it out."
+            f"--draft-tp is {draft_tp}, and draft_tensor_parallel_size in --speculative-config is "
+            f"{speculation.draft_tp}; give one."
         )
+    return Topology(tp, tp if deal_experts else ep or 1, draft_tp or speculation.draft_tp or 1)
 
 
 def sglang_speculation(flags: SglangFlags) -> Speculation:
@@ -127,9 +133,10 @@ def vllm_speculation(text: str | None) -> Speculation:
             f"--speculative-config has {unknown[0]!r}, which this server cannot honour. It knows "
             f"{', '.join(sorted(_VLLM_KEYS))}."
         )
-    if config.get("draft_tensor_parallel_size", 1) != 1:
-        raise ConfigError("--speculative-config: draft_tensor_parallel_size must be 1; this server runs on one device.")
-    return Speculation(_vllm_draft(config), _vllm_chain(config), _vllm_rates(config))
+    draft_tp = config.get("draft_tensor_parallel_size")
+    if draft_tp is not None and (not isinstance(draft_tp, int) or isinstance(draft_tp, bool)):
+        raise ConfigError(f"--speculative-config: draft_tensor_parallel_size is {draft_tp!r}; it is a whole number.")
+    return Speculation(_vllm_draft(config), _vllm_chain(config), _vllm_rates(config), draft_tp)
 
 
 def first_named(*found: Speculation) -> Speculation:

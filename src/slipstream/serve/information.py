@@ -51,13 +51,13 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         """Tell whether requests are taken."""
         is_ready = worker.alive and not worker.draining
-        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+        return _health("ready" if is_ready else "not ready", is_ready, worker.trouble)
 
     @app.get("/health/live", tags=["information"])
     @app.get("/ping", include_in_schema=False)
     async def live() -> Response:
         """Tell whether the engine's thread runs; a server that is not live should be restarted."""
-        return JSONResponse({"status": "live" if worker.alive else "dead"}, 200 if worker.alive else 503)
+        return _health("live" if worker.alive else "dead", worker.alive, worker.trouble)
 
     @app.get("/metrics", tags=["information"])
     async def metrics() -> Response:
@@ -68,6 +68,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def version() -> Json:
         """Return the server's version."""
         return {"version": slipstream.__version__}
+
+
+def _health(status: str, is_well: bool, trouble: str | None) -> Response:
+    return JSONResponse({"status": status} | ({} if trouble is None else {"reason": trouble}), 200 if is_well else 503)
 
 
 def _model(name: str, service: Service) -> Json:

@@ -25,7 +25,10 @@ def serve(options: LoadOptions, config: ServeConfig, simulated_acceptance: tuple
     loaded.engine.simulate_acceptance(simulated_acceptance)
     app = build_app(loaded.engine, loaded.tokenizer, config, int(time.time()))
     log_summary(loaded, config)
-    server_for(app, config).run()
+    try:
+        server_for(app, config).run()
+    finally:
+        loaded.close()
 
 
 def log_summary(loaded: Loaded, config: ServeConfig) -> None:

@@ -16,8 +16,8 @@ from typing import TypeVar
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine, StepError
 from slipstream.engine.output import Emission, EmittedToken
-from slipstream.errors import RequestError
-from slipstream.serve.errors import HttpError, queue_full, shutting_down
+from slipstream.errors import RankLostError, RequestError
+from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down
 from slipstream.serve.meters import AnswerTimes, Meters
 from slipstream.serve.ticket import Job, StepEvent, Ticket
 
@@ -43,13 +43,19 @@ class EngineWorker:
         self._num_open = 0
         self._stopping = False
         self._over = False
+        self._lost: RankLostError | None = None
         self.draining = False
         self.meters = Meters()
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._thread.is_alive()
+        """Whether the engine's thread runs and has the whole model to run."""
+        return self._thread.is_alive() and self._lost is None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine cannot go on, where that is known."""
+        return None if self._lost is None else str(self._lost)
 
     @property
     def simulated_acceptance(self) -> tuple[float, ...]:
@@ -65,6 +71,7 @@ class EngineWorker:
         """Start the thread; events go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._engine.when_lost(self._lose)
 
     async def stop(self) -> None:
         """End every answer and the thread."""
@@ -75,6 +82,9 @@ class EngineWorker:
 
     def submit(self, jobs: Sequence[Job]) -> Ticket:
         """Take on a request's answers, all or none; raises HttpError when there are too many or at the end."""
+        if self._lost is not None:
+            self.meters.refused += 1
+            raise lost(self._lost)
         if self.draining or not self.alive:
             self.meters.refused += 1
             raise shutting_down()
@@ -119,17 +129,28 @@ class EngineWorker:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
+    def _lose(self, error: RankLostError) -> None:
+        """Take note, on the thread that watches the ranks, that one is lost; wake the engine's thread if it waits."""
+        self._lost = error
+        with self._wake:
+            self._wake.notify()
+
     def _run(self) -> None:
         try:
             while not self._stopping:
                 with self._wake:
-                    while not self._commands and not self._engine.has_work:
+                    while not self._commands and not self._engine.has_work and self._lost is None:
                         self._wake.wait()
                     commands, self._commands = self._commands, deque()
+                if self._lost is not None:
+                    raise self._lost
                 for command in commands:
                     command()
                 if self._engine.has_work:
                     self._step()
+        except RankLostError as error:
+            self._lost = error
+            logger.error("%s Every answer under way is given up; restart the server.", error)
         except Exception:
             logger.exception("the engine's thread failed; every answer under way is given up")
             raise
@@ -140,8 +161,9 @@ class EngineWorker:
             for command in self._commands:
                 command()
             for request_id in list(self._answers):
-                self._engine.abort(request_id)
-                self._deliver([self._close(request_id, _stopped())])
+                if self._lost is None:
+                    self._engine.abort(request_id)
+                self._deliver([self._close(request_id, _stopped() if self._lost is None else lost(self._lost))])
 
     def _step(self) -> None:
         try:

@@ -6,7 +6,7 @@ processed alone, so what else shares the step cannot change its bits.
 Shape letters: L rows of logits, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +50,14 @@ class Row:
     path: tuple[int, ...] = ()
     end_tokens: tuple[int, ...] = field(default=())
     grammar: GrammarState | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The target's token at each row, and the logits [V] of those rows whose log probabilities are wanted."""
+
+    tokens_L: Tensor
+    logits: Mapping[int, Tensor]
 
 
 def choose(logits_LV: Tensor, rows: Sequence[Row], ops: Ops) -> Tensor:

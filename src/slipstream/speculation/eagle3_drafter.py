@@ -179,7 +179,8 @@ class _Levels:
             self._seed_R.repeat_interleave(width),
             (self._lengths_R + 1 + self._depth).repeat_interleave(width),
         )
-        scores_LK, entries_LK = self._ops.top_k(logits_LV, self._draft.token_ids_V, sampling, count)
+        draft = self._draft
+        scores_LK, entries_LK = draft.ranks.top_k(logits_LV, draft.token_ids_V, sampling, self._ops, count)
         return Children(scores_LK.view(-1, width, count), entries_LK.view(-1, width, count))
 
 

@@ -17,6 +17,7 @@ class SlipstreamServer:
         argv = [*(launch.program or ("slipstream", "serve")), launch.model, "--port", str(launch.port)]
         argv += ["--host", launch.host] if launch.host else []
         argv += ["--tp", str(launch.topology.tp)] if launch.topology.tp > 1 else []
+        argv += ["--ep", str(launch.topology.ep)] if launch.topology.ep > 1 else []
         argv += ["--max-context", str(launch.context)] if launch.context else []
         argv += render_flags(launch.flags)
         argv += _drafting(launch)
@@ -38,4 +39,5 @@ def _drafting(launch: Launch) -> list[str]:
     draft = "ngram" if launch.draft is None else launch.draft.path or launch.draft.id
     # The server counts drafted nodes, recipes count the root among them as SGLang does.
     shape = {"depth": spec.num_steps, "width": spec.topk, "budget": spec.positions() - 1}
-    return ["--draft", draft, *(word for name, value in shape.items() for word in (f"--{name}", str(value)))]
+    draft_tp = [] if spec.draft_tp is None else ["--draft-tp", str(spec.draft_tp)]
+    return ["--draft", draft, *draft_tp, *(word for name, value in shape.items() for word in (f"--{name}", str(value)))]

@@ -1,4 +1,4 @@
-"""The Llama-class decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM2 are one module and a spec."""
+"""The target: one module and a spec, for Llama-class decoders, DeepSeek-V3 (Kimi-K2) and MiniMax-M2 alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +7,33 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.kernels import Ops
-from slipstream.models.context import ForwardContext, KvShape
+from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
+from slipstream.models.mla import LatentAttention
+from slipstream.models.moe import MixtureOfExperts
+from slipstream.models.parallel import ALONE, Ranks
 from slipstream.models.rope import Rotary
 
 
 class DecoderLayer(nn.Module):
-    """One block: attention and feed-forward, each behind a norm and added to the stream."""
+    """One block: attention and feed-forward, each behind a norm and added to the stream; the spec says of what kind."""
 
-    def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary) -> None:
+    def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self._rotary = (rotary,)  # a tuple, so that the shared table is not registered once per layer
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.self_attn = Attention(attention_shape(spec), layer_index)
+        self.self_attn: Attention | LatentAttention
+        if spec.mla is None:
+            self.self_attn = Attention(attention_shape(spec), layer_index, ranks)
+        else:
+            width = spec.hidden_size
+            self.self_attn = LatentAttention(spec.mla, spec.num_heads, width, width, layer_index, ranks)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        self.mlp: MLP | MixtureOfExperts
+        if spec.moe is None or layer_index < spec.moe.first_layer:
+            self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, ranks)
+        else:
+            self.mlp = MixtureOfExperts(spec.moe, spec.hidden_size, ranks)
 
     @property
     def rotary(self) -> Rotary:
@@ -44,24 +56,31 @@ class Hidden:
     captured: tuple[Tensor, ...]
 
 
-class LlamaDecoder(nn.Module):
-    """A Llama-class target."""
+class Target(nn.Module):
+    """A decoder: table of embeddings, blocks, norm and head; or one rank's part, with part of the blocks and head."""
 
-    def __init__(self, spec: ModelSpec, max_position: int | None = None) -> None:
+    def __init__(self, spec: ModelSpec, max_position: int | None = None, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.spec = spec
+        self.ranks = ranks
         self.rotary = Rotary(spec.rope, max_position or spec.max_position)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, index, self.rotary) for index in range(spec.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(spec, index, self.rotary, ranks) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.lm_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size})
-        if spec.tie_embeddings:
+        self.lm_head = Linear(spec.hidden_size, {"lm_head": ranks.cut(spec.vocab_size)})
+        if spec.tie_embeddings and ranks.size == 1:
             self.lm_head.weight = self.embed_tokens.weight
 
     @property
     def kv_shape(self) -> KvShape:
-        """What this model's keys and values take."""
-        return KvShape(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim)
+        """What this rank keeps of keys and values, or the latents that stand for them."""
+        mla = self.spec.mla
+        return self.kv_shape_by_head if mla is None else latent_shape(mla, self.spec.num_layers)
+
+    @property
+    def kv_shape_by_head(self) -> KvShape:
+        """What keys and values take in a cache that keeps the heads apart, as training's does."""
+        return KvShape(self.spec.num_layers, self.ranks.cut_or_copy(self.spec.num_kv_heads).size, self.spec.head_dim)
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext, captured_layers: Sequence[int] = ()) -> Hidden:
         """Run the blocks; `captured_layers` counts blocks applied (0 = the embedding)."""
@@ -70,7 +89,7 @@ class LlamaDecoder(nn.Module):
         return Hidden(last_TD, tuple(captured))
 
     def logits(self, last_LD: Tensor, ops: Ops) -> Tensor:
-        """Turn rows of the stream after the last block into logits over the vocabulary."""
+        """Turn rows of the stream after the last block into logits over this rank's part of the vocabulary."""
         logits_LV: Tensor = self.lm_head(self.norm(last_LD, ops), ops)
         return logits_LV
 
@@ -86,5 +105,6 @@ def attention_shape(spec: ModelSpec) -> AttentionShape:
         qkv_bias=spec.qkv_bias,
         output_bias=spec.output_bias,
         qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
+        norms_all_heads=spec.qk_norm == "full",
         window=spec.sliding_window,
     )

@@ -1,0 +1,87 @@
+"""Mixture of experts in place of a block's feed-forward part, its weights dense or as a checkpoint stores them."""
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.checkpoint.spec import MoeSpec, RoutingSpec
+from slipstream.kernels import Ops
+from slipstream.models.layers import MLP
+from slipstream.models.parallel import ALONE, Ranks
+from slipstream.quant.packed import ExpertWeights
+
+
+class Router(nn.Module):
+    """Scores the experts; the correction bias takes part in the choice, not in the weights."""
+
+    def __init__(self, width: int, num_experts: int, routing: RoutingSpec) -> None:
+        super().__init__()
+        self.routing = routing
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+        self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
+
+    def forward(self, x_TD: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Return each token's experts and their weights, both [T, K]."""
+        return ops.route(x_TD, self.weight, self.e_score_correction_bias, self.routing)
+
+
+class Experts(nn.Module):
+    """The routed experts of a layer, stacked: gate and up [E, 2I, D], down [E, D, I].
+
+    A rank holds some of the experts, or part of each one's width, or both.
+    """
+
+    gate_up_weight: nn.Parameter | None
+    down_weight: nn.Parameter | None
+
+    def __init__(self, width: int, intermediate: int, num_experts: int, ranks: Ranks = ALONE) -> None:
+        super().__init__()
+        self.held, self.inner = ranks.cut_experts(num_experts), ranks.cut_in_expert(intermediate)
+        self.width, self.intermediate = width, self.inner.size
+        self.gate_up_weight = nn.Parameter(torch.empty(self.held.size, 2 * self.intermediate, width))
+        self.down_weight = nn.Parameter(torch.empty(self.held.size, width, self.intermediate))
+        self.packed: tuple[ExpertWeights, ExpertWeights] | None = None
+
+    def pack(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+        """Give up the dense weights for packed ones of the same shape."""
+        assert gate_up.codes.shape[:2] == (self.held.size, 2 * self.intermediate) and gate_up.in_features == self.width
+        assert down.codes.shape[:2] == (self.held.size, self.width) and down.in_features == self.intermediate
+        self.gate_up_weight = self.down_weight = None
+        self.packed = (gate_up, down)
+
+    @property
+    def weights(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """Gate and up joined, and down."""
+        if self.packed is not None:
+            return self.packed
+        assert self.gate_up_weight is not None and self.down_weight is not None
+        return (
+            ExpertWeights("dense", 2 * self.intermediate, self.width, self.gate_up_weight),
+            ExpertWeights("dense", self.width, self.intermediate, self.down_weight),
+        )
+
+    def forward(self, x_TD: Tensor, chosen: tuple[Tensor, Tensor], ops: Ops) -> Tensor:
+        """Add up what each token's experts say, those of this rank."""
+        expert_ids_TK, weights_TK = chosen
+        if not self.held.is_whole:
+            here_TK = (expert_ids_TK >= self.held.start) & (expert_ids_TK < self.held.stop)
+            expert_ids_TK = torch.where(here_TK, expert_ids_TK - self.held.start, -1)
+        return ops.experts(x_TD, *self.weights, expert_ids_TK, weights_TK)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, its experts, and perhaps one that every token goes through."""
+
+    def __init__(self, spec: MoeSpec, width: int, ranks: Ranks = ALONE) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self.gate = Router(width, spec.num_experts, spec.routing)
+        self.experts = Experts(width, spec.intermediate_size, spec.num_experts, ranks)
+        self.shared_experts = MLP(width, spec.shared_size, False, ranks, adds_up=False) if spec.shared_size else None
+
+    def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        """Route each token, whatever leading dimensions there are; every rank routes alike, and one sum joins them."""
+        rows_TD = x_TD.reshape(-1, x_TD.shape[-1])
+        out_TD: Tensor = self.experts(rows_TD, self.gate(rows_TD, ops), ops)
+        if self.shared_experts is not None:
+            out_TD = out_TD + self.shared_experts(rows_TD, ops)
+        return self._ranks.sum(out_TD).view(x_TD.shape)
