@@ -11,7 +11,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.kernels import select
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 
@@ -60,14 +60,14 @@ def randomise(module: nn.Module, seed: int, scale: float) -> None:
         parameter.copy_(noise * scale if parameter.dim() > 1 else 1 + 0.1 * noise)
 
 
-def tiny_target(seed: int = 0, **changes: object) -> LlamaDecoder:
+def tiny_target(seed: int = 0, **changes: object) -> Target:
     """Return a random target whose next token depends on its context (weights large enough to matter)."""
-    model = LlamaDecoder(dataclasses.replace(TARGET_SPEC, **changes))
+    model = Target(dataclasses.replace(TARGET_SPEC, **changes))
     randomise(model, seed, 0.3)
     return model.eval()
 
 
-def tiny_draft(target: LlamaDecoder, seed: int = 1, **changes: object) -> Eagle3Draft:
+def tiny_draft(target: Target, seed: int = 1, **changes: object) -> Eagle3Draft:
     """Return a random draft for a target, sharing its embedding."""
     draft = Eagle3Draft(dataclasses.replace(DRAFT_SPEC, **changes))
     randomise(draft, seed, 0.3)
@@ -75,7 +75,7 @@ def tiny_draft(target: LlamaDecoder, seed: int = 1, **changes: object) -> Eagle3
     return draft.eval()
 
 
-def follower_draft(target: LlamaDecoder) -> Eagle3Draft:
+def follower_draft(target: Target) -> Eagle3Draft:
     """Return a draft that guesses well: its own block does nothing, and its head is the target's on the last state."""
     draft = tiny_draft(target, captured_layers=(4, 4, 4))
     width = target.spec.hidden_size

@@ -9,7 +9,7 @@ from slipstream.checkpoint.writer import CheckpointWriter
 from slipstream.kernels import AttentionBatch, select
 from slipstream.models.accounting import places
 from slipstream.models.context import KvCache, PagedContext
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 from slipstream.train.corpus import Text, join
 from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
 from slipstream.train.objective import DraftShape, Objective, new_draft
@@ -41,7 +41,7 @@ def tiny_spec(vocab_size=96):
 
 
 def tiny_target(seed=0, scale=0.2, vocab_size=96):
-    model = LlamaDecoder(tiny_spec(vocab_size))
+    model = Target(tiny_spec(vocab_size))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

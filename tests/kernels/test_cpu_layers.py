@@ -12,7 +12,7 @@ from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
 SHAPE = dict(  # noqa: C408
@@ -29,8 +29,8 @@ SHAPE = dict(  # noqa: C408
 )
 
 
-def make_target(generator, **changes) -> LlamaDecoder:
-    model = LlamaDecoder(ModelSpec(architecture="llama", tie_embeddings=False, **{**SHAPE, **changes}))
+def make_target(generator, **changes) -> Target:
+    model = Target(ModelSpec(architecture="llama", tie_embeddings=False, **{**SHAPE, **changes}))
     return randomize(model, generator)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
 from slipstream.checkpoint.fields import Fields, config_file, dtype_name
+from slipstream.checkpoint.moe_config import read_deepseek_moe, read_minimax_moe, read_mla, text_fields
 from slipstream.checkpoint.rope import read_rope, write_rope
-from slipstream.checkpoint.spec import ModelSpec
+from slipstream.checkpoint.spec import ModelSpec, MoeSpec
 from slipstream.errors import CheckpointError
 
 __all__ = ["DraftDialect", "DraftOrigin", "draft_config", "draft_spec", "model_config", "model_spec"]
@@ -19,20 +20,27 @@ TARGETS = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25",  # transformers' own spelling
+    "MiniMaxM2ForCausalLM": "minimax_m2",
 }
+_LATENT = ("deepseek_v3", "kimi_k25")
 _MISTRAL_WINDOW = 4096  # transformers' value when the field is absent (null means no window)
 
 
 def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
     """Read a target's config.json (already parsed); `source` is the folder or file, for messages."""
-    fields = Fields(config, config_file(source))
+    fields = text_fields(Fields(config, config_file(source)))
     architecture = _architecture(fields)
+    family = TARGETS[architecture]
+    mla = read_mla(fields) if family in _LATENT else None
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     # Llama 1 and 2 predate grouped heads; every later family must say how many it has.
     default_kv_heads = num_heads if architecture == "LlamaForCausalLM" else None
-    num_kv_heads = fields.integer("num_key_value_heads", default_kv_heads)
-    head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
+    num_kv_heads = num_heads if mla is not None else fields.integer("num_key_value_heads", default_kv_heads)
+    head_dim = _head_dim(fields, architecture, hidden_size, num_heads) if mla is None else mla.head_dim
     if num_heads % num_kv_heads:
         raise fields.error(
             "num_attention_heads", f"is {num_heads}, no multiple of num_key_value_heads = {num_kv_heads}."
@@ -52,14 +60,16 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, head_dim, max_position),
+        rope=read_rope(fields, head_dim if mla is None else mla.rope_dim, max_position),
         max_position=max_position,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
         output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm="full" if family == "minimax_m2" else family == "qwen3",
         sliding_window=_sliding_window(fields, architecture),
+        mla=mla,
+        moe=_moe(fields, family),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=fields.integers("eos_token_id"),
         dtype=dtype_name(fields, "float32"),
@@ -67,7 +77,8 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
 
 
 def model_config(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json that transformers and `model_spec` read back as this spec."""
+    """Return the config.json that transformers and `model_spec` read back as this spec, for Llama-class targets."""
+    assert spec.mla is None and spec.moe is None, "only Llama-class targets are written"
     config: dict[str, Any] = {
         "architectures": [spec.architecture],
         "model_type": TARGETS[spec.architecture],
@@ -112,6 +123,12 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
+def _moe(fields: Fields, family: str) -> MoeSpec | None:
+    if family in _LATENT:
+        return read_deepseek_moe(fields)
+    return read_minimax_moe(fields) if family == "minimax_m2" else None
+
+
 def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
     if fields.has("head_dim") or architecture == "Qwen3ForCausalLM":
         return fields.integer("head_dim", 128)
@@ -123,7 +140,7 @@ def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: in
 
 
 def _sliding_window(fields: Fields, architecture: str) -> int | None:
-    if architecture == "LlamaForCausalLM":
+    if not architecture.startswith(("Mistral", "Qwen")):
         return None
     if architecture == "MistralForCausalLM":
         if "sliding_window" not in fields.values:

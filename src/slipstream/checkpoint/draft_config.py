@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 from slipstream.checkpoint.captures import read_captures
 from slipstream.checkpoint.fields import Fields, config_file, dtype_name
+from slipstream.checkpoint.moe_config import read_mla
 from slipstream.checkpoint.rope import read_rope
 from slipstream.checkpoint.spec import DraftSpec
 from slipstream.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-Family = Literal["llama", "qwen3"]
+Family = Literal["llama", "qwen3", "deepseek"]
 
 # Architecture names met in config.json, by the kind of block they stand for.
 DRAFTS: dict[str, Family] = {
@@ -27,6 +28,8 @@ DRAFTS: dict[str, Family] = {
     "Eagle3Qwen3vlForCausalLM": "llama",
     "Eagle3Qwen3ForCausalLM": "qwen3",  # vLLM
     "Qwen3ForCausalLMEagle3": "qwen3",
+    "Eagle3DeepseekV2ForCausalLM": "deepseek",  # SGLang, vLLM: latent attention, as trained for Kimi-K2
+    "Eagle3DeepseekV3ForCausalLM": "deepseek",
 }
 # speculators leaves out of its nested config whatever equals transformers' default for the block's class.
 _NESTED_DEFAULTS: dict[Family, dict[str, int]] = {
@@ -82,7 +85,8 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
     _refuse_other_drafts(fields)
     hidden_size = block.integer("hidden_size")
     num_heads = block.integer("num_attention_heads")
-    head_dim = block.integer("head_dim", hidden_size // num_heads)
+    mla = read_mla(block) if family == "deepseek" else None
+    head_dim = block.integer("head_dim", hidden_size // num_heads) if mla is None else mla.head_dim
     max_position = block.integer("max_position_embeddings")
     vocab_size = block.integer("vocab_size")
     captures = read_captures(fields, speculators, target_layers)
@@ -100,10 +104,10 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
         intermediate_size=block.integer("intermediate_size"),
         num_layers=block.integer("num_hidden_layers", 1),
         num_heads=num_heads,
-        num_kv_heads=block.integer("num_key_value_heads", num_heads),
+        num_kv_heads=num_heads if mla is not None else block.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         rms_eps=block.number("rms_norm_eps", 1e-6),
-        rope=read_rope(block, head_dim, max_position),
+        rope=read_rope(block, head_dim if mla is None else mla.rope_dim, max_position),
         max_position=max_position,
         captured_layers=captures.layers if captures else None,
         num_features=_num_features(fields, len(captures.raw) if captures else None),
@@ -114,6 +118,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
         mlp_bias=block.flag("mlp_bias", False),
         qk_norm=family == "qwen3",
         sliding_window=_sliding_window(block),
+        mla=mla,
         dtype=dtype_name(fields if fields.has("dtype") or fields.has("torch_dtype") else block, "bfloat16"),
     )
 
@@ -133,11 +138,13 @@ def _family(fields: Fields, block: Fields, speculators: bool) -> Family:
         if model_type not in ("llama", "qwen3"):
             raise block.error("model_type", f"is {model_type!r}; slipstream reads drafts of llama or qwen3 blocks.")
         return "qwen3" if model_type == "qwen3" else "llama"
-    if fields.has("kv_lora_rank") or "deepseek" in architecture.lower():
+    if fields.has("kv_lora_rank") != (DRAFTS.get(architecture) == "deepseek"):
         raise CheckpointError(
-            f"{fields.file}: architecture {architecture!r} is a draft with latent attention (MLA), "
-            f"which slipstream does not read. {_what_is_read()}"
+            f"{fields.file}: architecture {architecture!r} and field 'kv_lora_rank' disagree on whether the draft has "
+            f"latent attention (MLA). {_what_is_read()}"
         )
+    if DRAFTS.get(architecture) == "deepseek":
+        return "deepseek"
     if architecture == "LlamaForCausalLM" and not (fields.has("draft_vocab_size") or fields.has("eagle_config")):
         raise CheckpointError(
             f"{fields.file}: has neither 'draft_vocab_size' nor 'eagle_config', so it is a whole model, "

@@ -32,6 +32,8 @@ def draft_config(spec: DraftSpec, dialect: DraftDialect, origin: DraftOrigin | N
         dialect: sglang (SpecForge's flat form), vllm (flat), or speculators (nested; vLLM reads it too).
         origin: the target's name, needed by the speculators dialect only.
     """
+    if spec.mla is not None:
+        raise CheckpointError("A draft with latent attention (MLA) is read, but no dialect is written for one.")
     if dialect == "sglang":
         _refuse_for_sglang(spec)
     flags: dict[str, Any] = {

@@ -99,3 +99,13 @@ def dtype_name(fields: Fields, default: str) -> str:
     """Return the dtype the weights are meant to be in, from either transformers' old or new field."""
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     return fields.text(key, default).removeprefix("torch.")
+
+
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what a config.json says of quantization, at its top or in the text part of a model that also sees."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(found := place.get(key), Mapping):
+                return found
+    return None

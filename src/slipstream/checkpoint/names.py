@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+from slipstream.checkpoint.spec import ModelSpec
 from slipstream.errors import CheckpointError
 
 NameDialect = Literal["sglang", "vllm", "speculators"]
@@ -12,6 +13,9 @@ NameDialect = Literal["sglang", "vllm", "speculators"]
 _HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.masked_bias)$")
 _LATER_HIDDEN_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.")
 _LATER_INPUT_NORM = re.compile(r"layers\.([1-9]\d*)\.input_layernorm\.")
+
+VISION_TARGETS = frozenset({"KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"})
+"""Targets that also see; of these the text part is run."""
 
 _DRAFT_PREFIXES = ("draft_model.", "model.")
 # Leading parts of a draft's names: SafeAILab and SpecForge say midlayer; early EAGLE-3.1 files aux_norm_*.
@@ -22,6 +26,17 @@ _DRAFT_RENAMES = {
     "aux_norm_high.": "fc_norm.2.",
     "draft_id_to_target_id": "d2t",
 }
+
+# MiniMax-M2 spells its experts as Mixtral does; replaced in this order.
+_BLOCK_SPARSE = {
+    ".block_sparse_moe.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    ".block_sparse_moe.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+}
+_VISION = re.compile(r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\.")
+_BLOCK_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
 _TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 
@@ -80,7 +95,24 @@ def canonical_target_name(name: str) -> str:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
             break
+    if ".block_sparse_moe." in name:
+        for theirs, ours in _BLOCK_SPARSE.items():
+            name = name.replace(theirs, ours)
     return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def left_out_of_target(name: str, spec: ModelSpec) -> str | None:
+    """Return what a tensor belongs to that a target leaves out, in words; None for one that it needs.
+
+    Kimi-K2.5 comes with a vision tower, and mixtures of experts with blocks that predict several tokens, numbered
+    after the last block.
+    """
+    if spec.architecture in VISION_TARGETS and _VISION.match(name):
+        return "the vision tower and its projector, as slipstream runs the text part only, are"
+    block = _BLOCK_NUMBER.match(canonical_target_name(name)) if spec.moe is not None else None
+    if block is not None and int(block[1]) >= spec.num_layers:
+        return "the blocks for multi-token prediction, in whose place a draft goes, are"
+    return None
 
 
 def canonical_names(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:

@@ -32,8 +32,7 @@ def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
             "rope_parameters",
             f"is {dict(new.values)}, but 'rope_scaling' is {dict(old.values)}; make them agree.",
         )
-    partial = block if block.has("partial_rotary_factor") else fields
-    rotary_dim = int(head_dim * partial.number("partial_rotary_factor", 1.0))
+    rotary_dim = _rotary_dim(fields, block, head_dim)
     if kind == "none":
         return RopeSpec(theta, rotary_dim)
     if kind == "linear":
@@ -49,6 +48,15 @@ def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
             high_freq_factor=block.number("high_freq_factor"),
         )
     return _read_yarn(block, theta, rotary_dim, max_position)
+
+
+def yarn_score_factor(fields: Fields) -> float:
+    """Return what DeepSeek's latent attention multiplies its scores by when YaRN stretches the context."""
+    new, old = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+    block = new if new.values else old
+    if _kind(block) == "none" or not block.values.get("mscale_all_dim"):
+        return 1.0
+    return _yarn_scale(block.number("factor"), block.number("mscale_all_dim")) ** 2
 
 
 def write_rope(rope: RopeSpec, head_dim: int) -> dict[str, Any]:
@@ -91,6 +99,17 @@ def _theta(fields: Fields, new: Fields, old: Fields) -> float:
         spelled = ", ".join(f"{name} = {value:g}" for name, value in found.items())
         raise fields.error("rope_theta", f"is given twice with different values: {spelled}.")
     return next(iter(found.values()), DEFAULT_THETA)
+
+
+def _rotary_dim(fields: Fields, block: Fields, head_dim: int) -> int:
+    """Return how much of a head is rotated: a share of it or, in MiniMax's files, a number."""
+    partial = block if block.has("partial_rotary_factor") else fields
+    if not partial.has("partial_rotary_factor"):
+        return fields.integer("rotary_dim", head_dim)
+    rotary_dim = int(head_dim * partial.number("partial_rotary_factor"))
+    if fields.integer("rotary_dim", rotary_dim) != rotary_dim:
+        raise fields.error("rotary_dim", f"disagrees with partial_rotary_factor, by which it is {rotary_dim}.")
+    return rotary_dim
 
 
 def _kind(block: Fields) -> RopeScaling:

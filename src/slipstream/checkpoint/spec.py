@@ -23,8 +23,79 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class MlaSpec:
+    """Latent attention: keys and values of all heads are projections of one latent per token, which is what is kept.
+
+    Args:
+        q_rank: the width queries are squeezed through; None if they are projected directly.
+        kv_rank: the width of the latent, without its rotary part.
+        nope_dim: of each head's query and key, the part without positions; `rope_dim` is the part with.
+        value_dim: the width of each head's value.
+        scale: what scores are multiplied by; YaRN's share of it included.
+        interleaved: whether rotary pairs lie side by side in the checkpoint (2i, 2i + 1), not half a width apart.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    interleaved: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """The width of what is kept of a token."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How a token's experts are chosen: by sigmoid scores plus a bias, weighted by the scores alone.
+
+    Args:
+        top_k: experts per token.
+        num_groups: experts compete in groups, of which those with the best two members in sum are kept.
+        normalise: whether a token's weights are made to sum to one before they are scaled.
+    """
+
+    top_k: int
+    num_groups: int = 1
+    kept_groups: int = 1
+    normalise: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts in place of the feed-forward part.
+
+    Args:
+        intermediate_size: of one expert.
+        shared_size: the intermediate size of the expert every token goes through; 0 for none.
+        first_layer: blocks before this one keep their dense feed-forward part.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    routing: RoutingSpec
+    shared_size: int = 0
+    first_layer: int = 0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A Llama-class target: enough to build the module and to check every tensor's shape."""
+    """A target: enough to build the module and to check every tensor's shape.
+
+    Args:
+        head_dim: the width of a head's query and key.
+        qk_norm: whether queries and keys are normed: each head by itself, or all heads as one ("full").
+    """
 
     architecture: str
     vocab_size: int
@@ -41,8 +112,10 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["full"] = False
     sliding_window: int | None = None
+    mla: MlaSpec | None = None
+    moe: MoeSpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -63,6 +136,7 @@ class DraftSpec:
         residual: whether the first block's residual is the hidden state as it came or its normed form.
         feature_norm: none, one norm over the concatenation (`input_norm`), or one per captured layer (`fc_norm.N`).
         draft_vocab_size: equals `vocab_size` when the draft speaks the whole vocabulary (no d2t).
+        mla: latent attention in place of keys and values by head, as in drafts trained for Kimi-K2.
     """
 
     architecture: str
@@ -87,4 +161,5 @@ class DraftSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    mla: MlaSpec | None = None
     dtype: str = "bfloat16"

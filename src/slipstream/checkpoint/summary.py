@@ -8,13 +8,13 @@ from typing import Any
 from slipstream.checkpoint.captures import Captures, read_captures
 from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.draft_config import is_draft
-from slipstream.checkpoint.fields import Fields, config_file
+from slipstream.checkpoint.fields import Fields, config_file, quantization_config
 from slipstream.checkpoint.source import TensorInfo, TensorSource
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import CheckpointError
 
 _INTEGER_BITS = {"U8": 8, "I8": 8, "I16": 16, "I32": 32, "I64": 64}
-_NOT_PARAMETERS = ("d2t", "t2d", "_scale", "_scale_2", "_zero_point", "_shape", "input_scale")
+_NOT_PARAMETERS = ("d2t", "t2d", "_scale", "_scale_2", "_scale_inv", "_zero_point", "_shape", "input_scale")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def summarise(source: TensorSource, target_layers: int | None = None) -> Checkpo
     except CheckpointError as error:
         problem = str(error)
     tensors = tuple(source.info(name) for name in source.names())
-    rows = _dtype_rows(tensors, _weight_bits(config.get("quantization_config")))
+    quantization = quantization_config(config)
+    rows = _dtype_rows(tensors, _weight_bits(quantization))
     architectures = config.get("architectures") or ["unknown"]
     files = tuple(sorted({tensor.file for tensor in tensors}))
     return CheckpointSummary(
@@ -82,7 +83,7 @@ def summarise(source: TensorSource, target_layers: int | None = None) -> Checkpo
         dtypes=rows,
         tensors=tensors,
         files=files,
-        quantization=_quantization(config.get("quantization_config"), rows),
+        quantization=_quantization(quantization, rows),
         captures=captures,
     )
 
@@ -145,7 +146,10 @@ def _quantization(quantization: Any, rows: tuple[DtypeRow, ...]) -> str | None: 
         words.append(f"weights {details}")
     elif quantization.get("bits") is not None:
         words.append(f"{quantization['bits']} bits")
-    left_out = quantization.get("exclude") or quantization.get("ignore") or ()
+    elif quantization.get("weight_block_size"):
+        words.append(f"blocks of {' x '.join(map(str, quantization['weight_block_size']))}")
+    lists = ("exclude", "ignore", "modules_to_not_convert")
+    left_out = next((quantization[key] for key in lists if quantization.get(key)), ())
     if left_out:
         words.append(f"{len(left_out)} patterns left out")
     return ", ".join(words)

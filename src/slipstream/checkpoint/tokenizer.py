@@ -10,6 +10,8 @@ from slipstream.checkpoint.chat_template import ChatTemplate, TemplateValue
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.gguf_tokenizer import gguf_tokenizer
 from slipstream.checkpoint.source import read_json
+from slipstream.checkpoint.tiktoken_file import FILE_NAME as TIKTOKEN_FILE
+from slipstream.checkpoint.tiktoken_file import tiktoken_tokenizer
 from slipstream.errors import CheckpointError, RequestError
 
 _INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that do not make a character (yet)
@@ -53,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Load from a Hugging Face folder (tokenizer.json and the files beside it) or from a .gguf file.
+        """Load from a Hugging Face folder (tokenizer.json or tiktoken.model, and the files beside) or a .gguf file.
 
         An answer ends at the ids of generation_config.json (config.json when that names none), and at the tokenizer's
         own eos token.
@@ -61,17 +63,8 @@ class Tokenizer:
         if folder.suffix == ".gguf":
             built = gguf_tokenizer(GgufReader(folder))
             return cls(built.tokenizer, built.settings, folder, built.settings.get("chat_template"))
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{folder}: has no tokenizer.json. Slipstream reads fast tokenizers only; with transformers, "
-                f"AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one."
-            )
-        try:
-            fast = FastTokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise CheckpointError(f"{path}: is not a tokenizer this version can read ({error}).") from error
         settings = _optional_json(folder / "tokenizer_config.json")
+        fast = _fast_tokenizer(folder, settings)
         return cls(fast, settings, folder, _find_template(folder, settings), _eos_ids(folder))
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
@@ -196,6 +189,21 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, self._skip_special)
 
 
+def _fast_tokenizer(folder: Path, settings: Mapping[str, Any]) -> FastTokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        if (ranks := folder / TIKTOKEN_FILE).is_file():
+            return tiktoken_tokenizer(ranks, settings)
+        raise CheckpointError(
+            f"{folder}: has no tokenizer.json and no {TIKTOKEN_FILE}. Slipstream reads fast tokenizers and Kimi's; "
+            f"with transformers, AutoTokenizer.from_pretrained(...).save_pretrained(...) writes a fast one."
+        )
+    try:
+        return FastTokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"{path}: is not a tokenizer this version can read ({error}).") from error
+
+
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
@@ -223,7 +231,9 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 def _eos_ids(folder: Path) -> list[int]:
     for file in ("generation_config.json", "config.json"):
-        value = _optional_json(folder / file).get("eos_token_id")
+        config = _optional_json(folder / file)
+        text = config.get("text_config")
+        value = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
         ids = value if isinstance(value, list) else [value]
         if found := [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]:
             return found

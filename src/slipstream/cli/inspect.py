@@ -1,13 +1,14 @@
 """`slipstream inspect`: what a checkpoint holds, without loading it."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.spec import RopeSpec
+    from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RopeSpec
     from slipstream.checkpoint.summary import CheckpointSummary
 
 
@@ -46,7 +47,7 @@ def _overview(summary: "CheckpointSummary") -> Table:
         for name in _SHOWN:
             value = getattr(summary.spec, name, None)
             if value is not None:
-                table.add_row(name.replace("_", " "), _rope(value) if name == "rope" else str(value))
+                table.add_row(_TITLES.get(name, name.replace("_", " ")), _FORMS.get(name, str)(value))
     if summary.problem is not None:
         table.add_row("cannot run", summary.problem)
     return table
@@ -57,10 +58,26 @@ def _rope(rope: "RopeSpec") -> str:
     return f"theta {rope.theta:g}, {rope.rotary_dim} dimensions{stretched}"
 
 
+def _mla(mla: "MlaSpec") -> str:
+    queries = "" if mla.q_rank is None else f", queries through {mla.q_rank}"
+    return (
+        f"one latent of {mla.kv_rank} + {mla.rope_dim} rotary per token{queries}; heads of {mla.nope_dim} + "
+        f"{mla.rope_dim}, values of {mla.value_dim}"
+    )
+
+
+def _moe(moe: "MoeSpec") -> str:
+    shared = f", and one of {moe.shared_size} for all" if moe.shared_size else ""
+    dense = f"; the first {moe.first_layer} block(s) dense" if moe.first_layer else ""
+    return f"{moe.routing.top_k} of {moe.num_experts}, {moe.intermediate_size} wide{shared}{dense}"
+
+
 _SHOWN = (
-    "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
-    "draft_vocab_size", "max_position", "rope", "tie_embeddings", "feedback", "residual", "feature_norm",
+    "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "mla", "moe",
+    "vocab_size", "draft_vocab_size", "max_position", "rope", "tie_embeddings", "feedback", "residual", "feature_norm",
 )  # fmt: skip
+_TITLES = {"mla": "latent attention", "moe": "experts"}
+_FORMS: dict[str, Callable[[Any], str]] = {"rope": _rope, "mla": _mla, "moe": _moe}
 
 
 def _dtypes(summary: "CheckpointSummary") -> Table:

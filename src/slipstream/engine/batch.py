@@ -39,6 +39,7 @@ def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.
     index: list[int] = []
     positions: list[int] = []
     ancestors: list[int] = []
+    prompt_rows: list[bool] = []
     counts: list[int] = []
     first_rows: list[int] = []
     logit_rows: list[int] = []
@@ -50,6 +51,7 @@ def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.
         index += range(work.start, end)
         positions += range(work.start, end)
         ancestors += [-1] * work.num_tokens
+        prompt_rows += [i < len(work.request.prompt) for i in range(work.start, end)]
         if work.emits:
             tree = next(next_tree)
             root = len(tokens) - 1
@@ -57,12 +59,15 @@ def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.
             index += range(end, end + len(tree.tokens) - 1)
             positions += [end - 1 + depth for depth in tree.depths[1:]]
             ancestors += tree.bits[1:]
+            prompt_rows += [False] * (len(tree.tokens) - 1)
             logit_rows += range(root, len(tokens))
         counts.append(len(tokens) - first_rows[-1])
-    columns = (torch.tensor(values, dtype=torch.int64, device=device) for values in (index, positions, ancestors))
+    index_T, positions_T, ancestors_T = (
+        torch.tensor(values, dtype=torch.int64, device=device) for values in (index, positions, ancestors)
+    )
     return Batch(
         torch.tensor(tokens, dtype=torch.int64, device=device),
-        QueryTokens(counts, *columns),
+        QueryTokens(counts, index_T, positions_T, ancestors_T, prompt_rows),
         first_rows,
         torch.tensor(logit_rows, dtype=torch.int64, device=device),
     )

@@ -12,15 +12,15 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import Ops
 from slipstream.models.context import KvCache, KvShape
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
 from slipstream.models.load import captured_layers
+from slipstream.models.target import Target
 from slipstream.speculation.drafter import Drafter, NgramDrafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.tree import TreeShape
 
 
 def build_engine(
-    target: LlamaDecoder,
+    target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     config: EngineConfig,
@@ -50,7 +50,7 @@ def build_engine(
 
 
 def _drafter(
-    target: LlamaDecoder,
+    target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     cache: Callable[[KvShape], KvCache],

@@ -20,7 +20,7 @@ from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.kernels import Ops
-from slipstream.models.llama import Hidden
+from slipstream.models.target import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.choose import choose
 from slipstream.speculation.drafter import Drafter, Observed

@@ -19,9 +19,10 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Embedding, Linear
-from slipstream.models.llama import LlamaDecoder
 from slipstream.models.load import load_draft, load_target
+from slipstream.models.moe import Experts
 from slipstream.models.packing import quantize_linears
+from slipstream.models.target import Target
 from slipstream.speculation.tree import TreeShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,7 +61,7 @@ class Loaded:
 
     engine: Engine
     tokenizer: Tokenizer
-    target: LlamaDecoder
+    target: Target
     ops: Ops
     name: str
     summary: tuple[str, ...]
@@ -97,7 +98,7 @@ def load(options: LoadOptions) -> Loaded:
     return Loaded(engine, Tokenizer.load(path), target, ops, str(options.model), summary)
 
 
-def read_draft(path: str | Path, target: LlamaDecoder, dtype: torch.dtype | None, ops: Ops) -> Eagle3Draft:
+def read_draft(path: str | Path, target: Target, dtype: torch.dtype | None, ops: Ops) -> Eagle3Draft:
     """Read an EAGLE-3 draft; without a dtype, dense weights become INT8 where the CPU kernels run (exact all the same).
 
     A draft only guesses, so its precision costs acceptance at most, and INT8 costs next to none.
@@ -111,13 +112,13 @@ def read_draft(path: str | Path, target: LlamaDecoder, dtype: torch.dtype | None
 
 def _pages_that_fit(
     room: float,
-    target: LlamaDecoder,
+    target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     config: EngineConfig,
 ) -> int:
     """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
-    models: list[LlamaDecoder | Eagle3Draft] = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
+    models: list[Target | Eagle3Draft] = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
     page_bytes = config.page_size * sum(m.kv_shape.bytes_per_token(target.embed_tokens.dtype) for m in models)
     weight_bytes = sum(_weight_bytes(model) for model in models)
     extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
@@ -156,7 +157,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _draft(
-    options: LoadOptions, target: LlamaDecoder, dtype: torch.dtype, ops: Ops
+    options: LoadOptions, target: Target, dtype: torch.dtype, ops: Ops
 ) -> tuple[Eagle3Draft | Literal["ngram"] | None, str]:
     """Return the draft and a line that says which it is."""
     wanted: str | Path | None = options.draft
@@ -178,4 +179,5 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of a model's own weights, dense and packed; a table used twice in it counts once."""
     packed = {id(part.packed): part.packed for part in model.modules() if isinstance(part, Linear | Embedding)}
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    nbytes += sum(stack.nbytes for part in model.modules() if isinstance(part, Experts) for stack in part.packed or ())
     return nbytes + sum(weight.nbytes for weight in packed.values() if weight is not None)

@@ -8,13 +8,13 @@ from torch import Tensor
 from slipstream.engine.batch import Batch
 from slipstream.kernels import Ops
 from slipstream.models.context import KvCache, page_table, paged_context
-from slipstream.models.llama import Hidden, LlamaDecoder
+from slipstream.models.target import Hidden, Target
 
 
 class Runner:
     """The target, its KV cache and its kernels."""
 
-    def __init__(self, model: LlamaDecoder, kv: KvCache, ops: Ops, captured_layers: tuple[int, ...]) -> None:
+    def __init__(self, model: Target, kv: KvCache, ops: Ops, captured_layers: tuple[int, ...]) -> None:
         self._model = model
         self._kv = kv
         self._ops = ops

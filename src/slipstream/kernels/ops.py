@@ -1,7 +1,8 @@
 """The operations a backend offers, and the plain values they take: the contract between models and kernels.
 
 Shape letters: T query tokens of a pass, R requests, P pages of a request, S slots of a cache, D width, H query
-heads, G key/value heads, d head width, N outputs of a layer, V vocabulary, L rows of logits.
+heads, G key/value heads, d head width, C width of a latent, E experts, K experts of a token, N outputs of a layer,
+V vocabulary, L rows of logits.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from slipstream.quant.packed import PackedWeight
+from slipstream.checkpoint.spec import RoutingSpec
+from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 
 @dataclass(frozen=True)
 class KvLayer:
-    """One layer's keys and values, by slot; slot = page * page_size + offset (offsets are 64-bit throughout)."""
+    """One layer's keys and values, by slot; slot = page * page_size + offset (offsets are 64-bit throughout).
+
+    Latent attention keeps one latent per token: keys are [S, 1, C], and values a view of the keys' first columns, in
+    the same memory.
+    """
 
     keys_SGd: Tensor
     values_SGd: Tensor
@@ -110,13 +116,55 @@ class Ops(Protocol):
         ...
 
     def move_kv(self, layer: KvLayer, from_slots: Tensor, to_slots: Tensor) -> None:
-        """Copy slots to slots, in place, as if all reads came before all writes."""
+        """Copy slots to slots, in place, as if all reads came before all writes.
+
+        Values may be a view of the keys (`KvLayer`), so neither may be written before both are read.
+        """
         ...
 
     def attention(
         self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
     ) -> Tensor:
         """Attend over the pages; a window of w sees only the w last keys, its own included."""
+        ...
+
+    def latent_attention(
+        self, q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, value_width: int
+    ) -> Tensor:
+        """Attend over latents that all heads share (MLA, absorbed): out [T, H, value_width].
+
+        Each head's weights are softmax(q . latent * scale) over the latents `batch` lets a token see; its output is
+        their mean of latent[:value_width].
+        """
+        ...
+
+    def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
+        """Multiply each head's values by that head's own weight, [out, in]: [T, H, N]. The weight may be a view."""
+        ...
+
+    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+        """Choose each token's experts: ids, int64 [T, K], best first, and float32 weights [T, K].
+
+        Scores are sigmoid(x . weight), in float32 from the first product on. Experts are chosen by score + bias, ties
+        to the lower id, and weighted by score.
+        """
+        ...
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        """Return, for each token, the sum over its K experts of weight * down(silu(gate x) * up x): [T, D].
+
+        Rows of `gate_up` are [gate; up]. An id of -1 stands for an expert that lies elsewhere and is skipped. Both
+        products are in the format's own arithmetic (inputs quantized per token, and per token and expert) with
+        float32 results; silu(gate) * up is rounded to x's type before the second. The sum over K is in float32, in
+        the order of k, and rounded once, so that a token's bits do not depend on the others.
+        """
         ...
 
     def run_layers(

@@ -3,23 +3,32 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from slipstream.checkpoint.source import TensorSource
 from slipstream.errors import CheckpointError
 from slipstream.models.layers import Embedding, Linear, RMSNorm
+from slipstream.models.moe import Experts, Router
 
 _MAX_LISTED = 12
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint tensor goes: rows [start, stop) of a parameter of a module."""
+    """Where a checkpoint tensor goes: rows of a parameter of a module, from `start` on.
 
-    module: Linear | RMSNorm | Embedding
+    Args:
+        expert: which of a stack of experts it belongs to; None elsewhere.
+        dtype: what the parameter must be kept in whatever the model's type; None if it follows that.
+    """
+
+    module: Linear | RMSNorm | Embedding | Router | Experts
     parameter: str
     start: int
     shape: tuple[int, ...]
+    expert: int | None = None
+    dtype: torch.dtype | None = None
 
 
 def places(model: nn.Module) -> dict[str, Place]:
@@ -39,6 +48,28 @@ def places(model: nn.Module) -> dict[str, Place]:
             found[f"{path}.weight"] = Place(module, "weight", 0, tuple(module.weight.shape))
         elif isinstance(module, Embedding):
             found[f"{path}.weight"] = Place(module, "weight", 0, module.shape)
+        elif isinstance(module, Router):
+            found[f"{path}.weight"] = Place(module, "weight", 0, tuple(module.weight.shape))
+            bias = module.e_score_correction_bias
+            found[f"{path}.e_score_correction_bias"] = Place(
+                module, "e_score_correction_bias", 0, tuple(bias.shape), dtype=torch.float32
+            )
+        elif isinstance(module, Experts):
+            found |= _expert_places(path, module)
+    return found
+
+
+def _expert_places(path: str, module: Experts) -> dict[str, Place]:
+    """Return gate, up and down of each expert in turn."""
+    inner, width = module.intermediate, module.width
+    found = {}
+    for expert in range(module.num_experts):
+        for part, parameter, start, shape in (
+            ("gate_proj", "gate_up_weight", 0, (inner, width)),
+            ("up_proj", "gate_up_weight", inner, (inner, width)),
+            ("down_proj", "down_weight", 0, (width, inner)),
+        ):
+            found[f"{path}.{expert}.{part}.weight"] = Place(module, parameter, start, shape, expert)
     return found
 
 

@@ -5,12 +5,15 @@ Serving passes a `PagedContext`; training passes its own context with the same a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.spec import MlaSpec
 from slipstream.kernels import AttentionBatch, KvLayer, Ops
+from slipstream.models.latent import LatentUp, absorbed, expanded
 
 
 class ForwardContext(Protocol):
@@ -32,6 +35,10 @@ class ForwardContext(Protocol):
         """Make this layer's keys and values visible to this and later passes, and attend."""
         ...
 
+    def attend_latent(self, layer_index: int, q_THd: Tensor, latent_TC: Tensor, up: LatentUp) -> Tensor:
+        """Make this layer's latents visible to this and later passes, and attend; returns [T, H, value width]."""
+        ...
+
 
 class KvCache:
     """Keys and values of every layer of one model, by slot."""
@@ -46,29 +53,38 @@ class KvCache:
     ) -> "KvCache":
         """Reserve room for `num_pages` pages in every layer."""
         size = (num_pages * page_size, shape.num_kv_heads, shape.head_dim)
-        return KvCache(
-            [
-                KvLayer(
-                    torch.zeros(size, dtype=dtype, device=device),
-                    torch.zeros(size, dtype=dtype, device=device),
-                )
-                for _ in range(shape.num_layers)
-            ],
-            page_size,
-        )
+
+        def layer() -> KvLayer:
+            keys_SGd = torch.zeros(size, dtype=dtype, device=device)
+            if shape.value_view is not None:
+                return KvLayer(keys_SGd, keys_SGd[..., : shape.value_view])
+            return KvLayer(keys_SGd, torch.zeros_like(keys_SGd))
+
+        return KvCache([layer() for _ in range(shape.num_layers)], page_size)
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """What one token's keys and values take."""
+    """What one token's keys and values take.
+
+    Args:
+        value_view: where values are the first columns of keys, in the same memory, how many; None where they are apart.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    value_view: int | None = None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of keys and values one token needs in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        tensors = 2 if self.value_view is None else 1
+        return tensors * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def latent_shape(mla: MlaSpec, num_layers: int) -> KvShape:
+    """Return what the latents of a token take: they are its keys, and without their rotary part its values."""
+    return KvShape(num_layers, 1, mla.latent_dim, mla.kv_rank)
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,7 @@ class PagedContext:
     slots_T: Tensor
     batch: AttentionBatch
     kv: KvCache
+    prompt_rows: Sequence[bool] = ()
 
     def attend(
         self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | None
@@ -89,15 +106,76 @@ class PagedContext:
         self.ops.write_kv(layer, k_TGd, v_TGd, self.slots_T)
         return self.ops.attention(q_THd, layer, self.batch, scale, window)
 
+    def attend_latent(self, layer_index: int, q_THd: Tensor, latent_TC: Tensor, up: LatentUp) -> Tensor:
+        """Write latents into their slots, then attend: tokens of prompts in the expanded form, others absorbed.
+
+        The two round differently, so which one a token takes depends on nothing but the token: with and without a
+        draft, whole or in chunks, its bits are the same where the kernels' are.
+        """
+        layer = self.kv.layers[layer_index]
+        latent_T1C = latent_TC.unsqueeze(-2)
+        self.ops.write_kv(layer, latent_T1C, latent_T1C[..., : up.spec.kv_rank], self.slots_T)
+        prompt, rest = self._parts
+        if prompt is None:
+            return absorbed(q_THd, layer, self.batch, up, self.ops)
+        if rest is None:
+            return expanded(q_THd, layer, self.batch, up, self.ops)
+        out_THv = q_THd.new_empty((*q_THd.shape[:-1], up.spec.value_dim))
+        out_THv[prompt.rows_T] = expanded(q_THd[prompt.rows_T], layer, prompt.batch, up, self.ops)
+        out_THv[rest.rows_T] = absorbed(q_THd[rest.rows_T], layer, rest.batch, up, self.ops)
+        return out_THv
+
+    @cached_property
+    def _parts(self) -> "tuple[_Part | None, _Part | None]":
+        """The pass's prompt tokens and its other tokens."""
+        prompt = [row for row, is_prompt in enumerate(self.prompt_rows) if is_prompt]
+        if not prompt:
+            return None, None
+        rest = [row for row, is_prompt in enumerate(self.prompt_rows) if not is_prompt]
+        return _part(self.batch, prompt), _part(self.batch, rest) if rest else None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some tokens of a pass, as a pass of their own."""
+
+    rows_T: Tensor
+    batch: AttentionBatch
+
+
+def _part(batch: AttentionBatch, rows: list[int]) -> _Part:
+    device = batch.kv_index_T.device
+    rows_T = torch.tensor(rows, device=device)
+    request_T = torch.bucketize(rows_T, batch.query_starts_R1[1:].to(rows_T.dtype), right=True)
+    requests, counts = torch.unique_consecutive(request_T, return_counts=True)
+    starts_R1 = torch.zeros(len(requests) + 1, dtype=torch.int32, device=device)
+    starts_R1[1:] = counts.cumsum(0)
+    return _Part(
+        rows_T,
+        AttentionBatch(
+            starts_R1,
+            batch.kv_lens_R[requests],
+            batch.page_table_RP[requests],
+            batch.kv_index_T[rows_T],
+            batch.ancestors_T[rows_T],
+            batch.page_size,
+        ),
+    )
+
 
 @dataclass(frozen=True)
 class QueryTokens:
-    """The query tokens of R requests in order: how many each has, and three values for each token (int64 [T])."""
+    """The query tokens of R requests in order: how many each has, and three values for each token (int64 [T]).
+
+    Args:
+        prompt_rows: for each token, whether it belongs to its request's prompt; empty if none does.
+    """
 
     counts: Sequence[int]
     kv_index_T: Tensor
     positions_T: Tensor
     ancestors_T: Tensor
+    prompt_rows: Sequence[bool] = ()
 
 
 def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTokens) -> PagedContext:
@@ -119,7 +197,7 @@ def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTo
         max_queries=max(queries.counts, default=0),
         max_keys=page_table_RP.shape[1] * kv.page_size,
     )
-    return PagedContext(ops, queries.positions_T, slots_T, batch, kv)
+    return PagedContext(ops, queries.positions_T, slots_T, batch, kv, queries.prompt_rows)
 
 
 def page_table(pages: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import DraftSpec
 from slipstream.kernels import Ops
-from slipstream.models.context import ForwardContext, KvShape
+from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
+from slipstream.models.mla import LatentAttention
 from slipstream.models.rope import Rotary
 
 
@@ -26,7 +27,12 @@ class Eagle3Layer(nn.Module):
         width = spec.hidden_size
         self.input_layernorm = RMSNorm(width, spec.rms_eps)
         self.hidden_norm = RMSNorm(width, spec.rms_eps) if self.first else None
-        self.self_attn = Attention(_attention_shape(spec, 2 * width if self.first else width), layer_index)
+        input_size = 2 * width if self.first else width
+        self.self_attn: Attention | LatentAttention
+        if spec.mla is None:
+            self.self_attn = Attention(_attention_shape(spec, input_size), layer_index)
+        else:
+            self.self_attn = LatentAttention(spec.mla, spec.num_heads, input_size, width, layer_index)
         self.post_attention_layernorm = RMSNorm(width, spec.rms_eps)
         self.mlp = MLP(width, spec.intermediate_size, spec.mlp_bias)
 
@@ -82,7 +88,9 @@ class Eagle3Draft(nn.Module):
 
     @property
     def kv_shape(self) -> KvShape:
-        """What the draft's keys and values take."""
+        """What the draft's keys and values take, or the latents that stand for them."""
+        if self.spec.mla is not None:
+            return latent_shape(self.spec.mla, self.spec.num_layers)
         return KvShape(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim)
 
     def share_embedding(self, embedding: Embedding) -> None:

@@ -13,7 +13,8 @@ from slipstream.quant.packed import PackedWeight
 class Linear(nn.Module):
     """A linear layer, weight [out, in]; `parts` are the checkpoint tensors whose rows it joins, with their heights.
 
-    The weight is dense or, once `pack` was called, kept as a checkpoint stores it.
+    The weight is dense or, once `pack` was called, kept as a checkpoint stores it. Rows that hold rotary pairs side by
+    side in the checkpoint (`rotary_rows`) hold them half a stretch apart here, as the kernels rotate them.
     """
 
     weight: nn.Parameter | None
@@ -22,6 +23,8 @@ class Linear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.parts = parts
+        self.rotary_rows: tuple[range, ...] = ()
+        self.stays_dense = False
         out_features = sum(parts.values())
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
@@ -32,6 +35,15 @@ class Linear(nn.Module):
         assert (packed.out_features, packed.in_features) == (sum(self.parts.values()), self.in_features)
         self.weight = None
         self.packed = packed
+
+    def row_order(self) -> Tensor | None:
+        """Return which row of the checkpoint each row here is; None where they are the same."""
+        if not self.rotary_rows:
+            return None
+        order = torch.arange(sum(self.parts.values()), device="cpu")
+        for rows in self.rotary_rows:
+            order[rows.start : rows.stop] = torch.tensor([*rows[::2], *rows[1::2]], device="cpu")
+        return order
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Multiply each row by the weight."""
@@ -66,6 +78,7 @@ class AttentionShape:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm_eps: float | None = None
+    norms_all_heads: bool = False
     window: int | None = None
 
 
@@ -81,8 +94,9 @@ class Attention(nn.Module):
             shape.input_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, shape.qkv_bias
         )
         self.o_proj = Linear(q_size, {"o_proj": shape.output_size}, shape.output_bias)
-        self.q_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
+        q_width, k_width = (q_size, kv_size) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
+        self.q_norm = RMSNorm(q_width, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(k_width, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
 
     def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext) -> Tensor:
         """Attend to what the context lets each token see."""
@@ -91,11 +105,17 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x_TD, ctx.ops).unflatten(-1, (-1, shape.head_dim))
         q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, ctx.ops), self.k_norm(k, ctx.ops)
+            q, k = self._normed(q, self.q_norm, ctx.ops), self._normed(k, self.k_norm, ctx.ops)
         q, k = ctx.ops.rotate(q, *rotary), ctx.ops.rotate(k, *rotary)
         out = ctx.attend(self.layer_index, q, k, v, shape.head_dim**-0.5, shape.window)
         projected: Tensor = self.o_proj(out.reshape(*leading, -1), ctx.ops)
         return projected
+
+    def _normed(self, x_THd: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
+        """Norm each head by itself, or all heads as one row."""
+        if not self.shape.norms_all_heads:
+            return norm(x_THd, ops)  # type: ignore[no-any-return]  # torch leaves calls of modules untyped
+        return norm(x_THd.flatten(-2), ops).view(x_THd.shape)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

@@ -1,21 +1,27 @@
 """Build a target or a draft from a checkpoint; every tensor is accounted for, and a draft must fit its target."""
 
+import logging
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.checkpoint.config import draft_spec, model_spec
-from slipstream.checkpoint.names import canonical_draft_name, canonical_names, canonical_target_name
+from slipstream.checkpoint.names import (
+    canonical_draft_name,
+    canonical_names,
+    canonical_target_name,
+    left_out_of_target,
+)
 from slipstream.checkpoint.source import TensorSource
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import CheckpointError, DraftMismatchError
 from slipstream.kernels import Ops
-from slipstream.models.accounting import Place, check_tensors, places
+from slipstream.models.accounting import places
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.layers import Embedding, Linear, RMSNorm
-from slipstream.models.llama import LlamaDecoder
-from slipstream.models.packing import check_uniform, checkpoint_modules, packed_source
-from slipstream.models.rope import Rotary
-from slipstream.quant.packed import join_rows
+from slipstream.models.fill import Filler
+from slipstream.models.target import Target
+
+_log = logging.getLogger(__name__)
 
 
 def load_target(
@@ -24,8 +30,8 @@ def load_target(
     device: torch.device,
     max_position: int | None = None,
     ops: Ops | None = None,
-) -> LlamaDecoder:
-    """Read a Llama-class target.
+) -> Target:
+    """Read a target.
 
     Args:
         dtype: of the weights that are stored dense.
@@ -34,13 +40,13 @@ def load_target(
     """
     spec = model_spec(source.config, source.folder)
     with torch.device("meta"):
-        model = LlamaDecoder(spec, max_position)
-    names = canonical_names(source.names(), canonical_target_name)
+        model = Target(spec, max_position)
+    names = canonical_names(_text_part(source, spec), canonical_target_name)
     wanted = {name if name.startswith("lm_head.") else f"model.{name}": place for name, place in places(model).items()}
     if spec.tie_embeddings:
         wanted.pop("lm_head.weight")
         _check_tied_head(source, names)
-    _Filler(source, names, ops, dtype, device).fill(model, wanted)
+    Filler(source, names, ops, dtype, device).fill(model, wanted)
     if spec.tie_embeddings:
         model.lm_head.weight, model.lm_head.packed = model.embed_tokens.weight, model.embed_tokens.packed
     return model.eval()
@@ -48,7 +54,7 @@ def load_target(
 
 def load_draft(
     source: TensorSource,
-    target: LlamaDecoder,
+    target: Target,
     dtype: torch.dtype,
     max_position: int | None = None,
     ops: Ops | None = None,
@@ -70,7 +76,7 @@ def load_draft(
         wanted.pop("lm_head.weight")
         draft.lm_head = target.lm_head
     token_ids_V = _draft_tokens(source, names, spec)
-    _Filler(source, names, ops, dtype, device).fill(draft, wanted)
+    Filler(source, names, ops, dtype, device).fill(draft, wanted)
     draft.token_ids_V = token_ids_V.to(device)
     return draft.eval()
 
@@ -97,6 +103,21 @@ def check_pair(draft: DraftSpec, target: ModelSpec, where: str) -> None:
             f"{where}: the draft captures layers {list(layers)}, the target has {target.num_layers} layers; "
             "it was trained for another target."
         )
+
+
+def _text_part(source: TensorSource, spec: ModelSpec) -> list[str]:
+    """Return the names of the tensors a target is made of; say once what else the checkpoint holds."""
+    kept, left_out = [], dict[str, list[str]]()
+    for name in source.names():
+        what = left_out_of_target(name, spec)
+        if what is None:
+            kept.append(name)
+        else:
+            left_out.setdefault(what, []).append(name)
+    for what, names in left_out.items():
+        megabytes = sum(source.info(name).nbytes for name in names) / 1e6
+        _log.warning("%s: %s left out (%d tensors, %.0f MB).", source.folder, what, len(names), megabytes)
+    return kept
 
 
 def _check_tied_head(source: TensorSource, names: dict[str, str]) -> None:
@@ -129,70 +150,3 @@ def _draft_tokens(source: TensorSource, names: dict[str, str], spec: DraftSpec) 
     if t2d is not None and not torch.equal(source.tensor(t2d).bool().nonzero()[:, 0], tokens_V.sort().values):
         raise CheckpointError(f"{source.folder}: d2t and t2d disagree on which tokens the draft speaks.")
     return tokens_V
-
-
-class _Filler:
-    """Checks a checkpoint's accounts, then gives every parameter of a model its memory and its values."""
-
-    def __init__(
-        self, source: TensorSource, names: dict[str, str], ops: Ops | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._source = source
-        self._names = names
-        self._ops = ops
-        self._dtype = dtype
-        self._device = device
-        self._packs = packed_source(source, ops)
-        self._modules = checkpoint_modules(names)
-
-    def fill(self, model: nn.Module, wanted: dict[str, Place]) -> None:
-        """Take `wanted` (our tensor names to places) from the checkpoint, and nothing else may be in it."""
-        packed = {name: stored for name, place in wanted.items() if (stored := self._stored(name, place)) is not None}
-        shapes = {name: place.shape for name, place in wanted.items() if name not in packed}
-        for name, stored in packed.items():
-            module = name.removesuffix(".weight")
-            shapes |= {f"{module}.{suffix}": shape for suffix, shape in stored.items()}
-        check_tensors(self._source, self._names, shapes)
-        for part in model.modules():
-            if isinstance(part, Rotary):
-                part.fill(self._device)
-        for name, place in wanted.items():
-            if name not in packed:
-                self._copy(name, place)
-        self._pack({name: wanted[name] for name in packed})
-
-    def _stored(self, name: str, place: Place) -> dict[str, tuple[int, ...]] | None:
-        """Return what a packed weight is stored as; None for a dense one."""
-        module = self._modules.get(name.removesuffix(".weight"))
-        if self._packs is None or module is None or place.parameter != "weight" or isinstance(place.module, RMSNorm):
-            return None
-        return self._packs.stored(module, place.shape)
-
-    def _copy(self, name: str, place: Place) -> None:
-        values = self._source.tensor(self._names[name])
-        if not bool(torch.isfinite(values).all()):
-            raise CheckpointError(
-                f"{self._source.info(self._names[name]).file}: tensor {self._names[name]} holds NaN or infinite "
-                "values; the file is damaged or the training run diverged."
-            )
-        parameter = getattr(place.module, place.parameter)
-        if parameter.is_meta:
-            empty = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
-            parameter = nn.Parameter(empty, requires_grad=False)
-            setattr(place.module, place.parameter, parameter)
-        parameter[place.start : place.start + place.shape[0]].copy_(values)
-
-    def _pack(self, packed: dict[str, Place]) -> None:
-        """Join the parts of each layer in order and hand them over in the kernels' layout."""
-        assert self._packs is not None or not packed
-        parts: dict[Linear | Embedding, list[str]] = {}
-        for name, place in packed.items():
-            assert not isinstance(place.module, RMSNorm)
-            parts.setdefault(place.module, []).append(name)
-        for module, names in parts.items():
-            expected = len(module.parts) if isinstance(module, Linear) else 1
-            check_uniform(str(self._source.folder), names[0], len(names) == expected)
-            assert self._packs is not None
-            read = [self._packs.read(self._modules[name.removesuffix(".weight")], packed[name].shape) for name in names]
-            joined = join_rows(read).to(self._device)
-            module.pack(joined if self._ops is None else self._ops.prepare(joined))

@@ -95,14 +95,14 @@ def check_uniform(where: str, part: str, whole: bool) -> None:
     """Raise unless all parts of a joined layer are packed."""
     if not whole:
         raise CheckpointError(
-            f"{where}: {part} belongs to layers that are joined (q, k, v, and gate, up), of which some are quantized "
-            "and some are not; quantize or exclude all of them."
+            f"{where}: {part} belongs to layers that are joined (q, k, v; gate, up; the experts of a block), of which "
+            "some are quantized and some are not; quantize or exclude all of them."
         )
 
 
 def quantize_linears(model: nn.Module, ops: Ops) -> None:
     """Turn every dense linear layer of a model into INT8 with a scale per row, for the kernels at hand."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.weight is not None:
+        if isinstance(module, Linear) and module.weight is not None and not module.stays_dense:
             codes, scale = int8.encode(module.weight.detach(), "best")
             module.pack(ops.prepare(PackedWeight("w8a8_int8", len(codes), module.in_features, codes, {"scale": scale})))

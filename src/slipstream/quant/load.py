@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.fields import quantization_config
 from slipstream.checkpoint.source import TensorSource
 from slipstream.errors import CheckpointError
 from slipstream.quant import compressed, quark
@@ -62,7 +63,7 @@ class QuantScheme:
 
 def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: Path) -> QuantScheme | None:
     """Read how a checkpoint is quantized from its config.json and the names of its tensors; None if it is not."""
-    quantization = _quantization_config(config)
+    quantization = quantization_config(config)
     if quantization is None:
         return None
     names = frozenset(tensor_names)
@@ -95,14 +96,6 @@ def packed_weight(
     stored = scheme.tensors_for(module, out_features, in_features)
     tensors = {suffix: checkpoint.tensor(f"{module}.{suffix}") for suffix in stored}
     return scheme.pack(module, tensors, out_features, in_features)
-
-
-def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    for place in (config, config.get("text_config") or {}):
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(found := place.get(key), dict):
-                return found
-    return None
 
 
 def _quark_layer(quantization: Mapping[str, Any], module: str, names: frozenset[str], source: Path) -> Layout:

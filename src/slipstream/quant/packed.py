@@ -1,5 +1,6 @@
 """A linear layer's weight as it is stored: codes and scales in a number format, never expanded in memory."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,6 +35,38 @@ class PackedWeight:
         return self.codes.nbytes + sum(scale.nbytes for scale in self.scales.values())
 
 
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The same layer of E experts, as stored: a `PackedWeight` whose tensors have a leading expert dimension.
+
+    Args:
+        format: a `PackedWeight` format, or "dense": floating-point weights, their codes [E, out, in] and no scales.
+        codes: [E, out_features, ...].
+        scales: each [E, out_features, ...]; a scale of a whole weight is repeated for each of its rows.
+    """
+
+    format: str
+    out_features: int
+    in_features: int
+    codes: Tensor
+    scales: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts there are."""
+        return self.codes.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes these weights take."""
+        return self.codes.nbytes + sum(scale.nbytes for scale in self.scales.values())
+
+    def expert(self, index: int) -> PackedWeight:
+        """Return one expert's weight, a view."""
+        scales = {name: scale[index] for name, scale in self.scales.items()}
+        return PackedWeight(self.format, self.out_features, self.in_features, self.codes[index], scales)
+
+
 def join_rows(parts: list[PackedWeight]) -> PackedWeight:
     """Stack weights that share a format and an input, as q, k and v do; each keeps its own per-tensor scales by row."""
     first = parts[0]
@@ -50,6 +83,36 @@ def join_rows(parts: list[PackedWeight]) -> PackedWeight:
         torch.cat([part.codes for part in parts]),
         scales,
     )
+
+
+def stack_experts(parts: Iterable[PackedWeight], count: int, device: torch.device) -> ExpertWeights:
+    """Put the weights of `count` experts, taken one at a time, into tensors of all experts on a device."""
+    stack: ExpertWeights | None = None
+    for index, part in enumerate(parts):
+        scales = {name: _by_row(part, scale) for name, scale in part.scales.items()}
+        if stack is None:
+            stack = ExpertWeights(
+                part.format,
+                part.out_features,
+                part.in_features,
+                torch.empty((count, *part.codes.shape), dtype=part.codes.dtype, device=device),
+                {name: torch.empty((count, *s.shape), dtype=s.dtype, device=device) for name, s in scales.items()},
+            )
+        assert part.format == stack.format and scales.keys() == stack.scales.keys(), "experts differ in format"
+        stack.codes[index].copy_(part.codes)
+        for name, scale in scales.items():
+            stack.scales[name][index].copy_(scale)
+    assert stack is not None and index + 1 == count, "as many parts as experts"
+    return stack
+
+
+def reorder_rows(weight: PackedWeight, order: Tensor) -> PackedWeight:
+    """Return a weight whose row i is row order[i] of this one."""
+    scales = {
+        name: scale[order] if scale.ndim and len(scale) == weight.out_features else scale
+        for name, scale in weight.scales.items()
+    }
+    return replace(weight, codes=weight.codes[order], scales=scales)
 
 
 def _by_row(part: PackedWeight, scale: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 from slipstream.train import sampling, static_cache
 from slipstream.train.ops import TrainOps, product_f32
 from slipstream.train.repetition import looping_rows
@@ -106,13 +106,13 @@ class _Rows:
 class Generator:
     """Continues prompts with the target; one instance owns the cache and may run many sources after each other."""
 
-    def __init__(self, target: LlamaDecoder, eos_token_ids: Sequence[int], config: GeneratorConfig) -> None:
+    def __init__(self, target: Target, eos_token_ids: Sequence[int], config: GeneratorConfig) -> None:
         table = target.embed_tokens
         self._target, self._config, self._device = target, config, table.device
         self._ops = TrainOps(self._device)
         self._eos_E = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=self._device)
         self._eos = frozenset(eos_token_ids)
-        self._cache = StaticCache(target.kv_shape, config.rows, config.max_length, table.dtype, self._device)
+        self._cache = StaticCache(target.kv_shape_by_head, config.rows, config.max_length, table.dtype, self._device)
         self._rows = _Rows(config, self._device)
         self._running: list[GenerationRequest | None] = [None] * config.rows
         self._attention, self._sample = static_cache.decode_attention, sampling.sample

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slipstream.errors import ConfigError
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 from slipstream.train.conversations import MAX_TURN, ConversationSource, Tally
 from slipstream.train.corpus import Corpus, Text, read_shard, shard_paths, write_shard
 from slipstream.train.errors import DataError
@@ -28,7 +28,7 @@ Report = Callable[[Tally, GenerationStats], None]
 class Speaker:
     """A target that can be talked to."""
 
-    model: LlamaDecoder
+    model: Target
     tokenizer: ChatTokenizer
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.llama import LlamaDecoder
+from slipstream.models.target import Target
 from slipstream.train.loss import Teacher, make_teacher, soft_cross_entropy
 from slipstream.train.ops import TrainOps
 from slipstream.train.packing import Batch
@@ -63,7 +63,7 @@ class DraftShape:
         )
 
 
-def new_draft(spec: DraftSpec, target: LlamaDecoder, vocab: DraftVocab, seed: int) -> Eagle3Draft:
+def new_draft(spec: DraftSpec, target: Target, vocab: DraftVocab, seed: int) -> Eagle3Draft:
     """Return a fresh draft on the target's device: small random blocks, the target's own rows as its head."""
     device = target.embed_tokens.device
     draft = Eagle3Draft(spec, max_position=target.rotary.cos_Pr.shape[0])
@@ -93,7 +93,7 @@ class StepOutput:
 class Objective:
     """Computes the loss of a batch; holds the target, the draft and the maps between their vocabularies."""
 
-    def __init__(self, target: LlamaDecoder, draft: Eagle3Draft, vocab: DraftVocab, decay: float = 0.8) -> None:
+    def __init__(self, target: Target, draft: Eagle3Draft, vocab: DraftVocab, decay: float = 0.8) -> None:
         assert draft.spec.captured_layers is not None
         self.target, self.draft = target, draft
         self._captured, self._decay = draft.spec.captured_layers, decay

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels import KvLayer, Ops
 from slipstream.models.context import KvShape
+from slipstream.models.latent import LatentUp, attend_by_head
 
 DecodeAttention = Callable[[Tensor, KvLayer, Tensor, float, int | None], Tensor]
 """q_BHd, a layer [B, G, S, d], keys per row, scale, window -> out_BHd."""
@@ -54,6 +55,10 @@ class FillContext:
         )
         return out.transpose(1, 2)
 
+    def attend_latent(self, layer_index: int, q: Tensor, latent: Tensor, up: LatentUp) -> Tensor:
+        """Keep the heads that latents stand for, and attend over those."""
+        return attend_by_head(self, layer_index, q, latent, up)
+
 
 @dataclass(frozen=True)
 class DecodeContext:
@@ -73,6 +78,10 @@ class DecodeContext:
         layer.keys_SGd[rows_B, :, self.positions_T] = k_BGd
         layer.values_SGd[rows_B, :, self.positions_T] = v_BGd
         return self.attention(q_BHd, layer, self.positions_T + 1, scale, window)
+
+    def attend_latent(self, layer_index: int, q: Tensor, latent: Tensor, up: LatentUp) -> Tensor:
+        """Keep the heads that latents stand for, and attend over those."""
+        return attend_by_head(self, layer_index, q, latent, up)
 
 
 def decode_attention(q_BHd: Tensor, layer: KvLayer, lengths_B: Tensor, scale: float, window: int | None) -> Tensor:

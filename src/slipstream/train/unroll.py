@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels import Ops
 from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
+from slipstream.models.latent import LatentUp, attend_by_head
 
 
 class PackedContext:
@@ -38,6 +39,10 @@ class PackedContext:
             scale=scale,
         )
         return out.transpose(1, 2)
+
+    def attend_latent(self, layer_index: int, q: Tensor, latent: Tensor, up: LatentUp) -> Tensor:
+        """Keep the heads that latents stand for, and attend over those."""
+        return attend_by_head(self, layer_index, q, latent, up)
 
 
 class UnrollContext:
@@ -65,6 +70,10 @@ class UnrollContext:
         apply: Any = _DraftAttention.apply  # torch leaves it untyped
         out: Tensor = apply(q_BTHd.transpose(1, 2) * scale, self._bias_BTT, *keys, *values)
         return out.transpose(1, 2)
+
+    def attend_latent(self, layer_index: int, q: Tensor, latent: Tensor, up: LatentUp) -> Tensor:
+        """Keep the heads that latents stand for, and attend over those."""
+        return attend_by_head(self, layer_index, q, latent, up)
 
 
 def text_bias(text_BT: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.cpu.batch import describe_batch, describe_kv, kv_is_plain
 from slipstream.kernels.cpu.library import (
@@ -22,8 +23,9 @@ from slipstream.kernels.cpu.library import (
 from slipstream.kernels.cpu.stack import StackCache
 from slipstream.kernels.cpu.weights import PANEL_FORMATS, SUFFIX, describe_dense, describe_panels, is_dense, to_panels
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
+from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.quant.packed import PackedWeight
+from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
 
@@ -193,6 +195,32 @@ class CpuOps:
             )
         )
         return out.to(q_THd.dtype)
+
+    def latent_attention(
+        self, q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, value_width: int
+    ) -> Tensor:
+        """Attend over latents, by torch, a token at a time."""
+        return self._reference.latent_attention(q_THC, layer, batch, scale, value_width)
+
+    def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
+        """Multiply each head's values by that head's own weight, a head at a time."""
+        heads = [self.linear(x_THd[..., head, :], weight.contiguous()) for head, weight in enumerate(weight_HNd)]
+        return torch.stack(heads, dim=-2)
+
+    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+        """Score the experts in float32 and choose."""
+        return choose_experts(self.linear(x_TD.float(), weight_ED), bias_E, routing)
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        """Sum each token's experts, by torch, one token and one expert at a time."""
+        return self._reference.experts(x_TD, gate_up, down, expert_ids_TK, weights_TK)
 
     def run_layers(
         self,

@@ -110,6 +110,8 @@ class StackCache:
         kv = getattr(ctx, "kv", None)
         if not layers or kv is None:
             return "the context keeps no pages"
+        if other := next((layer for layer in layers if not _is_llama_block(layer)), None):
+            return f"{type(other.self_attn).__name__} with {type(other.mlp).__name__} is no block of the library's"
         blocks = self._blocks.get(layers[0])
         if blocks is None or blocks.witness != _witness(layers):
             reason = _unfit(layers)
@@ -125,6 +127,11 @@ class StackCache:
             described = DescribedStack(blocks, describe_kv([kv.layers[index] for index in indices]))
             known = self._stacks[kv] = (blocks, described)
         return known[1]
+
+
+def _is_llama_block(layer: Any) -> bool:
+    """Tell whether a block has the library's shape: queries, keys and values by head, and one gated feed-forward."""
+    return hasattr(layer.self_attn, "qkv_proj") and hasattr(layer.mlp, "gate_up_proj")
 
 
 def _witness(layers: Sequence[Any]) -> tuple[object, ...]:
@@ -148,6 +155,8 @@ def _unfit(layers: Sequence[Any]) -> str:
         return "the blocks have heads of different shapes"
     for index, layer in enumerate(layers):
         shape = layer.self_attn.shape
+        if shape.norms_all_heads:
+            return "queries and keys are normed over all heads"
         if shape.num_heads > MAX_GROUP * shape.num_kv_heads:
             return f"more than {MAX_GROUP} query heads share a key head"
         attention, mlp = layer.self_attn, layer.mlp

@@ -28,6 +28,21 @@ def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float
     return out_THd
 
 
+def latent_attention(q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, value_width: int) -> Tensor:
+    """Attend over one latent per key, one token at a time, so that nothing depends on the other tokens."""
+    out_THc = q_THC.new_empty((*q_THC.shape[:-1], value_width))
+    starts = batch.query_starts_R1.tolist()
+    for row, kv_len in enumerate(batch.kv_lens_R.tolist()):
+        slots_K = _slots(batch, row, kv_len)
+        tokens = slice(starts[row], starts[row + 1])
+        visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, None)
+        for token, visible_K in zip(range(tokens.start, tokens.stop), visible_QK, strict=True):
+            latent_KC = layer.keys_SGd[slots_K[visible_K], 0].float()
+            scores_HK = q_THC[token].float() @ latent_KC.t() * scale
+            out_THc[token] = (scores_HK.softmax(-1) @ latent_KC[:, :value_width]).to(q_THC.dtype)
+    return out_THc
+
+
 def _slots(batch: AttentionBatch, row: int, kv_len: int) -> Tensor:
     num_pages = -(-kv_len // batch.page_size)
     pages_P = batch.page_table_RP[row, :num_pages].long()

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
-from slipstream.kernels.reference.attention import attention
+from slipstream.kernels.reference.attention import attention, latent_attention
+from slipstream.kernels.reference.experts import choose_experts, experts
 from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel
 from slipstream.kernels.reference.packed import PACKED_LINEARS, PACKED_ROWS
-from slipstream.quant.packed import PackedWeight
+from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 
 class ReferenceOps:
@@ -84,15 +86,41 @@ class ReferenceOps:
         layer.values_SGd.index_copy_(0, slots_T, values_TGd.to(layer.values_SGd.dtype))
 
     def move_kv(self, layer: KvLayer, from_slots: Tensor, to_slots: Tensor) -> None:
-        """Copy slots to slots; indexing reads everything before anything is written."""
-        layer.keys_SGd[to_slots] = layer.keys_SGd[from_slots]
-        layer.values_SGd[to_slots] = layer.values_SGd[from_slots]
+        """Copy slots to slots; both are read before either is written, as values may be a view of the keys."""
+        keys_TGd, values_TGd = layer.keys_SGd[from_slots], layer.values_SGd[from_slots]
+        layer.keys_SGd[to_slots] = keys_TGd
+        layer.values_SGd[to_slots] = values_TGd
 
     def attention(
         self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
     ) -> Tensor:
         """Attend over the pages of each request."""
         return attention(q_THd, layer, batch, scale, window)
+
+    def latent_attention(
+        self, q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, value_width: int
+    ) -> Tensor:
+        """Attend over the latents of each request's pages."""
+        return latent_attention(q_THC, layer, batch, scale, value_width)
+
+    def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
+        """Multiply each head's values by that head's own weight."""
+        return torch.einsum("...hd,hnd->...hn", x_THd, weight_HNd)
+
+    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+        """Score the experts in float32 and choose."""
+        return choose_experts(torch.nn.functional.linear(x_TD.float(), weight_ED.float()), bias_E, routing)
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        """Sum each token's experts, one token and one expert at a time."""
+        return experts(x_TD, gate_up, down, expert_ids_TK, weights_TK)
 
     def run_layers(
         self,

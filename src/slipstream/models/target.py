@@ -1,4 +1,4 @@
-"""The Llama-class decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM2 are one module and a spec."""
+"""The target: one module and a spec, for Llama-class decoders, DeepSeek-V3 (Kimi-K2) and MiniMax-M2 alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +7,31 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.kernels import Ops
-from slipstream.models.context import ForwardContext, KvShape
+from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
+from slipstream.models.mla import LatentAttention
+from slipstream.models.moe import MixtureOfExperts
 from slipstream.models.rope import Rotary
 
 
 class DecoderLayer(nn.Module):
-    """One block: attention and feed-forward, each behind a norm and added to the stream."""
+    """One block: attention and feed-forward, each behind a norm and added to the stream; the spec says of what kind."""
 
     def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary) -> None:
         super().__init__()
         self._rotary = (rotary,)  # a tuple, so that the shared table is not registered once per layer
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.self_attn = Attention(attention_shape(spec), layer_index)
+        self.self_attn: Attention | LatentAttention
+        if spec.mla is None:
+            self.self_attn = Attention(attention_shape(spec), layer_index)
+        else:
+            self.self_attn = LatentAttention(spec.mla, spec.num_heads, spec.hidden_size, spec.hidden_size, layer_index)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        self.mlp: MLP | MixtureOfExperts
+        if spec.moe is None or layer_index < spec.moe.first_layer:
+            self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        else:
+            self.mlp = MixtureOfExperts(spec.moe, spec.hidden_size)
 
     @property
     def rotary(self) -> Rotary:
@@ -44,8 +54,8 @@ class Hidden:
     captured: tuple[Tensor, ...]
 
 
-class LlamaDecoder(nn.Module):
-    """A Llama-class target."""
+class Target(nn.Module):
+    """A decoder: table of embeddings, blocks, norm and head."""
 
     def __init__(self, spec: ModelSpec, max_position: int | None = None) -> None:
         super().__init__()
@@ -60,7 +70,13 @@ class LlamaDecoder(nn.Module):
 
     @property
     def kv_shape(self) -> KvShape:
-        """What this model's keys and values take."""
+        """What this model's keys and values take, or the latents that stand for them."""
+        mla = self.spec.mla
+        return self.kv_shape_by_head if mla is None else latent_shape(mla, self.spec.num_layers)
+
+    @property
+    def kv_shape_by_head(self) -> KvShape:
+        """What keys and values take in a cache that keeps the heads apart, as training's does."""
         return KvShape(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim)
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext, captured_layers: Sequence[int] = ()) -> Hidden:
@@ -86,5 +102,6 @@ def attention_shape(spec: ModelSpec) -> AttentionShape:
         qkv_bias=spec.qkv_bias,
         output_bias=spec.output_bias,
         qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
+        norms_all_heads=spec.qk_norm == "full",
         window=spec.sliding_window,
     )

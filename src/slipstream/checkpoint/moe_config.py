@@ -1,0 +1,90 @@
+"""Read what DeepSeek-V3, Kimi-K2.5 and MiniMax-M2 say of themselves beyond a Llama: latent attention and experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.checkpoint.fields import Fields
+from slipstream.checkpoint.rope import yarn_score_factor
+from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RoutingSpec
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Return the fields of the text part of a model that also sees; what it leaves out stands at the top."""
+    if not fields.has("text_config"):
+        return fields
+    text = fields.nested("text_config")
+    inner = {key: value for key, value in text.values.items() if value is not None}
+    merged: Mapping[str, Any] = {**fields.values, **inner, "architectures": fields.values.get("architectures")}
+    return Fields(merged, fields.file, "text_config.")
+
+
+def read_mla(fields: Fields) -> MlaSpec:
+    """Return the latent attention of a config."""
+    if fields.flag("attention_bias", False):
+        raise fields.error("attention_bias", "is true; slipstream computes latent attention without biases.")
+    nope_dim, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    value_dim = fields.integer("v_head_dim")
+    if value_dim > nope_dim + rope_dim:
+        raise fields.error("v_head_dim", f"is {value_dim}, more than the {nope_dim + rope_dim} of queries and keys.")
+    return MlaSpec(
+        q_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=value_dim,
+        scale=(nope_dim + rope_dim) ** -0.5 * yarn_score_factor(fields),
+        interleaved=fields.flag("rope_interleave", True),
+    )
+
+
+def read_deepseek_moe(fields: Fields) -> MoeSpec:
+    """Return the experts of a DeepSeek-V3 or Kimi-K2 config."""
+    for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if (value := fields.text(key, expected)) != expected:
+            raise fields.error(key, f"is {value!r}; slipstream routes by {expected!r}, as DeepSeek-V3 does.")
+    if (every := fields.integer("moe_layer_freq", 1)) != 1:
+        raise fields.error("moe_layer_freq", f"is {every}; slipstream runs experts in every block or in none.")
+    inner = fields.integer("moe_intermediate_size")
+    num_experts = fields.integer("n_routed_experts")
+    routing = RoutingSpec(
+        top_k=fields.integer("num_experts_per_tok"),
+        num_groups=fields.integer("n_group", 1),
+        kept_groups=fields.integer("topk_group", 1),
+        normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    _check_routing(fields, routing, num_experts)
+    return MoeSpec(
+        num_experts=num_experts,
+        intermediate_size=inner,
+        routing=routing,
+        shared_size=inner * fields.integer("n_shared_experts", 0, minimum=0),
+        first_layer=fields.integer("first_k_dense_replace", 0, minimum=0),
+    )
+
+
+def read_minimax_moe(fields: Fields) -> MoeSpec:
+    """Return the experts of a MiniMax-M2 config."""
+    for key, expected in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer")):
+        if (value := fields.text(key, expected)) != expected:
+            raise fields.error(key, f"is {value!r}; slipstream reads {expected!r}, as MiniMax-M2 has it.")
+    if not fields.flag("use_qk_norm", True) or not fields.flag("use_routing_bias", True):
+        raise fields.error("use_qk_norm", "or 'use_routing_bias' is false; MiniMax-M2 has both.")
+    if any(kind != 1 for kind in fields.integers("attn_type_list")):
+        raise fields.error("attn_type_list", "names other attention than the full one (1), all that MiniMax-M2 has.")
+    if fields.integer("shared_intermediate_size", 0, minimum=0):
+        raise fields.error("shared_intermediate_size", "is set; slipstream reads MiniMax-M2 without a shared expert.")
+    num_experts = fields.integer("num_local_experts")
+    routing = RoutingSpec(top_k=fields.integer("num_experts_per_tok"))
+    _check_routing(fields, routing, num_experts)
+    return MoeSpec(num_experts, fields.integer("intermediate_size"), routing)
+
+
+def _check_routing(fields: Fields, routing: RoutingSpec, num_experts: int) -> None:
+    groups = routing.num_groups
+    if num_experts % groups or (groups > 1 and num_experts < 2 * groups):
+        raise fields.error("n_group", f"is {groups}, which does not divide {num_experts} experts into groups of two.")
+    if routing.kept_groups > groups:
+        raise fields.error("topk_group", f"is {routing.kept_groups}, more than n_group = {groups}.")
+    if routing.top_k > num_experts // groups * routing.kept_groups:
+        raise fields.error("num_experts_per_tok", f"is {routing.top_k}, more than there are experts to choose from.")

@@ -1,0 +1,137 @@
+"""Give every parameter of a model its memory and its values, from a checkpoint that has just those tensors."""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from slipstream.checkpoint.source import TensorSource
+from slipstream.errors import CheckpointError
+from slipstream.kernels import Ops
+from slipstream.models.accounting import Place, check_tensors
+from slipstream.models.layers import Embedding, Linear
+from slipstream.models.moe import Experts
+from slipstream.models.packing import check_uniform, checkpoint_modules, packed_source
+from slipstream.models.rope import Rotary
+from slipstream.quant.packed import PackedWeight, join_rows, reorder_rows, stack_experts
+from slipstream.quant.scheme import dequantize
+
+_log = logging.getLogger(__name__)
+
+
+class Filler:
+    """Checks a checkpoint's accounts, then fills a model whose parameters are on the meta device."""
+
+    def __init__(
+        self, source: TensorSource, names: dict[str, str], ops: Ops | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._source = source
+        self._names = names
+        self._ops = ops
+        self._dtype = dtype
+        self._device = device
+        self._packs = packed_source(source, ops)
+        self._modules = checkpoint_modules(names)
+
+    def fill(self, model: nn.Module, wanted: dict[str, Place]) -> None:
+        """Take `wanted` (our tensor names to places) from the checkpoint, and nothing else may be in it."""
+        packed = {name: stored for name, place in wanted.items() if (stored := self._stored(name, place)) is not None}
+        shapes = {name: place.shape for name, place in wanted.items() if name not in packed}
+        for name, stored in packed.items():
+            module = name.removesuffix(".weight")
+            shapes |= {f"{module}.{suffix}": shape for suffix, shape in stored.items()}
+        check_tensors(self._source, self._names, shapes)
+        for part in model.modules():
+            if isinstance(part, Rotary):
+                part.fill(self._device)
+        for name, place in wanted.items():
+            if name not in packed:
+                self._copy(name, place)
+        self._reorder({place.module for name, place in wanted.items() if name not in packed})
+        self._pack({name: wanted[name] for name in packed})
+
+    def _stored(self, name: str, place: Place) -> dict[str, tuple[int, ...]] | None:
+        """Return what a packed weight is stored as; None for a dense one."""
+        module = self._modules.get(name.removesuffix(".weight"))
+        may_be_packed = isinstance(place.module, Linear | Embedding | Experts) and name.endswith(".weight")
+        if self._packs is None or module is None or not may_be_packed:
+            return None
+        return self._packs.stored(module, place.shape)
+
+    def _copy(self, name: str, place: Place) -> None:
+        values = self._source.tensor(self._names[name])
+        if not bool(torch.isfinite(values).all()):
+            raise CheckpointError(
+                f"{self._source.info(self._names[name]).file}: tensor {self._names[name]} holds NaN or infinite "
+                "values; the file is damaged or the training run diverged."
+            )
+        parameter = getattr(place.module, place.parameter)
+        if parameter.is_meta:
+            empty = torch.empty(parameter.shape, dtype=place.dtype or self._dtype, device=self._device)
+            parameter = nn.Parameter(empty, requires_grad=False)
+            setattr(place.module, place.parameter, parameter)
+        rows = parameter if place.expert is None else parameter[place.expert]
+        rows[place.start : place.start + place.shape[0]].copy_(values)
+
+    def _reorder(self, modules: set[nn.Module]) -> None:
+        """Bring the rows of dense layers into the order the model computes in."""
+        for module in modules:
+            order = module.row_order() if isinstance(module, Linear) else None
+            if isinstance(module, Linear) and module.weight is not None and order is not None:
+                module.weight.copy_(module.weight[order.to(self._device)])
+
+    def _pack(self, packed: dict[str, Place]) -> None:
+        """Join the parts of each layer in order and hand them over in the kernels' layout."""
+        parts: dict[nn.Module, list[str]] = {}
+        for name, place in packed.items():
+            parts.setdefault(place.module, []).append(name)
+        for module, names in parts.items():
+            if isinstance(module, Experts):
+                self._pack_experts(module, names, packed)
+                continue
+            assert isinstance(module, Linear | Embedding)
+            expected = len(module.parts) if isinstance(module, Linear) else 1
+            check_uniform(str(self._source.folder), names[0], len(names) == expected)
+            joined = self._join(names, packed)
+            if isinstance(module, Linear) and (order := module.row_order()) is not None:
+                joined = reorder_rows(joined, order)
+            if isinstance(module, Linear) and module.stays_dense:
+                _log.debug("%s: %s is expanded from %s.", self._source.folder, names[0], joined.format)
+                dense = dequantize(joined).to(device=self._device, dtype=self._dtype)
+                module.weight = nn.Parameter(dense, requires_grad=False)
+                continue
+            joined = joined.to(self._device)
+            module.pack(joined if self._ops is None else self._ops.prepare(joined))
+
+    def _pack_experts(self, module: Experts, names: list[str], packed: dict[str, Place]) -> None:
+        """Stack the experts of a layer as they are stored, reading one at a time."""
+        check_uniform(str(self._source.folder), names[0], len(names) == 3 * module.num_experts)
+
+        def each(parameter: str) -> Iterator[PackedWeight]:
+            first: PackedWeight | None = None
+            for expert in range(module.num_experts):
+                own = [name for name in names[3 * expert : 3 * expert + 3] if packed[name].parameter == parameter]
+                joined = self._join(own, packed)
+                first = first or joined
+                self._check_same(own[0], first.format, joined.format)
+                yield joined
+
+        module.pack(
+            stack_experts(each("gate_up_weight"), module.num_experts, self._device),
+            stack_experts(each("down_weight"), module.num_experts, self._device),
+        )
+
+    def _join(self, names: list[str], packed: dict[str, Place]) -> PackedWeight:
+        assert self._packs is not None
+        read = [self._packs.read(self._modules[name.removesuffix(".weight")], packed[name].shape) for name in names]
+        for name, part in zip(names, read, strict=True):
+            self._check_same(name, read[0].format, part.format)
+        return join_rows(read)
+
+    def _check_same(self, name: str, first: str, format: str) -> None:
+        if format != first:
+            raise CheckpointError(
+                f"{self._source.folder}: {self._names.get(name, name)} is stored as {format}, the layers it is joined "
+                f"with (q, k, v; gate, up; the experts of a block) as {first}; quantize them alike."
+            )
