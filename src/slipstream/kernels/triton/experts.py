@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.errors import KernelError
 from slipstream.kernels.triton.expert_products import nibble_kernel, number_kernel
 from slipstream.kernels.triton.expert_rows import PAIRS_PER_STEP, activate_kernel, combine_kernel, rows_kernel
-from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, expert_tiles
+from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, expert_tiles, matrix_instruction
 from slipstream.kernels.triton.expert_variants import variants
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import architecture_of
@@ -126,7 +126,8 @@ class _Run:
         self._top_k = ids_TK.shape[1]
         self._arithmetic = arithmetic
         self._add_TD = options.add_TD
-        self._launch: dict[str, Any] = {"PDL": options.dependent, **launch_options(options.dependent)}
+        instruction = matrix_instruction(architecture_of(x_TD.device))
+        self._launch: dict[str, Any] = {"PDL": options.dependent, **launch_options(options.dependent, instruction)}
 
     def rows(self, num_experts: int, block_t: int) -> tuple[_Rows, _Plan]:
         """List each expert's tiles, and write tokens as the first product reads them."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer
-from slipstream.kernels.triton.expert_tiles import shipped
+from slipstream.kernels.triton.expert_tiles import matrix_instruction, shipped
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.kernels.triton.variants import Variant
@@ -138,7 +138,8 @@ def latent_attention(
     """Attend absorbed queries [T, H, C] over the latents each may see: [T, H, value_width]."""
     num_tokens, num_heads, width = q_THC.shape
     num_requests, table_width = batch.page_table_RP.shape
-    tiles = tiles or shipped_tiles(architecture_of(q_THC.device))
+    architecture = architecture_of(q_THC.device)
+    tiles = tiles or shipped_tiles(architecture)
     rope_width = width - value_width
     max_keys = table_width * batch.page_size if batch.max_keys is None else batch.max_keys
     num_splits = max(1, triton.cdiv(max_keys, tiles.split))
@@ -155,7 +156,7 @@ def latent_attention(
         batch.page_size, num_splits, num_heads,
         WIDTH=value_width, ROPE=rope_width, WIDTH_P=width_p, ROPE_P=max(16, triton.next_power_of_2(rope_width)),
         ROWS=tiles.rows, BLOCK=tiles.block, SPLIT=tiles.split, num_warps=tiles.warps, num_stages=tiles.stages,
-        PDL=dependent, **launch_options(dependent),
+        PDL=dependent, **launch_options(dependent, matrix_instruction(architecture)),
     )  # fmt: skip
     merge_kernel[(num_tokens * num_heads,)](
         acc, stats, batch.kv_index_T, out_THc, num_splits, num_heads,

@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import KvLayer
+from slipstream.kernels.triton.expert_tiles import matrix_instruction
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.norm_rope import Norm, Rope
+from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.kernels.triton.variants import Variant
 
 _TOKENS = 16
@@ -137,7 +139,8 @@ def heads_linear(x_THd: Tensor, weight_HNK: Tensor, rope: Rope | None, dependent
         x_THd, weight_HNK, out, *((None, None, None) if rope is None else (rope.positions_T, rope.cos_Pr, rope.sin_Pr)),
         num_tokens, x_THd.stride(0), x_THd.stride(1), *weight_HNK.stride(), out.stride(0), out.stride(1), num_outputs,
         K=num_inputs, ROPE=rope_width, BLOCK_T=_TOKENS, BLOCK_N=_OUTPUTS, BLOCK_K=triton.next_power_of_2(num_inputs),
-        BLOCK_R=triton.next_power_of_2(max(rope_width, 1)), PDL=dependent, **launch_options(dependent),
+        BLOCK_R=triton.next_power_of_2(max(rope_width, 1)), PDL=dependent,
+        **launch_options(dependent, matrix_instruction(architecture_of(x_THd.device))),
     )  # fmt: skip
     return out
 

@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.checkpoint.spec import RoutingSpec
+from slipstream.kernels.triton.expert_tiles import matrix_instruction
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.kernels.triton.variants import Variant
 
 _TOKENS, _EXPERTS, _COLUMNS, _SPLITS = 16, 16, 256, 7  # one way to cut sums, whatever the number of tokens
@@ -88,7 +90,8 @@ def route(
     _scores_kernel[(triton.cdiv(num_experts, _EXPERTS), _SPLITS, triton.cdiv(num_tokens, _TOKENS))](
         x_TD.contiguous(), weight_ED.to(x_TD.dtype), parts, num_tokens, num_experts, width,
         BLOCK_T=_TOKENS, BLOCK_E=_EXPERTS, BLOCK_D=_COLUMNS, SPLITS=_SPLITS, PDL=dependent,
-        num_warps=4, num_stages=4, **launch_options(dependent),
+        num_warps=4, num_stages=4,
+        **launch_options(dependent, matrix_instruction(architecture_of(x_TD.device))),
     )  # fmt: skip
     ids_TK = torch.empty(num_tokens, routing.top_k, dtype=torch.int64, device=x_TD.device)
     weights_TK = torch.empty(num_tokens, routing.top_k, dtype=torch.float32, device=x_TD.device)
