@@ -16,7 +16,8 @@ from triton.compiler import ASTSource
 from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
-MODULES = ("linear", "nibble_linear", "quantize", "norm_rope", "attention", "sample", "experts", "latent_attention")
+MODULES = ("linear", "nibble_linear", "quantize", "norm_rope", "attention", "sample", "experts", "latent_attention",
+           "latent_heads", "router")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from slipstream.cli.bench_rank import rank
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.records.point import PointRecord
 
 app = typer.Typer(no_args_is_help=True, help="Measure servers against each other: recipes in, records out.")
+app.command()(rank)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).")]
 Arms = Annotated[list[str] | None, typer.Option("--arm", help="Only this arm; may be given again.")]

@@ -8,17 +8,22 @@ import torch
 import triton
 from torch import Tensor
 
+from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.kernels.triton import norm_rope, sample
+from slipstream.kernels.triton import norm_rope, router, sample
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.blocks import Blocks
+from slipstream.kernels.triton.experts import experts
+from slipstream.kernels.triton.latent_attention import latent_attention
+from slipstream.kernels.triton.latent_blocks import LatentBlocks, MoeOptions
+from slipstream.kernels.triton.latent_heads import heads_linear
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.norm_rope import Norm
 from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
-from slipstream.quant.packed import PackedWeight
+from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,7 +37,7 @@ class TritonOps:
     name = "triton"
     capturable = True
 
-    def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
+    def __init__(self, device: torch.device, tuning: Tuning | None = None, moe: MoeOptions | None = None) -> None:
         if device.type == "cpu" and not triton.knobs.runtime.interpret:
             raise KernelError("The Triton kernels run on a GPU; on a CPU choose 'auto', 'cpu' or 'reference'.")
         self._device = device
@@ -43,6 +48,7 @@ class TritonOps:
             self._tuning.attention, self._products.counters, self._dependent, self._tuning.instruction
         )
         self._blocks = Blocks(self._products, self._launch)
+        self._latent_blocks = LatentBlocks(self._products, moe or MoeOptions())
         self._reference = ReferenceOps(device)
         self._said: set[str] = set()
 
@@ -118,6 +124,28 @@ class TritonOps:
         """Attend over the pages of each request."""
         return attention(q_THd.contiguous(), layer, batch, scale, window, self._launch)
 
+    def latent_attention(
+        self, q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, value_width: int
+    ) -> Tensor:
+        """Attend over latents, each read once for all heads and query tokens of a tile."""
+        return latent_attention(q_THC, layer, batch, scale, value_width)
+
+    def head_linear(self, x_THd: Tensor, weight_HNd: Tensor) -> Tensor:
+        """Multiply each head's values by that head's own weight."""
+        return heads_linear(_unit_stride(x_THd), weight_HNd, None, self._dependent)
+
+    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+        """Choose each token's experts."""
+        if not router.fits(routing):
+            return self._reference.route(x_TD, weight_ED, bias_E, routing)
+        return router.route(x_TD, weight_ED, bias_E, routing, self._dependent)
+
+    def experts(
+        self, x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights, expert_ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        """Sum each token's experts."""
+        return experts(x_TD, gate_up, down, expert_ids_TK, weights_TK)
+
     def run_layers(
         self,
         layers: Sequence[Layer],
@@ -127,7 +155,12 @@ class TritonOps:
         embedding_TD: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Apply blocks with fused kernels where they and the context allow it, else one operation at a time."""
-        reason = self._blocks.unfit(layers, ctx)
+        if layers and hasattr(layers[0], "self_attn") and hasattr(layers[0].self_attn, "qkv_a_proj"):
+            reason = self._latent_blocks.unfit(layers, ctx)
+            if not reason:
+                return self._latent_blocks.run(layers, hidden_TD, ctx, captured_layers)
+        else:
+            reason = self._blocks.unfit(layers, ctx)
         if reason:
             self._say_once(f"Blocks run one operation at a time, which is slower: {reason}.")
             return self._reference.run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)

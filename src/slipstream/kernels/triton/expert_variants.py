@@ -1,0 +1,95 @@
+"""The experts' kernels as they ship: each row of an architecture's table, compiled by the tests."""
+
+from typing import Any
+
+import triton.language as tl
+
+from slipstream.kernels.triton.expert_products import nibble_kernel, number_kernel
+from slipstream.kernels.triton.expert_rows import PAIRS_PER_STEP, activate_kernel, combine_kernel, rows_kernel
+from slipstream.kernels.triton.expert_tiles import StageTiles, shipped_tiles
+from slipstream.kernels.triton.variants import Matrix, Variant
+
+_NIBBLES = {"w4a8": ("w4a8", 0), "int4_per_channel": ("int4", 0), "int4_group": ("int4", 16), "mxfp4": ("mxfp4", 16)}
+_NUMBERS = {"dense": "dense", "fp8_per_channel": "fp8", "fp8_block": "fp8_block"}
+_ROWS = {"w4a8": "*i8", "fp8_per_channel": "*fp8e4nv", "fp8_block": "*fp8e4nv"}
+_SCALES = {"mxfp4": "*u8", "int4_group": "*bf16"}
+_TOP_K, _INTER = 8, 256  # of one of eight ranks of Kimi-K2.5
+
+
+def variants(architecture: str) -> list[Variant]:
+    """Return the kernels that run on an architecture, with bfloat16 activations."""
+    found = []
+    for name, rows in shipped_tiles(architecture).items():
+        for limit, tiles in rows:
+            for stage, final in ((tiles.stage1, False), (tiles.stage2, True)):
+                label = f"experts {name} <= {limit} pairs, stage {2 if final else 1}"
+                found.append(_product(label, name, stage, tiles.block_t, final, architecture))
+    return [*found, *_rows()]
+
+
+def _product(label: str, name: str, tiles: StageTiles, block_t: int, final: bool, architecture: str) -> Variant:
+    row_type = _ROWS.get(name, "*bf16")
+    sums = "*i32" if name == "w4a8" and not final else "*fp32"
+    signature = {
+        "x_ptr": row_type, "w_ptr": row_type if name in _NUMBERS else "*i8", "x_scale_ptr": "*fp32",
+        "w_scale_ptr": _SCALES.get(name, "*fp32"), "tiles_ptr": "*i32", "pairs_ptr": "*i32", "out_ptr": sums,
+        "max_tiles": "i32", "num_pairs": "i32", "N": "i32", "K" if name in _NUMBERS else "HALF": "i32",
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "ROWS_PER_INPUT": 1 if final else _TOP_K, "BLOCK_T": block_t, "BLOCK_N": tiles.block_n,
+        "SPLITS": tiles.splits, "FINAL": final, "EVEN": True, "PDL": False,
+    }  # fmt: skip
+    absent = {"x_scale_ptr"} if name not in _ROWS else set()
+    absent |= {"w_scale_ptr"} if name == "dense" else set()
+    signature = {argument: kind for argument, kind in signature.items() if argument not in absent}
+    constants |= dict.fromkeys(absent)
+    matrix: Matrix = "bf16"
+    if name in _NUMBERS:
+        kernel, constants = number_kernel, constants | {"FORMAT": _NUMBERS[name], "BLOCK_K": tiles.block_k}
+        # gfx942 reads another E4M3 than checkpoints store, so Triton multiplies these as float16 there.
+        if name.startswith("fp8"):
+            matrix = "none" if architecture == "gfx942" else "fp8"
+    else:
+        kernel = nibble_kernel
+        arithmetic, group = _NIBBLES[name]
+        assembly = "cuda" if architecture.startswith("sm_") else "none"
+        constants |= {"FORMAT": arithmetic, "GROUP_BYTES": group, "BLOCK_B": tiles.block_k // 2, "ASSEMBLY": assembly}
+        if name == "w4a8":
+            matrix = "int8"
+    divisible = tuple(
+        argument for argument, kind in signature.items() if kind.startswith("*") or argument in ("N", "K", "HALF")
+    )
+    return Variant(label, kernel, signature, constants, tiles.warps, tiles.stages, matrix, divisible)
+
+
+def _rows() -> list[Variant]:
+    """Return the kernels beside the products, for integers (the most they do) and as Kimi's rank runs them."""
+    rows = {
+        "x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "ids_ptr": "*i32", "pairs_ptr": "*i32",
+        "tiles_ptr": "*i32", "num_pairs": "i32", "max_tiles": "i32", "num_experts": "i32", "width": "i32",
+    }  # fmt: skip
+    rows_constants = {"INPUT": "int8", "BLOCK": 8192, "BINS": 512, "BLOCK_T": 16, "STEP": PAIRS_PER_STEP, "PDL": False}
+    activate = {
+        "sums_ptr": "*i32", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "ids_ptr": "*i32", "codes_ptr": "*i8",
+        "scale_ptr": "*fp32", "num_pairs": "i32", "width": "i32",
+    }  # fmt: skip
+    activate_constants = {
+        "TOP_K": _TOP_K,
+        "SCALES": "both",
+        "SPLITS": 4,
+        "INPUT": "int8",
+        "TYPE": tl.bfloat16,
+        "BLOCK": _INTER,
+        "PDL": False,
+    }
+    combine = {
+        "rows_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "add_ptr": "*bf16", "out_ptr": "*bf16",
+        "D": "i32",
+    }  # fmt: skip
+    return [
+        Variant("experts rows", rows_kernel, rows, rows_constants, 4, 3, divisible=("x_ptr", "codes_ptr", "width")),
+        Variant("experts activation", activate_kernel, activate, activate_constants, 4, 3,
+                divisible=("sums_ptr", "width")),
+        Variant("experts sum", combine_kernel, combine, {"TOP_K": _TOP_K, "ADD": True, "BLOCK": 1024, "PDL": False},
+                4, 3, divisible=("rows_ptr", "add_ptr", "out_ptr", "D")),
+    ]  # fmt: skip

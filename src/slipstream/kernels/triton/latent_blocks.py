@@ -1,0 +1,119 @@
+"""Decoder blocks of latent attention and experts as nineteen kernels each (eleven where the feed-forward is dense).
+
+Modules lie a package higher than kernels, so blocks are read by the attributes they share (see `slipstream.models`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.kernels.triton import norm_rope, router
+from slipstream.kernels.triton.expert_tiles import expert_tiles
+from slipstream.kernels.triton.experts import ExpertOptions, experts
+from slipstream.kernels.triton.latent_attention import latent_attention
+from slipstream.kernels.triton.latent_heads import heads_linear, split_and_write
+from slipstream.kernels.triton.linear import Epilogue
+from slipstream.kernels.triton.norm_rope import Norm, Rope
+from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton.tuning import architecture_of
+
+
+@dataclass(frozen=True)
+class MoeOptions:
+    """How experts are run and watched.
+
+    Args:
+        settings: tile shapes to try in place of the shipped ones, by name (`ExpertTiles.changed`).
+        on_choice: told the experts [T, K] that each fused block of a pass chose, to count them.
+    """
+
+    settings: Mapping[str, int] = field(default_factory=dict)
+    on_choice: Callable[[Tensor], None] | None = None
+
+
+class LatentBlocks:
+    """Runs the blocks of DeepSeek-V3 and Kimi-K2 over pages, for tokens that are no prompt's."""
+
+    def __init__(self, products: Products, options: MoeOptions) -> None:
+        self._products = products
+        self._architecture = architecture_of(products.counters.device)
+        self._options = options
+
+    def unfit(self, layers: Sequence[Any], ctx: Any) -> str:
+        """Return why these blocks cannot run here, or nothing; `ctx` is any forward context."""
+        if not layers or getattr(ctx, "kv", None) is None:
+            return "the context keeps no pages"
+        if any(ctx.prompt_rows):
+            return "the pass holds tokens of prompts, which attend in the expanded form"
+        for index, layer in enumerate(layers):
+            own = layer.self_attn
+            if getattr(own, "q_b_proj", None) is None:
+                return f"block {index} has no latent attention with squeezed queries"
+            linears = [own.qkv_a_proj, own.q_b_proj, own.o_proj, *_feed_forward(layer)]
+            if any(linear.weight is None or linear.bias is not None for linear in linears):
+                return f"block {index} has quantized or biased weights beside its experts"
+            gate = getattr(layer.mlp, "gate", None)
+            if gate is not None and not router.fits(gate.routing):
+                return f"block {index} chooses experts by groups"
+        return ""
+
+    def run(
+        self, layers: Sequence[Any], hidden_TD: Tensor, ctx: Any, captured_layers: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Apply blocks in order; also return the hidden states captured."""
+        seen = {0: hidden_TD}
+        for applied, layer in enumerate(layers, start=1):
+            hidden_TD = self._attend(layer, hidden_TD, ctx)
+            hidden_TD = self._feed_forward(layer, hidden_TD)
+            if applied in captured_layers:
+                seen[applied] = hidden_TD
+        return hidden_TD, [seen[k] for k in captured_layers]
+
+    def _attend(self, layer: Any, hidden_TD: Tensor, ctx: Any) -> Tensor:
+        own, spec, dependent = layer.self_attn, layer.self_attn.spec, self._products.dependent
+        kv = ctx.kv.layers[own.layer_index]
+        rope = Rope(ctx.slots_T, ctx.positions_T, layer.rotary.cos_Pr, layer.rotary.sin_Pr)
+        squeezed_TC = self._multiply(self._normed(hidden_TD, layer.input_layernorm), own.qkv_a_proj)
+        norms = (_norm(own.q_a_layernorm), _norm(own.kv_a_layernorm))
+        q_Tq = split_and_write(squeezed_TC, norms, rope, kv, dependent)
+        q_THd = self._multiply(q_Tq, own.q_b_proj).view(-1, own.num_heads, spec.head_dim)
+        up_HNc = own.kv_b_proj.weight.view(own.num_heads, -1, spec.kv_rank)
+        q_THC = heads_linear(q_THd, up_HNc[:, : spec.nope_dim].transpose(1, 2), rope, dependent)
+        out_THc = latent_attention(q_THC, kv, ctx.batch, spec.scale, spec.kv_rank, dependent=dependent)
+        out_THv = heads_linear(out_THc, up_HNc[:, spec.nope_dim :], None, dependent)
+        return self._multiply(out_THv.flatten(1), own.o_proj, hidden_TD)
+
+    def _feed_forward(self, layer: Any, hidden_TD: Tensor) -> Tensor:
+        x_TD, mlp = self._normed(hidden_TD, layer.post_attention_layernorm), layer.mlp
+        gate = getattr(mlp, "gate", None)
+        if gate is None:
+            return self._gated(mlp, x_TD, hidden_TD)
+        chosen = router.route(x_TD, gate.weight, gate.e_score_correction_bias, gate.routing, self._products.dependent)
+        if self._options.on_choice is not None:
+            self._options.on_choice(chosen[0])
+        rest_TD = hidden_TD if mlp.shared_experts is None else self._gated(mlp.shared_experts, x_TD, hidden_TD)
+        gate_up, down = mlp.experts.weights
+        tiles = expert_tiles(self._architecture, gate_up.format, chosen[0].numel()).changed(self._options.settings)
+        return experts(x_TD, gate_up, down, *chosen, ExpertOptions(tiles, rest_TD, self._products.dependent))
+
+    def _gated(self, mlp: Any, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
+        return self._multiply(self._multiply(x_TD, mlp.gate_up_proj, silu=True), mlp.down_proj, residual_TD)
+
+    def _multiply(self, x_TD: Tensor, linear: Any, residual_TD: Tensor | None = None, silu: bool = False) -> Tensor:
+        rows = self._products.rows_for(linear.weight, x_TD)
+        return self._products.multiply(rows, linear.weight, Epilogue(None, residual_TD, silu=silu))
+
+    def _normed(self, x_TD: Tensor, norm: Any) -> Tensor:
+        return norm_rope.rms_norm(x_TD, _norm(norm), self._products.dependent)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.eps)
+
+
+def _feed_forward(layer: Any) -> list[Any]:
+    """Return the dense products of a block's feed-forward part."""
+    mlp = layer.mlp if hasattr(layer.mlp, "gate_up_proj") else layer.mlp.shared_experts
+    return [] if mlp is None else [mlp.gate_up_proj, mlp.down_proj]

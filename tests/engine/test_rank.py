@@ -1,0 +1,67 @@
+"""Rank mode builds one rank's share, counts what it reads, and says which splits are impossible."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from slipstream.cli.bench import app
+from slipstream.engine.rank_models import MODELS, build_target, rank_of
+from slipstream.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def test_a_rank_of_kimi_has_the_published_share_of_the_shapes():
+    spec = rank_of("kimi-k2.5", 8).target
+    assert (spec.num_heads, spec.vocab_size, spec.num_layers, spec.hidden_size) == (8, 20480, 61, 7168)
+    assert spec.moe is not None and spec.mla is not None
+    assert (spec.moe.num_experts, spec.moe.intermediate_size, spec.mla.latent_dim) == (384, 256, 576)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 128])
+def test_ranks_that_cannot_share_the_heads_are_refused(num_ranks):
+    with pytest.raises(ConfigError, match=rf"--tp {num_ranks}: .* cannot share"):
+        rank_of("kimi-k2.5", num_ranks)
+
+
+def test_an_unknown_model_is_answered_with_those_there_are():
+    with pytest.raises(ConfigError, match=next(iter(MODELS))):
+        rank_of("kimi-k9", 8)
+
+
+@pytest.mark.parametrize("name", ["w4a8", "int4_group", "mxfp4", "fp8_block", "dense"])
+def test_random_experts_have_the_bytes_of_their_format(name):
+    spec = rank_of("kimi-k2.5", 1, tiny=True).target
+    experts = build_target(spec, name, 16, CPU).layers[1].mlp.experts
+    bits = sum(weights.codes.nbytes for weights in experts.weights) * 8 / (8 * 3 * 64 * 128)
+    assert bits == {"w4a8": 4, "int4_group": 4, "mxfp4": 4, "fp8_block": 8, "dense": 16}[name]
+
+
+def test_the_verb_prints_steps_and_writes_what_it_counted(tmp_path):
+    path = tmp_path / "rank.json"
+    arguments = ["rank", "--tiny", "--tp", "2", "--device", "cpu", "--batch", "1,2", "--context", "70"]
+    done = CliRunner().invoke(app, [*arguments, "--all-reduce-us", "8", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "(modelled)" in done.output
+    written = json.loads(path.read_text())
+    assert [step["step"] for step in written["steps"]] == ["decode", "verify", "draft"] * 2
+    decode, verify = written["steps"][:2]
+    assert decode["experts_hit"] == 2 and 2 <= verify["experts_hit"] <= 8
+    assert verify["read_bytes"] > decode["read_bytes"] or verify["experts_hit"] == decode["experts_hit"]
+    assert decode["floor_ms"] is None, "a CPU has no measured floor"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "stage2.block_k"], "NAME=NUMBER"),
+        (["--set", "stage2.block_k=128"], "Triton"),
+        (["--batch", "1,x"], "whole numbers"),
+        (["--format", "int3"], "w4a8"),
+    ],
+)
+def test_mistakes_are_answered_with_sentences(arguments, words):
+    done = CliRunner().invoke(app, ["rank", "--tiny", "--tp", "2", "--device", "cpu", *arguments])
+    assert isinstance(done.exception, ConfigError) and words in str(done.exception)
