@@ -111,7 +111,7 @@ def build_target(spec: ModelSpec, expert_format: str, max_position: int, device:
         target = Target(spec, max_position)
     for module in target.modules():
         if isinstance(module, Experts):
-            width, inner, number = module.width, module.intermediate, module.num_experts
+            width, inner, number = module.width, module.intermediate, module.held.size
             module.pack(
                 random_experts(expert_format, (number, 2 * inner, width), device),
                 random_experts(expert_format, (number, width, inner), device),

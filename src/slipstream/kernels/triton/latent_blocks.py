@@ -51,6 +51,8 @@ class LatentBlocks:
             own = layer.self_attn
             if getattr(own, "q_b_proj", None) is None:
                 return f"block {index} has no latent attention with squeezed queries"
+            if own.o_proj.ranks.size > 1:
+                return f"block {index} is split over ranks, whose parts must be summed"
             linears = [own.qkv_a_proj, own.q_b_proj, own.o_proj, *_feed_forward(layer)]
             if any(linear.weight is None or linear.bias is not None for linear in linears):
                 return f"block {index} has quantized or biased weights beside its experts"
