@@ -1,10 +1,10 @@
 // Products y = x W^T with a weight kept in panels of 16 rows (integer codes) or as stored rows (float32, bf16, f16).
 //
-// A panel holds, for each block of 32 columns, the codes of 16 rows side by side in groups of 4 columns, so that one
-// 64-byte vector feeds 16 outputs at once; after the codes of all blocks come the blocks' scales. Four-bit codes: byte
-// 4 r + c of chunk j (64 bytes) has column 8 j + c of row r in its low half and column 8 j + 4 + c in its high half.
-// Eight-bit codes: byte 4 r + c of chunk j is column 4 j + c of row r, plus 128. Scales: 16 half floats d, then, for
-// Q4_1, 16 half floats m. A panel takes a whole number of 64-byte lines. Rows past the last are zero.
+// A panel starts with its blocks' scales (16 half floats d, then, for Q4_1, 16 half floats m), filled up to 64-byte lines,
+// so that memory is wanted in the order in which it lies. Then come, for each block of 32 columns, the codes of 16 rows
+// side by side in groups of 4 columns, so that one 64-byte vector feeds 16 outputs at once. Four-bit codes: byte 4 r + c
+// of chunk j (64 bytes) has column 8 j + c of row r in its low half and column 8 j + 4 + c in its high half. Eight-bit
+// codes: byte 4 r + c of chunk j is column 4 j + c of row r, plus 128. Rows past the last are zero.
 //
 // One output's sum runs over blocks from first to last with fused multiply-adds, integers inside a block; dense
 // outputs run over 16 lanes of columns and one tree. Neither depends on rows, threads or instruction set.
@@ -20,8 +20,9 @@ constexpr bool is_per_token(int format) { return format == W8A8 || format == W4A
 constexpr bool is_four_bit(int format) { return format == Q4_1 || format == Q4_0 || format == W4A8; }
 constexpr int code_bytes(int format) { return is_four_bit(format) ? 256 : 512; }
 constexpr int scale_halves(int format) { return format == Q4_1 ? 32 : is_per_token(format) ? 0 : 16; }
+SLIP_INLINE int64_t scale_bytes(int format, int64_t blocks) { return (blocks * 2 * scale_halves(format) + 63) / 64 * 64; }
 SLIP_INLINE int64_t panel_bytes(int format, int64_t blocks) {
-    return (blocks * (code_bytes(format) + 2 * scale_halves(format)) + 63) / 64 * 64;
+    return scale_bytes(format, blocks) + blocks * code_bytes(format);
 }
 SLIP_INLINE int num_blocks(int k) { return (k + 31) / 32; }
 
@@ -240,11 +241,13 @@ SLIP_INLINE void emit(V sum, const Linear& w, const Output& out, int row, int n0
 
 constexpr int kAhead = 8192;
 
-// Weights come from memory once a step; ask for them well before the hardware, which stops at every 4 KiB, would.
+// Weights come from memory once a step; ask for them well before the hardware, which stops at every 4 KiB, would. Each
+// block asks for its share of a panel's bytes, codes and scales alike, so that nothing is left out or asked for twice.
 template <int FORMAT>
-SLIP_INLINE void prefetch_block(const uint8_t* codes) {
-    for (int line = 0; line < code_bytes(FORMAT) + 2 * scale_halves(FORMAT); line += 64)
-        __builtin_prefetch(codes + kAhead + line);
+SLIP_INLINE void prefetch_block(const uint8_t* panel, int block) {
+    constexpr int kShare = code_bytes(FORMAT) + 2 * scale_halves(FORMAT);
+    const uint8_t* ahead = panel + static_cast<int64_t>(block) * kShare + kAhead;
+    for (int line = 0; line < kShare; line += 64) __builtin_prefetch(ahead + line);
 }
 
 // Ask for the beginning of what a member will read of a weight, before it is its turn.
@@ -257,15 +260,16 @@ static void prefetch_start(const Linear& w, int first_panel) {
 template <int FORMAT, int M>
 static void panel_rows(const Linear& w, const Activations& a, int row, int panel, const Output& out) {
     const int blocks = a.blocks;
-    const uint8_t* codes = static_cast<const uint8_t*>(w.weight) + panel * panel_bytes(FORMAT, blocks);
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(codes + static_cast<int64_t>(blocks) * code_bytes(FORMAT));
+    const uint8_t* start = static_cast<const uint8_t*>(w.weight) + panel * panel_bytes(FORMAT, blocks);
+    const uint8_t* codes = start + scale_bytes(FORMAT, blocks);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(start);
     const int64_t base = static_cast<int64_t>(row) * blocks;
     if constexpr (is_per_token(FORMAT)) {
         IV sum[M];
         for (int m = 0; m < M; ++m) sum[m] = iset(a.start[row + m]);
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
-            prefetch_block<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
+            prefetch_block<FORMAT>(start, b);
             for (int m = 0; m < M; ++m)
                 sum[m] = dot<FORMAT>(sum[m], u, a.codes + (base + static_cast<int64_t>(m) * blocks + b) * 32);
         }
@@ -277,7 +281,7 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
         for (int m = 0; m < M; ++m) sum[m] = vzero();
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
-            prefetch_block<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
+            prefetch_block<FORMAT>(start, b);
             const V d = vload_f16(halves + b * scale_halves(FORMAT));
             for (int m = 0; m < M; ++m) {
                 const int64_t at = base + static_cast<int64_t>(m) * blocks + b;
