@@ -19,7 +19,7 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
-from slipstream.kernels import Ops
+from slipstream.kernels import Ops, one_pool
 from slipstream.models.llama import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.choose import choose
@@ -191,7 +191,7 @@ class Engine:
         started, timed = time.perf_counter(), self._timed_seconds()
         plan = self._scheduler.plan()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), one_pool(self._ops):
                 tree_batch = self._propose(plan)
                 trees = tree_batch.unpack()
                 batch = build_batch(plan, trees, self._device)

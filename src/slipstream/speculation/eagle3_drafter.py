@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels import Ops, RowSampling
+from slipstream.kernels import ChainOps, ChainStart, Ops, RowSampling
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.drafter import DraftView, Observed
@@ -62,8 +62,10 @@ class Eagle3Drafter:
         roots = TreeBatch.lone_roots([view.tokens[-1] for view in views], self._draft.token_ids_V.device)
         if not known:
             return roots
-        levels = _Levels(self._draft, self._kv, self._ops, [views[index] for index in known], self._last)
-        candidates = grow(self.shape, levels)
+        grown = [views[index] for index in known]
+        candidates = self._chains(grown)
+        if candidates is None:
+            candidates = grow(self.shape, _Levels(self._draft, self._kv, self._ops, grown, self._last))
         return _with_trees(roots, known, candidates, self._draft.token_ids_V)
 
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
@@ -91,6 +93,29 @@ class Eagle3Drafter:
     def reshape(self, shape: TreeShape) -> None:
         """Grow trees of another shape."""
         self.shape = shape
+
+    def _chains(self, views: Sequence[DraftView]) -> Candidates | None:
+        """Draft chains in one call where the shape is a chain and the kernels can; the levels below give the same."""
+        shape, ops = self.shape, self._ops
+        if shape.width != 1 or shape.paths or not isinstance(ops, ChainOps):
+            return None
+        device = self._draft.token_ids_V.device
+        slots = [self._last[view.request_id] for view in views]
+        start = ChainStart(
+            page_table([view.pages for view in views], device),
+            self._kv.page_size,
+            torch.tensor([slot.length for slot in slots], device=device),
+            torch.tensor([view.temperature for view in views], device=device),
+            torch.tensor([view.seed for view in views], device=device),
+            torch.stack([slot.feedback_D for slot in slots]),
+            torch.stack([slot.logits_V for slot in slots]),
+        )
+        drafted = ops.draft_chain(self._draft, self._kv, start, shape.num_nodes - 1)
+        if drafted is None:
+            return None
+        scores_RK, entries_RK = drafted
+        parents_RK = torch.arange(-1, shape.num_nodes - 2, device=device).expand_as(entries_RK)
+        return Candidates(entries_RK, parents_RK, scores_RK.cumsum(1))
 
     def _knows(self, view: DraftView) -> bool:
         last = self._last.get(view.request_id)

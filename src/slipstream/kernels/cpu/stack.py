@@ -105,9 +105,8 @@ class StackCache:
             weakref.WeakKeyDictionary()
         )
 
-    def find(self, layers: Sequence[Any], ctx: Any) -> DescribedStack | str:
-        """Return the description of these blocks over the context's cache, or why there is none."""
-        kv = getattr(ctx, "kv", None)
+    def find(self, layers: Sequence[Any], kv: Any | None) -> DescribedStack | str:
+        """Return the description of these blocks over a cache, or why there is none."""
         if not layers or kv is None:
             return "the context keeps no pages"
         blocks = self._blocks.get(layers[0])

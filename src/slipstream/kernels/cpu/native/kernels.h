@@ -86,8 +86,16 @@ static void rotate(Pool& pool, const Rotation& r, const float* x, float* y) {
     });
 }
 
+}  // namespace SLIP_NAMESPACE
+}  // namespace slip
+
+#include "chain.h"
+
+namespace slip {
+namespace SLIP_NAMESPACE {
+
 const Table& table() {
-    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k};
+    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k, draft_chain};
     return functions;
 }
 
