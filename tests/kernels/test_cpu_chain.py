@@ -1,5 +1,7 @@
 """Drafting a chain in one call proposes what drafting it level by level proposes, and steps keep to one pool."""
 
+import math
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ DRAFTS = {
 class LevelByLevel(CpuOps):
     """The same kernels, but no chain in one call."""
 
-    def draft_chain(self, draft, kv, start, depth):
+    def draft_chain(self, draft, kv, start, depth, floor):
         return None
 
 
@@ -70,9 +72,9 @@ def test_a_chain_that_would_leave_its_pages_is_refused(fast_ops):
         torch.zeros(1, 32),
         torch.zeros(1, VOCAB),
     )
-    assert fast_ops.draft_chain(draft, kv, start, 2) is not None
+    assert fast_ops.draft_chain(draft, kv, start, 2, -math.inf) is not None
     with pytest.raises(KernelError, match="outside its pages"):
-        fast_ops.draft_chain(draft, kv, start, 3)
+        fast_ops.draft_chain(draft, kv, start, 3, -math.inf)
 
 
 def test_a_draft_that_names_tokens_without_embeddings_is_refused(fast_ops):
@@ -82,7 +84,7 @@ def test_a_draft_that_names_tokens_without_embeddings_is_refused(fast_ops):
     zero = torch.tensor([0])
     start = ChainStart(torch.zeros(1, 2, dtype=torch.int32), 4, zero, torch.zeros(1), zero, *torch.zeros(2, 1, 32))
     with pytest.raises(KernelError, match="outside 0 to 60"):
-        fast_ops.draft_chain(draft, kv, start, 2)
+        fast_ops.draft_chain(draft, kv, start, 2, -math.inf)
 
 
 def test_torch_keeps_to_one_thread_within_a_step_and_has_its_own_back_after_it(fast_ops, monkeypatch):

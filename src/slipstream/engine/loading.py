@@ -12,7 +12,7 @@ from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
 from slipstream.checkpoint.hub import EMBEDDED, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
-from slipstream.engine.build import build_engine
+from slipstream.engine.build import build_engine, default_shape, kv_dtype, paces
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.errors import ConfigError
@@ -36,6 +36,7 @@ class LoadOptions:
         model: a folder, a .gguf file, a hub id, or "embedded".
         draft: a draft's folder or hub id, "ngram", "none", or "auto" (the draft that ships for the embedded model,
             and none for any other).
+        tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
         max_context: None takes what the model allows, up to 4096.
@@ -45,7 +46,7 @@ class LoadOptions:
 
     model: str | Path = EMBEDDED
     draft: str | Path = "auto"
-    tree: TreeShape = field(default_factory=TreeShape)
+    tree: TreeShape | None = None
     device: str = "auto"
     dtype: str = "auto"
     kernels: KernelChoice = "auto"
@@ -80,12 +81,13 @@ def load(options: LoadOptions) -> Loaded:
     max_context = options.max_context or min(_DEFAULT_CONTEXT, target.spec.max_position)
     config = dataclasses.replace(options.engine, max_context=max_context)
     draft, draft_line = _draft(options, target, dtype, ops)
+    shape = options.tree or default_shape(draft, ops)
     if options.memory_fraction is not None and config.num_pages is None:
         room = options.memory_fraction * _total_memory(device)
-        config = dataclasses.replace(config, num_pages=_pages_that_fit(room, target, draft, options.tree, config))
+        config = dataclasses.replace(config, num_pages=_pages_that_fit(room, target, draft, shape, config))
     engine = build_engine(target, draft, options.tree, config, ops)
     num_pages = config.resolve_num_pages(max(engine.drafter.max_nodes - 1, engine.drafter.scratch))
-    kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(dtype)
+    kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(kv_dtype(target))
     summary = (
         f"model: {options.model} ({target.spec.architecture}, {_weights(target)}, computed on {device} in "
         f"{str(dtype).removeprefix('torch.')})",
@@ -118,7 +120,7 @@ def _pages_that_fit(
 ) -> int:
     """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
     models: list[LlamaDecoder | Eagle3Draft] = [target, *([draft] if isinstance(draft, Eagle3Draft) else [])]
-    page_bytes = config.page_size * sum(m.kv_shape.bytes_per_token(target.embed_tokens.dtype) for m in models)
+    page_bytes = config.page_size * sum(m.kv_shape.bytes_per_token(kv_dtype(target)) for m in models)
     weight_bytes = sum(_weight_bytes(model) for model in models)
     extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
     useful = config.max_requests * config.pages_for(config.max_context + extra_slots)
@@ -165,9 +167,12 @@ def _draft(
     if wanted is None or wanted == "none":
         return None, "none (plain decoding)"
     if wanted == "ngram":
-        return "ngram", f"n-gram lookup, {TreeShape.chain(options.tree.depth)}"
+        return "ngram", f"n-gram lookup, {TreeShape.chain((options.tree or TreeShape()).depth)}"
     draft = read_draft(wanted, target, dtype if options.dtype != "auto" else None, ops)
-    return draft, f"{Path(wanted).name} (EAGLE-3, {_weights(draft)}), {options.tree}"
+    shape = str(options.tree or default_shape(draft, ops))
+    if options.tree is None and paces(draft, ops):
+        shape += " at most, ended where going on would not pay"
+    return draft, f"{Path(wanted).name} (EAGLE-3, {_weights(draft)}), {shape}"
 
 
 def _weights(model: torch.nn.Module) -> str:

@@ -170,11 +170,13 @@ class ChainStart:
 class ChainOps(Protocol):
     """A backend that can also draft whole chains in one call."""
 
-    def draft_chain(self, draft: Any, kv: Any, start: ChainStart, depth: int) -> tuple[Tensor, Tensor] | None:
-        """Return log-probabilities and entries [R, depth]: each the best after the one before, as `top_k` would find.
+    def draft_chain(
+        self, draft: Any, kv: Any, start: ChainStart, depth: int, floor: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return cumulative log-probabilities and entries [R, depth]: each the best after the one before.
 
-        `draft` and `kv` are the models' EAGLE-3 draft and its cache, which lie a package higher. None if this draft
-        is not one the call can run.
+        Once every chain lies below `floor` no further level is run; levels not run have -inf. `draft` and `kv` are
+        the models' EAGLE-3 draft and its cache, which lie a package higher. None if the call cannot run this draft.
         """
         ...
 

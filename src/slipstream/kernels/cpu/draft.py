@@ -73,7 +73,7 @@ class DraftCache:
         return known
 
 
-def describe_chain(start: ChainStart, depth: int, outputs: tuple[Tensor, Tensor]) -> NativeChain:
+def describe_chain(start: ChainStart, depth: int, floor: float, outputs: tuple[Tensor, Tensor]) -> NativeChain:
     """Point at what a chain starts from and where its log-probabilities and entries go."""
     pages_RP = start.page_table_RP
     hidden_RD = start.hidden_RD.to(torch.float32, copy=True)
@@ -91,6 +91,7 @@ def describe_chain(start: ChainStart, depth: int, outputs: tuple[Tensor, Tensor]
         len(pages_RP),
         start.page_size,
         depth,
+        floor,
     )
     native.keep = (start, hidden_RD, logits_RV, outputs)
     return native

@@ -9,7 +9,7 @@ from typing import Literal
 from slipstream.errors import KernelError
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 3
+ABI = 4
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -83,7 +83,14 @@ class NativeBatch(Structure):
 class NativeKv(Structure):
     """Keys and values of one layer."""
 
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("slot_stride", c_int64), ("num_slots", c_int64))
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("slot_stride", c_int64),
+        ("num_slots", c_int64),
+        ("format", c_int32),
+        ("reserved", c_int32),
+    )
 
 
 class NativeStack(Structure):
@@ -175,7 +182,7 @@ class NativeChain(Structure):
         ("requests", c_int32),
         ("page_size", c_int32),
         ("depth", c_int32),
-        ("reserved", c_int32),
+        ("floor", c_float),
     )
 
 

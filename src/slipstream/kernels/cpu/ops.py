@@ -153,7 +153,7 @@ class CpuOps:
 
     def write_kv(self, layer: KvLayer, keys_TGd: Tensor, values_TGd: Tensor, slots_T: Tensor) -> None:
         """Write keys and values into their slots, in place."""
-        if not kv_is_plain(layer):
+        if not kv_is_plain(layer) or layer.keys_SGd.dtype != torch.float32:
             self._reference.write_kv(layer, keys_TGd, values_TGd, slots_T)
             return
         slots_T = slots_T.to(torch.int64).contiguous()
@@ -182,8 +182,8 @@ class CpuOps:
         """Attend over the pages of each request."""
         if not kv_is_plain(layer):
             self._say_once(
-                f"The CPU kernels attend over contiguous float32 keys and values, not {layer.keys_SGd.dtype}; torch "
-                "attends: slower, and bits may change with the batch."
+                f"The CPU kernels attend over contiguous float32 or bfloat16 keys and values, not "
+                f"{layer.keys_SGd.dtype}; torch attends: slower, and bits may change with the batch."
             )
             q = q_THd.to(layer.keys_SGd.dtype)
             with torch_threads(self._engine.threads):
@@ -230,7 +230,9 @@ class CpuOps:
             return hidden, captured
         return hidden.to(hidden_TD.dtype), [state.to(hidden_TD.dtype) for state in captured]
 
-    def draft_chain(self, draft: Any, kv: Any, start: ChainStart, depth: int) -> tuple[Tensor, Tensor] | None:
+    def draft_chain(
+        self, draft: Any, kv: Any, start: ChainStart, depth: int, floor: float
+    ) -> tuple[Tensor, Tensor] | None:
         """Draft whole chains in one call, if the library can read the draft's blocks, head and embeddings."""
         described = self._drafts.find(draft)
         stack = self._stacks.find(list(draft.layers), kv)
@@ -238,7 +240,7 @@ class CpuOps:
             return None
         scores_RK = torch.empty((len(start.lengths_R), depth))
         entries_RK = torch.empty((len(start.lengths_R), depth), dtype=torch.int64)
-        chain = describe_chain(start, depth, (scores_RK, entries_RK))
+        chain = describe_chain(start, depth, floor, (scores_RK, entries_RK))
         check(self._library.slip_draft_chain(self._handle, stack.native((), ()), described.native, chain))
         return scores_RK, entries_RK
 

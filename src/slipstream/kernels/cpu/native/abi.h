@@ -58,12 +58,14 @@ struct Batch {
     int32_t reserved;
 };
 
-// The keys and values of one layer: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
+// The keys and values of one layer, F32 or BF16: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
 struct Kv {
-    float* keys;
-    float* values;
+    void* keys;
+    void* values;
     int64_t slot_stride;
     int64_t num_slots;
+    int32_t format;
+    int32_t reserved;
 };
 
 struct Stack {
@@ -108,13 +110,13 @@ struct Chain {
     const int64_t* seed;
     const float* root_logits;  // [requests, head.n]: they foretell the first level
     float* hidden;             // [requests, width], what the first level is fed; overwritten
-    float* scores;             // [requests, depth], log-probability of each token after the one before it
+    float* scores;             // [requests, depth], cumulative log-probability; -inf for levels not run
     int64_t* entries;          // [requests, depth], in the draft's vocabulary
     int64_t page_table_stride;
     int32_t requests;
     int32_t page_size;
     int32_t depth;
-    int32_t reserved;
+    float floor;  // a chain whose cumulative log-probability is below it needs no further level
 };
 
 }  // namespace slip

@@ -40,6 +40,10 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
         entries = own.take<int64_t>(requests);
     }
     batch = {starts, lengths, chain.page_table, index, causal, slots, index, chain.page_table_stride, requests, requests, chain.page_size, 0};
+    for (int64_t i = 0; i < static_cast<int64_t>(requests) * depth; ++i) {
+        chain.scores[i] = -__builtin_inff();
+        chain.entries[i] = 0;
+    }
     for (int level = 0; level < depth; ++level) {
         for (int r = 0; r < requests; ++r) position[r] = chain.lengths[r] + 1 + level;  // of the token being guessed
         const Sampling sampling{chain.temperature, chain.seed, position};
@@ -60,10 +64,14 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
             if (draft.normed_feedback) copy_row(chain.hidden, normed, requests * width);
         }
         top_k(pool, scratch, {requests, vocab, 1, 0}, level > 0 ? logits : chain.root_logits, draft.token_ids, sampling, scores, entries);
+        bool go_on = false;
         for (int r = 0; r < requests; ++r) {
-            chain.scores[static_cast<int64_t>(r) * depth + level] = scores[r];
-            chain.entries[static_cast<int64_t>(r) * depth + level] = entries[r];
+            const int64_t at = static_cast<int64_t>(r) * depth + level;
+            chain.scores[at] = (level > 0 ? chain.scores[at - 1] : 0.0f) + scores[r];
+            chain.entries[at] = entries[r];
+            go_on |= chain.scores[at] >= chain.floor;
         }
+        if (!go_on) break;
     }
 }
 

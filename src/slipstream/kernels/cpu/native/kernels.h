@@ -23,7 +23,7 @@ static void linear(Pool& pool, Scratch& scratch, const Linear& w, const float* x
         if (!is_dense(w.format)) {
             team.share(rows, 4, [&](int begin, int end) { prepare_rows(w, a, begin, end); });
         }
-        team.share(panels, piece_size(panels, team.size), [&](int begin, int end) { product(w, a, rows, begin, end, out); });
+        team.share(panels, piece_size(panels, team.size, rows), [&](int begin, int end) { product(w, a, rows, begin, end, out); });
     });
 }
 

@@ -77,7 +77,7 @@ bool valid(const Chain& c, const Stack& stack) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 3; }
+SLIP_EXPORT int32_t slip_abi() { return 4; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)

@@ -28,7 +28,7 @@ SLIP_INLINE int num_blocks(int k) { return (k + 31) / 32; }
 
 #if SLIP_ISA == 2
 
-constexpr int kTile = 8;
+constexpr int kTile = 12;
 constexpr int kDenseRows = 4, kDenseTile = 4;
 constexpr int code_offset(int format) { return is_four_bit(format) ? (format == Q4_1 ? 0 : 8) : 128; }
 using IV = __m512i;
@@ -178,18 +178,18 @@ SLIP_INLINE Activations activations(const Linear& w, const float* x, int64_t str
     return a;
 }
 
-SLIP_INLINE int quantize16(const float* x, int n, float scale, int8_t* codes) {
-    return vstore_codes(codes, n >= 16 ? vdiv(vload(x), vset(scale)) : vdiv(vload_n(x, n), vset(scale)));
+SLIP_INLINE CodeSum quantize16(const float* x, int n, float scale, int8_t* codes, CodeSum sum) {
+    return vstore_codes(codes, n >= 16 ? vdiv(vload(x), vset(scale)) : vdiv(vload_n(x, n), vset(scale)), sum);
 }
 
 template <class Scale>
 SLIP_INLINE int quantize_span(const float* x, int k, Scale scale, int8_t* codes, int padded) {
-    int sum = 0;
+    CodeSum sum = no_codes();
     for (int i = 0; i < padded; i += 16) {
         if (scale == 0.0f || i >= k) std::memset(codes + i, 0, 16);
-        else sum += quantize16(x + i, k - i, scale, codes + i);
+        else sum = quantize16(x + i, k - i, scale, codes + i, sum);
     }
-    return sum;
+    return total(sum);
 }
 
 static void quantize_row(const Linear& w, const Activations& a, int row) {
@@ -269,7 +269,7 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
         for (int m = 0; m < M; ++m) sum[m] = iset(a.start[row + m]);
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
-            prefetch_block<FORMAT>(start, b);
+            if (row == 0) prefetch_block<FORMAT>(start, b);
             for (int m = 0; m < M; ++m)
                 sum[m] = dot<FORMAT>(sum[m], u, a.codes + (base + static_cast<int64_t>(m) * blocks + b) * 32);
         }
@@ -281,7 +281,7 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
         for (int m = 0; m < M; ++m) sum[m] = vzero();
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
-            prefetch_block<FORMAT>(start, b);
+            if (row == 0) prefetch_block<FORMAT>(start, b);
             const V d = vload_f16(halves + b * scale_halves(FORMAT));
             for (int m = 0; m < M; ++m) {
                 const int64_t at = base + static_cast<int64_t>(m) * blocks + b;
@@ -295,21 +295,22 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
     }
 }
 
+// A tile of `tile` rows, of which M is the size still looked for.
 template <int FORMAT, int M>
-static void panel_tiles(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
-    int row = 0;
-    for (; row + M <= rows; row += M)
-        for (int panel = begin; panel < end; ++panel) panel_rows<FORMAT, M>(w, a, row, panel, out);
+static void panel_tile(const Linear& w, const Activations& a, int row, int tile, int begin, int end, const Output& out) {
     if constexpr (M > 1) {
-        if (row < rows) {
-            Activations rest = a;
-            const int64_t done = static_cast<int64_t>(row) * a.blocks;
-            rest.codes += done * 32;
-            rest.scale += is_per_token(FORMAT) ? row : done;
-            rest.scaled_sum += done;
-            rest.start += is_per_token(FORMAT) ? row : done;
-            panel_tiles<FORMAT, M - 1>(w, rest, rows - row, begin, end, {out.y + row * out.stride, out.stride, out.add});
-        }
+        if (tile < M) return panel_tile<FORMAT, M - 1>(w, a, row, tile, begin, end, out);
+    }
+    for (int panel = begin; panel < end; ++panel) panel_rows<FORMAT, M>(w, a, row, panel, out);
+}
+
+// Rows go in tiles of about the same size: a last tile of one row would cost as much as one of three.
+template <int FORMAT>
+static void panel_tiles(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
+    for (int row = 0; row < rows;) {
+        const int left = rows - row, tiles = (left + kTile - 1) / kTile, tile = (left + tiles - 1) / tiles;
+        panel_tile<FORMAT, kTile>(w, a, row, tile, begin, end, out);
+        row += tile;
     }
 }
 
@@ -391,11 +392,11 @@ static void product(const Linear& w, const Activations& a, int rows, int begin, 
         case F32: return dense_product<F32>(w, a, rows, 16 * begin, last, out);
         case BF16: return dense_product<BF16>(w, a, rows, 16 * begin, last, out);
         case F16: return dense_product<F16>(w, a, rows, 16 * begin, last, out);
-        case Q4_1: return panel_tiles<Q4_1, kTile>(w, a, rows, begin, end, out);
-        case Q4_0: return panel_tiles<Q4_0, kTile>(w, a, rows, begin, end, out);
-        case Q8_0: return panel_tiles<Q8_0, kTile>(w, a, rows, begin, end, out);
-        case W8A8: return panel_tiles<W8A8, kTile>(w, a, rows, begin, end, out);
-        default: return panel_tiles<W4A8, kTile>(w, a, rows, begin, end, out);
+        case Q4_1: return panel_tiles<Q4_1>(w, a, rows, begin, end, out);
+        case Q4_0: return panel_tiles<Q4_0>(w, a, rows, begin, end, out);
+        case Q8_0: return panel_tiles<Q8_0>(w, a, rows, begin, end, out);
+        case W8A8: return panel_tiles<W8A8>(w, a, rows, begin, end, out);
+        default: return panel_tiles<W4A8>(w, a, rows, begin, end, out);
     }
 }
 
