@@ -91,6 +91,25 @@ def test_a_pass_with_a_prompt_in_it_teaches_what_is_kept_but_not_what_it_costs()
     assert controller.floor(1) == ChainController().floor(1)
 
 
+def test_a_round_followed_by_a_prompts_own_pass_is_left_out():
+    times = iter([0.0, 1.0, 2.0, 50.0, 51.0, 52.0])
+    controller = ChainController()
+    seen = []
+    controller.record = seen.append
+    pace = Pace(controller, lambda: next(times))
+    pace.start(1)
+    pace.drafted([7], [[-0.1]], [1])
+    pace.checked({7: 1})
+    pace.checked({9: 400})
+    pace.start(1)
+    assert seen == []
+    pace.drafted([7], [[-0.1]], [1])
+    pace.checked({7: 1})
+    times = iter([60.0])
+    pace.start(1)
+    assert [(round_.draft_s, round_.check_s, round_.cycle_s) for round_ in seen] == [(1.0, 1.0, 10.0)]
+
+
 @pytest.mark.skipif(not LIBRARY_PATH.exists(), reason="CPU kernels not built")
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_chains_cut_anywhere_give_the_text_of_plain_decoding(temperature):

@@ -37,6 +37,8 @@ class Pace:
         """Note how many drafted nodes of each request were kept; a pass with a prompt in it tells nothing of costs."""
         started, chains = self._started, self._chains
         self._started, self._chains = None, {}
+        if started is None:  # a prompt's pass came between: how long the round before took will not be known
+            self._previous = None
         nodes = [
             (score, index < kept[request_id])
             for request_id, (scores, count) in chains.items()
