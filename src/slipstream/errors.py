@@ -1,5 +1,7 @@
 """The errors a user can meet: each is a sentence that says what is wrong, where, and what to do."""
 
+from collections.abc import Sequence
+
 
 class SlipstreamError(Exception):
     """Something the user can mend; caught once, at the edge (cli, serve)."""
@@ -27,3 +29,11 @@ class KernelError(SlipstreamError):
 
 class RankLostError(SlipstreamError):
     """A process that holds part of the model died or failed; what is left of the group cannot go on."""
+
+
+class StepError(SlipstreamError):
+    """A step failed; the requests in it were ended and their pages taken back. The engine lives on."""
+
+    def __init__(self, request_ids: Sequence[int], cause: Exception) -> None:
+        super().__init__(f"A step failed ({type(cause).__name__}: {cause}); {len(request_ids)} requests were ended.")
+        self.request_ids = tuple(request_ids)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.engine import Engine, StepError
+from slipstream.engine.engine import Engine
 from slipstream.engine.graphs import CycleLauncher, key_bounds, row_buckets
 from slipstream.engine.request import FinishReason
 from slipstream.engine.runner import Runner
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, StepError
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 from tiny import OPS, VOCAB, engine_of, follower_draft, run, tiny_draft, tiny_target

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.engine import StepError
 from slipstream.engine.output import StopMatcher
 from slipstream.engine.request import FinishReason
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import ConfigError, RequestError, StepError
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 from tiny import VOCAB, engine_of, follower_draft, run, tiny_draft, tiny_target

@@ -68,9 +68,9 @@ def context(ops, kv, start, count, page_size):
     return PagedContext(ops, index, index.clone(), batch, kv)
 
 
-def cache(model, page_size=16):
+def cache(model, page_size=16, dtype=torch.float32):
     pages = -(-256 // page_size)
-    return KvCache.allocate(model.kv_shape, pages, page_size, torch.float32, torch.device("cpu"))
+    return KvCache.allocate(model.kv_shape, pages, page_size, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -107,19 +107,20 @@ def test_the_draft_in_one_call_matches_the_reference(cpu_ops, generator, caplog,
     assert not caplog.records
 
 
+@pytest.mark.parametrize("keys", [torch.float32, torch.bfloat16], ids=["float32-keys", "bfloat16-keys"])
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "q4_1", "q8_0", "w8a8_int8", "w4a8"])
-def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, format):
+def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, format, keys):
     model = make_target(generator)
     if format == "bfloat16":
         model.layers.to(torch.bfloat16)
     elif format != "float32":
         pack(model, format, fast_ops, generator)
     ids = torch.randint(0, 90, (64,), generator=generator)
-    whole = model(ids, context(fast_ops, cache(model), 0, 64, 16), (2,))
+    whole = model(ids, context(fast_ops, cache(model, 16, keys), 0, 64, 16), (2,))
     for ops in (CpuOps(1), CpuOps(2)):
         for page_size in (3, 64):
             for chunk in (1, 2, 5, 13, 40):
-                kv = cache(model, page_size)
+                kv = cache(model, page_size, keys)
                 parts = []
                 for at in range(0, 64, chunk):
                     part = ids[at : at + chunk]
@@ -128,11 +129,12 @@ def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, form
                 assert torch.equal(torch.cat([part.captured[0] for part in parts]), whole.captured[0])
 
 
-def test_blocks_one_by_one_give_the_bits_of_one_call(fast_ops, generator, caplog):
-    model = make_target(generator)
+@pytest.mark.parametrize("keys", [torch.float32, torch.bfloat16], ids=["float32-keys", "bfloat16-keys"])
+def test_blocks_one_by_one_give_the_bits_of_one_call(cpu_ops, generator, keys):
+    fast_ops, model = cpu_ops, make_target(generator)
     ids = torch.randint(0, 90, (20,), generator=generator)
-    whole = model(ids, context(fast_ops, cache(model), 0, 20, 16))
-    ctx = context(fast_ops, cache(model), 0, 20, 16)
+    whole = model(ids, context(fast_ops, cache(model, 16, keys), 0, 20, 16))
+    ctx = context(fast_ops, cache(model, 16, keys), 0, 20, 16)
     hidden = model.embed_tokens(ids, fast_ops)
     for layer in model.layers:
         hidden = layer(hidden, ctx)
@@ -151,7 +153,7 @@ def test_weights_replaced_after_a_pass_are_used_by_the_next(fast_ops, generator)
 def test_blocks_that_do_not_fit_run_one_by_one_and_say_so_once(fast_ops, generator, caplog):
     model = make_target(generator)
     ids = torch.randint(0, 90, (4,), generator=generator)
-    kv = KvCache.allocate(model.kv_shape, 16, 16, torch.bfloat16, torch.device("cpu"))
+    kv = KvCache.allocate(model.kv_shape, 16, 16, torch.float16, torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             got = model(ids, context(fast_ops, kv, 0, 4, 16)).last_TD

@@ -19,7 +19,7 @@ DRAFTED_STYLE = "green"
 def chat(
     model: options.Model = "embedded",
     draft: options.Draft = "auto",
-    depth: options.Depth = 3,
+    depth: options.AutoDepth = None,
     width: options.Width = 1,
     budget: options.Budget = 0,
     max_tokens: options.MaxTokens = 512,
@@ -42,7 +42,7 @@ def chat(
     console = Console()
     if model == "embedded":
         options.fetch_embedded(console)
-    tree = options.tree_shape(depth, width, budget)
+    tree = options.auto_tree(depth, width, budget)
     llm = LLM(LoadOptions(model, draft, tree, device, dtype, options.kernel_choice(kernels)))
     for line in llm.summary:
         console.print(Text(line, style="dim"))

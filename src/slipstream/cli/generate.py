@@ -16,7 +16,7 @@ def generate(
     raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
     model: options.Model = "embedded",
     draft: options.Draft = "auto",
-    depth: options.Depth = 3,
+    depth: options.AutoDepth = None,
     width: options.Width = 1,
     budget: options.Budget = 0,
     max_tokens: options.MaxTokens = 128,
@@ -49,7 +49,7 @@ def generate(
     questions = _questions(prompt, file)
     if model == "embedded":
         options.fetch_embedded(console)
-    tree = options.tree_shape(depth, width, budget)
+    tree = options.auto_tree(depth, width, budget)
     chosen = options.kernel_choice(kernels)
     llm = LLM(LoadOptions(model, draft, tree, device, dtype, chosen, topology=Topology(tp, ep, draft_tp)))
     for line in llm.summary:

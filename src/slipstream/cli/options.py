@@ -20,6 +20,9 @@ Draft = Annotated[
     typer.Option("--draft", "-d", help="A draft's folder or hub id, 'ngram', 'none', or 'auto' (the shipped one)."),
 ]
 Depth = Annotated[int, typer.Option(help="Drafted tokens on the longest path.")]
+AutoDepth = Annotated[
+    int | None, typer.Option(help="Drafted tokens on the longest path.", show_default="as far as it pays")
+]
 Width = Annotated[int, typer.Option(help="Nodes expanded on each level; 1 is a chain.")]
 Budget = Annotated[int, typer.Option(help="Drafted nodes to check in one pass; 0 checks every candidate.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens of the answer at most.")]
@@ -40,6 +43,15 @@ def tree_shape(depth: int, width: int, budget: int) -> "TreeShape":
     from slipstream.speculation.tree import TreeShape
 
     return TreeShape(depth=depth, width=width, budget=budget)
+
+
+def auto_tree(depth: int | None, width: int, budget: int) -> "TreeShape | None":
+    """Return the tree the options ask for; None, to draft as far as it pays, if they ask for nothing."""
+    from slipstream.speculation.tree import TreeShape
+
+    if depth is None and width == 1 and budget == 0:
+        return None
+    return TreeShape(depth=TreeShape.depth if depth is None else depth, width=width, budget=budget)
 
 
 def kernel_choice(name: str) -> "KernelChoice":

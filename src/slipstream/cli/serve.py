@@ -92,7 +92,7 @@ def serve(
     options = LoadOptions(
         name,
         wanted.draft or "auto",
-        wanted.tree or flags.DEFAULT_TREE,
+        wanted.tree or (flags.DEFAULT_TREE if wanted.simulated_acceptance else None),
         device,
         dtype,
         max_context=max_context,

@@ -1,5 +1,6 @@
 """Put an engine together: caches sized by the plan, a drafter of the kind asked for."""
 
+import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -8,23 +9,28 @@ import torch
 from slipstream.engine.channel import Leader
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.memory import kv_dtype
 from slipstream.engine.mirror import Everywhere, Held, LeadingDrafter, LeadingRunner
 from slipstream.engine.runner import Runner
 from slipstream.errors import ConfigError
-from slipstream.kernels import Ops
+from slipstream.kernels import ChainOps, Ops
 from slipstream.models.context import KvCache, KvShape
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers
 from slipstream.models.target import Target
+from slipstream.speculation.controller import ChainController
 from slipstream.speculation.drafter import Drafter, NgramDrafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeShape
+
+_PACED_DEPTH = 5
 
 
 def build_engine(
     target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
-    shape: TreeShape,
+    shape: TreeShape | None,
     config: EngineConfig,
     ops: Ops,
     leader: Leader | None = None,
@@ -32,8 +38,11 @@ def build_engine(
     """Allocate the caches and return an engine ready to run.
 
     Args:
+        shape: None ends chains where going on would not pay (see `paces`), or gives them the usual length.
         leader: the way to the other ranks, where the target is split; they are told how many pages to allocate.
     """
+    paced = shape is None and paces(draft, ops)
+    shape = shape or default_shape(draft, ops)
     if config.max_context > target.spec.max_position:
         raise ConfigError(
             f"max_context is {config.max_context}; the target was made for at most {target.spec.max_position} tokens."
@@ -44,14 +53,15 @@ def build_engine(
             f"{shape}: the target attends to the last {window} tokens only, and how many of them a node of a tree sees "
             f"would depend on the tree; draft a chain (width 1), or set max_context to {window} at most."
         )
-    dtype, device = target.embed_tokens.dtype, target.embed_tokens.device
+    dtype, device = kv_dtype(target), target.embed_tokens.device
     extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
     num_pages = config.resolve_num_pages(extra_slots)
 
     def cache(kv_shape: KvShape) -> KvCache:
         return KvCache.allocate(kv_shape, num_pages + config.spare_pages(device.type), config.page_size, dtype, device)
 
-    drafter = _drafter(target, draft, shape, cache, ops)
+    pace = Pace(ChainController(), time.perf_counter) if paced else None
+    drafter = _drafter(target, draft, shape, cache, ops, pace)
     runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
     if leader is None:
         return Engine(runner, drafter, config, target.spec.vocab_size)
@@ -71,7 +81,7 @@ def build_other_rank(
         draft: this rank's part of the draft, if it is split.
         paging: how many pages the first rank decided on, and their size.
     """
-    dtype, device = target.embed_tokens.dtype, target.embed_tokens.device
+    dtype, device = kv_dtype(target), target.embed_tokens.device
 
     def cache(kv_shape: KvShape) -> KvCache:
         return KvCache.allocate(kv_shape, *paging, dtype, device)
@@ -81,12 +91,23 @@ def build_other_rank(
     return Held(Runner(target, cache(target.kv_shape), ops, captured), drafter, target.ranks, ops)
 
 
+def paces(draft: Eagle3Draft | Literal["ngram"] | None, ops: Ops) -> bool:
+    """Tell whether chains can be cut where they stop paying: an EAGLE-3 draft, on kernels that draft whole chains."""
+    return isinstance(draft, Eagle3Draft) and draft.ranks.size == 1 and isinstance(ops, ChainOps)
+
+
+def default_shape(draft: Eagle3Draft | Literal["ngram"] | None, ops: Ops) -> TreeShape:
+    """Return the shape nobody asked for: longer where chains are cut when they stop paying."""
+    return TreeShape.chain(_PACED_DEPTH) if paces(draft, ops) else TreeShape()
+
+
 def _drafter(
     target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
     cache: Callable[[KvShape], KvCache],
     ops: Ops,
+    pace: Pace | None = None,
 ) -> Drafter:
     device: torch.device = target.embed_tokens.device
     if draft is None:
@@ -94,4 +115,4 @@ def _drafter(
     if draft == "ngram":
         return NgramDrafter(shape.depth, device)
     layers = captured_layers(draft.spec, target.spec)
-    return Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops)
+    return Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops, pace)

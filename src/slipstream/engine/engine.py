@@ -21,7 +21,8 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
 from slipstream.engine.stats import EngineStats, Phase
-from slipstream.errors import ConfigError, RankLostError, RequestError, SlipstreamError
+from slipstream.errors import ConfigError, RankLostError, RequestError, StepError
+from slipstream.kernels import one_pool
 from slipstream.models.target import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.choose import Chosen
@@ -36,14 +37,6 @@ logger = logging.getLogger(__name__)
 _SUSPICIOUS_PASSES = 200
 _SUSPICIOUS_RATE = 0.03
 _SCORED_ROWS = 64  # rows of prompt logits at a time: 64 rows of a vocabulary of 128k take 32 MiB
-
-
-class StepError(SlipstreamError):
-    """A step failed; the requests in it were ended and their pages taken back. The engine lives on."""
-
-    def __init__(self, request_ids: Sequence[int], cause: Exception) -> None:
-        super().__init__(f"A step failed ({type(cause).__name__}: {cause}); {len(request_ids)} requests were ended.")
-        self.request_ids = tuple(request_ids)
 
 
 class Engine:
@@ -204,7 +197,7 @@ class Engine:
         ordinary one gives nothing yet.
         """
         started, timed = time.perf_counter(), self._timed_seconds()
-        with torch.inference_mode():
+        with torch.inference_mode(), one_pool(self._runner.ops):
             emissions = self._run_cycle()
             if emissions is None:
                 emissions = self._run_plan(self._scheduler.plan())

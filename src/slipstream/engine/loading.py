@@ -13,7 +13,7 @@ from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
 from slipstream.checkpoint.hub import EMBEDDED, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
-from slipstream.engine.build import build_engine, build_other_rank
+from slipstream.engine.build import build_engine, build_other_rank, default_shape, paces
 from slipstream.engine.channel import Follower, Leader
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -21,6 +21,7 @@ from slipstream.engine.launch import Seat, leave, run_other, take_seat
 from slipstream.engine.memory import (
     DEFAULT_FRACTION,
     explained_out_of_memory,
+    kv_dtype,
     pages_that_fit,
     plan_pages,
     weight_bytes,
@@ -47,6 +48,7 @@ class LoadOptions:
         model: a folder, a .gguf file, a hub id, or "embedded".
         draft: a draft's folder or hub id, "ngram", "none", or "auto" (the draft that ships for the embedded model,
             and none for any other).
+        tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
         max_context: None takes what the model allows, up to 4096.
@@ -58,7 +60,7 @@ class LoadOptions:
 
     model: str | Path = EMBEDDED
     draft: str | Path = "auto"
-    tree: TreeShape = field(default_factory=TreeShape)
+    tree: TreeShape | None = None
     device: str = "auto"
     dtype: str = "auto"
     kernels: KernelChoice = "auto"
@@ -134,7 +136,7 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     config = dataclasses.replace(options.engine, max_context=max_context)
     has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
     draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
-    config, memory_line = _with_pages(options, target, draft, config)
+    config, memory_line = _with_pages(options, target, draft, config, options.tree or default_shape(draft, ops))
     return _Parts(path, dtype, ops, target, draft, draft_line, config, memory_line)
 
 
@@ -149,7 +151,8 @@ def _follow(options: LoadOptions, seat: Seat) -> None:
         return
     assert isinstance(num_pages, int)
     draft = parts.draft if isinstance(parts.draft, Eagle3Draft) else None
-    follow(channel, build_other_rank(parts.target, draft, options.tree, (num_pages, parts.config.page_size), parts.ops))
+    shape = options.tree or default_shape(draft, parts.ops)
+    follow(channel, build_other_rank(parts.target, draft, shape, (num_pages, parts.config.page_size), parts.ops))
 
 
 def _lead(options: LoadOptions, seat: Seat) -> Loaded:
@@ -176,7 +179,7 @@ def _lead(options: LoadOptions, seat: Seat) -> Loaded:
 def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) -> tuple[str, ...]:
     config, target, dtype = parts.config, parts.target, parts.dtype
     num_pages = config.resolve_num_pages(max(engine.drafter.max_nodes - 1, engine.drafter.scratch))
-    kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(dtype)
+    kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(kv_dtype(target))
     lines = [
         f"model: {options.model} ({target.spec.architecture}, {_weights(target)}, computed on {seat.device} in "
         f"{str(dtype).removeprefix('torch.')})",
@@ -210,14 +213,18 @@ def read_draft(
 
 
 def _with_pages(
-    options: LoadOptions, target: Target, draft: Eagle3Draft | Literal["ngram"] | None, config: EngineConfig
+    options: LoadOptions,
+    target: Target,
+    draft: Eagle3Draft | Literal["ngram"] | None,
+    config: EngineConfig,
+    shape: TreeShape,
 ) -> tuple[EngineConfig, str]:
     """Return the settings with their number of pages, where memory decides it, and a line on how it did."""
     if config.num_pages is not None:
         return config, ""
     device = target.embed_tokens.device
     eagle = draft if isinstance(draft, Eagle3Draft) else None
-    extra_slots = 0 if draft is None else max(options.tree.num_nodes - 1, options.tree.scratch)
+    extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
     if options.memory_fraction is not None:
         sharing = target.ranks.size if device.type == "cpu" else 1  # ranks on CPUs have one memory between them
         room = options.memory_fraction * _total_memory(device) / sharing
@@ -272,9 +279,12 @@ def _draft(
     if wanted is None or wanted == "none":
         return None, "none (plain decoding)"
     if wanted == "ngram":
-        return "ngram", f"n-gram lookup, {TreeShape.chain(options.tree.depth)}"
+        return "ngram", f"n-gram lookup, {TreeShape.chain((options.tree or TreeShape()).depth)}"
     draft = read_draft(wanted, target, dtype if options.dtype != "auto" else None, ops, options.topology)
-    return draft, f"{Path(wanted).name} (EAGLE-3, {_weights(draft)}), {options.tree}"
+    shape = str(options.tree or default_shape(draft, ops))
+    if options.tree is None and paces(draft, ops):
+        shape += " at most, ended where going on would not pay"
+    return draft, f"{Path(wanted).name} (EAGLE-3, {_weights(draft)}), {shape}"
 
 
 def _weights(model: torch.nn.Module) -> str:

@@ -85,7 +85,7 @@ def activation_bytes(target: Target, config: EngineConfig, nodes_per_request: in
 
 def bytes_per_page(models: Sequence[Target | Eagle3Draft], config: EngineConfig) -> int:
     """Return what a page takes in the caches of all models."""
-    dtype = models[0].embed_tokens.dtype
+    dtype = kv_dtype(models[0])
     return config.page_size * sum(model.kv_shape.bytes_per_token(dtype) for model in models)
 
 
@@ -108,3 +108,12 @@ def explained_out_of_memory(doing: str) -> Iterator[None]:
             f"or max_requests), run smaller steps (max_batch_tokens), or end other programs on this device. "
             f"Torch says: {error}"
         ) from error
+
+
+def kv_dtype(target: Target | Eagle3Draft) -> torch.dtype:
+    """Return the type of keys and values: the target's own, or bfloat16 beside weights kept in a GGUF's blocks.
+
+    Such weights have four to eight bits and activations eight, so eight of a key's digits are plenty, and reading half
+    the bytes is a quarter of a step at a few hundred tokens of context.
+    """
+    return torch.bfloat16 if target.embed_tokens.packed is not None else target.embed_tokens.dtype

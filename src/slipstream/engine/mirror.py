@@ -170,6 +170,11 @@ class LeadingRunner:
         """Where this rank's part lives."""
         return self._everywhere.held.runner.device
 
+    @property
+    def ops(self) -> Ops:
+        """The kernels of this rank."""
+        return self._everywhere.held.ops
+
     def forward(self, batch: Batch, pages: Sequence[Sequence[int]]) -> Hidden:
         """Run every rank's part of the target over a batch."""
         hidden: Hidden = self._everywhere.run(_Forward(batch, [list(row) for row in pages]))

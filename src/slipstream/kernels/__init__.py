@@ -1,16 +1,29 @@
 """One door to the kernels: `select` picks a backend; nothing else in the package names one."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, get_args
 
 import torch
 
 from slipstream.errors import KernelError
 from slipstream.kernels.cpu.ops import CpuOps
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Ops, RowSampling
+from slipstream.kernels.ops import AttentionBatch, ChainOps, ChainStart, KvLayer, Ops, RowSampling
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.threads import torch_threads
 
-__all__ = ["KERNEL_CHOICES", "AttentionBatch", "KernelChoice", "KvLayer", "Ops", "RowSampling", "select"]
+__all__ = [
+    "KERNEL_CHOICES",
+    "AttentionBatch",
+    "ChainOps",
+    "ChainStart",
+    "KernelChoice",
+    "KvLayer",
+    "Ops",
+    "RowSampling",
+    "one_pool",
+    "select",
+]
 
 KernelChoice = Literal["auto", "cpu", "triton", "reference"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
@@ -56,3 +69,11 @@ def _triton(device: torch.device, choice: KernelChoice) -> Ops:
         )
         return ReferenceOps(device)
     return TritonOps(device)
+
+
+def one_pool(ops: Ops) -> AbstractContextManager[None]:
+    """Keep torch's threads out of the way while a backend with threads of its own runs.
+
+    A torch worker spins for milliseconds after even a tiny operation, on a core that the backend's worker needs.
+    """
+    return torch_threads(1) if isinstance(ops, CpuOps) else nullcontext()

@@ -7,7 +7,7 @@ V vocabulary, L rows of logits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -199,6 +199,41 @@ class Ops(Protocol):
 
         The log-probabilities are of the softmax over the perturbed row. For drafting, which only proposes: a backend
         may round the noise of the rule.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ChainStart:
+    """Where chains of drafted tokens start, one for each of R requests. All tensors are contiguous.
+
+    Args:
+        page_table_RP: int32, as in AttentionBatch.
+        lengths_R: int64, keys the draft has committed; a chain's own go after them.
+        hidden_RD: what the last committed slot feeds the first level; not changed.
+        logits_RV: what that slot foretells: the first level's logits, over the draft's vocabulary.
+    """
+
+    page_table_RP: Tensor
+    page_size: int
+    lengths_R: Tensor
+    temperature_R: Tensor
+    seed_R: Tensor
+    hidden_RD: Tensor
+    logits_RV: Tensor
+
+
+@runtime_checkable
+class ChainOps(Protocol):
+    """A backend that can also draft whole chains in one call."""
+
+    def draft_chain(
+        self, draft: Any, kv: Any, start: ChainStart, depth: int, floor: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return cumulative log-probabilities and entries [R, depth]: each the best after the one before.
+
+        Once every chain lies below `floor` no further level is run; levels not run have -inf. `draft` and `kv` are
+        the models' EAGLE-3 draft and its cache, which lie a package higher. None if the call cannot run this draft.
         """
         ...
 

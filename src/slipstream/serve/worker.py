@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from slipstream.checkpoint.tokenizer import Tokenizer
-from slipstream.engine.engine import Engine, StepError
+from slipstream.engine.engine import Engine
 from slipstream.engine.output import Emission, EmittedToken
-from slipstream.errors import RankLostError, RequestError
+from slipstream.errors import RankLostError, RequestError, StepError
 from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down
 from slipstream.serve.meters import AnswerTimes, Meters
 from slipstream.serve.ticket import Job, StepEvent, Ticket

@@ -25,20 +25,23 @@ class Accepted:
 
 def accept(trees: TreeBatch, chosen_RN: Tensor) -> Accepted:
     """Return the emitted tokens of each request; there is always at least one."""
-    num_requests, num_nodes = trees.tokens_RN.shape
-    valid_RN = trees.valid_RN
-    at_R = torch.zeros(num_requests, dtype=torch.int64, device=chosen_RN.device)
-    alive_R = torch.ones_like(at_R, dtype=torch.bool)
-    counts_R = torch.zeros_like(at_R)
-    tokens, nodes = [], []
-    for _ in range(num_nodes):
-        token_R = chosen_RN.gather(1, at_R[:, None])[:, 0]
-        tokens.append(token_R)
-        nodes.append(at_R)
-        counts_R = counts_R + alive_R
-        match_RN = valid_RN & (trees.parents_RN == at_R[:, None]) & (trees.tokens_RN == token_R[:, None])
-        alive_R = alive_R & match_RN.any(-1)
-        if not bool(alive_R.any()):
-            break
-        at_R = torch.where(alive_R, match_RN.long().argmax(-1), at_R)
-    return Accepted(torch.stack(tokens, 1), torch.stack(nodes, 1), counts_R)
+    columns = (values.tolist() for values in (trees.sizes_R, trees.tokens_RN, trees.parents_RN, chosen_RN))
+    emitted, paths = [], []
+    for size, tokens, parents, chosen in zip(*columns, strict=True):
+        # From last to first, so that of equal children the first is found.
+        children = {(parents[node], tokens[node]): node for node in range(size - 1, 0, -1)}
+        node: int | None = 0
+        path = []
+        while node is not None:
+            path.append(node)
+            node = children.get((node, chosen[node]))
+        emitted.append([chosen[node] for node in path])
+        paths.append(path)
+    longest = max(map(len, paths), default=1)
+
+    def padded(rows: list[list[int]]) -> Tensor:
+        rows = [row + [0] * (longest - len(row)) for row in rows]
+        return torch.tensor(rows, dtype=torch.int64, device=chosen_RN.device).reshape(-1, longest)
+
+    counts_R = torch.tensor([len(path) for path in paths], dtype=torch.int64, device=chosen_RN.device)
+    return Accepted(padded(emitted), padded(paths), counts_R)

@@ -7,17 +7,19 @@ the last slot's logits are the first level of the next tree.
 Shape letters: R requests, W nodes of a level, T slots, D draft width, V draft vocabulary.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels import Ops, RowSampling
+from slipstream.kernels import ChainOps, ChainStart, Ops, RowSampling
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.grow import Candidates, Children, grow
+from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeBatch, TreeShape, relative_bits
 
 
@@ -31,14 +33,24 @@ class _LastSlot:
 
 
 class Eagle3Drafter:
-    """Grows trees with an EAGLE-3 draft. `captured_layers` is already resolved against the target."""
+    """Grows trees with an EAGLE-3 draft. `captured_layers` is already resolved against the target.
+
+    With a `pace`, chains end where going on would not pay; without one, every tree has the whole shape.
+    """
 
     name = "EAGLE-3"
     has_kv = True
 
     def __init__(
-        self, draft: Eagle3Draft, kv: KvCache, shape: TreeShape, captured_layers: tuple[int, ...], ops: Ops
+        self,
+        draft: Eagle3Draft,
+        kv: KvCache,
+        shape: TreeShape,
+        captured_layers: tuple[int, ...],
+        ops: Ops,
+        pace: Pace | None = None,
     ) -> None:
+        self._pace = pace
         self._draft = draft
         self._kv = kv
         self._ops = ops
@@ -72,14 +84,24 @@ class Eagle3Drafter:
         roots = TreeBatch.lone_roots([view.tokens[-1] for view in views], self._draft.token_ids_V.device)
         if not known:
             return roots
-        levels = _Levels(self._draft, self._kv, self._ops, [views[index] for index in known], self._last)
-        candidates = grow(self.shape, levels)
-        return _with_trees(roots, known, candidates, self._draft.token_ids_V)
+        grown = [views[index] for index in known]
+        floor = -math.inf if self._pace is None else self._pace.start(len(views))
+        candidates = self._chains(grown, floor)
+        if candidates is None:
+            candidates = grow(self.shape, _Levels(self._draft, self._kv, self._ops, grown, self._last))
+        trees = _with_trees(roots, known, candidates, self._draft.token_ids_V)
+        if self._pace is None:
+            return trees
+        kept_RC = candidates.scores_RC >= floor
+        self._pace.drafted([view.request_id for view in grown], candidates.scores_RC.tolist(), kept_RC.sum(1).tolist())
+        return trees.cut(known, 1 + kept_RC.sum(1))
 
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
         """Run the draft over the committed positions with the target's true features."""
         if not observed:
             return
+        if self._pace is not None:
+            self._pace.checked({seen.request_id: len(seen.rows) - 1 for seen in observed})
         device = captured[0].device
         rows_T = torch.tensor([row for seen in observed for row in seen.rows], device=device)
         tokens_T = torch.tensor([token for seen in observed for token in seen.next_tokens], device=device)
@@ -120,8 +142,32 @@ class Eagle3Drafter:
         self.resume({request_id: length}, feedback_1D, self._draft.logits(feedback_1D, self._ops))
 
     def reshape(self, shape: TreeShape) -> None:
-        """Grow trees of another shape."""
+        """Grow trees of another shape, from now on in full."""
         self.shape = shape
+        self._pace = None
+
+    def _chains(self, views: Sequence[DraftView], floor: float) -> Candidates | None:
+        """Draft chains in one call where the shape is a chain and the kernels can; the levels below give the same."""
+        shape, ops = self.shape, self._ops
+        if shape.width != 1 or shape.paths or self._draft.ranks.size > 1 or not isinstance(ops, ChainOps):
+            return None
+        device = self._draft.token_ids_V.device
+        slots = [self._last[view.request_id] for view in views]
+        start = ChainStart(
+            page_table([view.pages for view in views], device),
+            self._kv.page_size,
+            torch.tensor([slot.length for slot in slots], device=device),
+            torch.tensor([view.temperature for view in views], device=device),
+            torch.tensor([view.seed for view in views], device=device),
+            torch.stack([slot.feedback_D for slot in slots]),
+            torch.stack([slot.logits_V for slot in slots]),
+        )
+        drafted = ops.draft_chain(self._draft, self._kv, start, shape.num_nodes - 1, floor)
+        if drafted is None:
+            return None
+        scores_RK, entries_RK = drafted
+        parents_RK = torch.arange(-1, shape.num_nodes - 2, device=device).expand_as(entries_RK)
+        return Candidates(entries_RK, parents_RK, scores_RK)
 
 
 class _Levels:

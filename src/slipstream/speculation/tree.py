@@ -137,37 +137,32 @@ class TreeBatch:
         out.sizes_R[rows] = trees.sizes_R
         return out
 
+    def cut(self, rows: list[int], sizes: Tensor) -> "TreeBatch":
+        """Return these trees with only the first nodes of some rows."""
+        sizes_R = self.sizes_R.clone()
+        sizes_R[rows] = sizes
+        num_nodes = int(sizes_R.max())
+        kept_RN = torch.arange(num_nodes, device=sizes_R.device) < sizes_R[:, None]
+        parents_RN = self.parents_RN[:, :num_nodes].where(kept_RN, torch.full_like(self.parents_RN[:, :num_nodes], -1))
+        return TreeBatch(self.tokens_RN[:, :num_nodes], parents_RN, sizes_R)
+
     def unpack(self) -> list["Tree"]:
         """Return the trees as plain values, without padding."""
-        path_RNN = self.is_ancestor_RNN()
-        columns = zip(
-            self.sizes_R.tolist(),
-            self.tokens_RN.tolist(),
-            self.parents_RN.tolist(),
-            (path_RNN.sum(-1) - 1).tolist(),
-            relative_bits(path_RNN).tolist(),
-            strict=True,
-        )
-        return [Tree(*(values[:size] for values in row)) for size, *row in columns]
+        columns = zip(self.sizes_R.tolist(), self.tokens_RN.tolist(), self.parents_RN.tolist(), strict=True)
+        trees = []
+        for size, tokens, parents in columns:
+            depths, bits = [0], [-1]  # the root sees all that comes before it
+            for node in range(1, size):
+                parent = parents[node]
+                depths.append(depths[parent] + 1)
+                bits.append(1 | bits[parent] << (node - parent))
+            trees.append(Tree(tokens[:size], parents[:size], depths, bits))
+        return trees
 
     @property
     def valid_RN(self) -> Tensor:
         """Tell nodes from padding."""
         return torch.arange(self.tokens_RN.shape[1], device=self.tokens_RN.device) < self.sizes_R[:, None]
-
-    def is_ancestor_RNN(self) -> Tensor:
-        """Return, for node i, which nodes j lie on its path: itself, its parent, ... the root."""
-        num_nodes = self.tokens_RN.shape[1]
-        path_RNN = torch.eye(num_nodes, dtype=torch.bool, device=self.tokens_RN.device).expand(
-            len(self.tokens_RN), -1, -1
-        )
-        at_RN = self.parents_RN
-        parents_RN = torch.cat([self.parents_RN, torch.full_like(self.parents_RN[:, :1], -1)], dim=1)
-        while bool((at_RN >= 0).any()):
-            step_RNN = torch.nn.functional.one_hot(at_RN.clamp(min=0), num_nodes).bool() & (at_RN >= 0)[..., None]
-            path_RNN = path_RNN | step_RNN
-            at_RN = parents_RN.gather(1, at_RN.where(at_RN >= 0, torch.full_like(at_RN, num_nodes)))
-        return path_RNN
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.library import NativeBatch, NativeKv
+from slipstream.kernels.cpu.library import FORMATS, NativeBatch, NativeKv
 from slipstream.kernels.ops import AttentionBatch, KvLayer
+
+_FORMATS = {torch.float32: FORMATS["f32"], torch.bfloat16: FORMATS["bf16"]}
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,12 @@ def describe_batch(batch: AttentionBatch, slots_T: Tensor | None, positions_T: T
 
 
 def kv_is_plain(layer: KvLayer) -> bool:
-    """Tell whether the library can use these keys and values: float32, heads side by side."""
+    """Tell whether the library can use these keys and values: float32 or bfloat16, heads side by side."""
     keys_SGd, values_SGd = layer.keys_SGd, layer.values_SGd
     plain_strides = keys_SGd.stride()[1:] == (keys_SGd.shape[2], 1)
     return (
-        keys_SGd.dtype == values_SGd.dtype == torch.float32
+        keys_SGd.dtype == values_SGd.dtype
+        and keys_SGd.dtype in _FORMATS
         and plain_strides
         and keys_SGd.stride() == values_SGd.stride()
     )
@@ -60,6 +63,7 @@ def describe_kv(layers: Sequence[KvLayer]) -> "ctypes.Array[NativeKv]":
                 layer.values_SGd.data_ptr(),
                 layer.keys_SGd.stride(0),
                 layer.keys_SGd.shape[0],
+                _FORMATS[layer.keys_SGd.dtype],
             )
             for layer in layers
         )

@@ -9,7 +9,7 @@ from typing import Literal
 from slipstream.errors import KernelError
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 2
+ABI = 4
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -83,7 +83,14 @@ class NativeBatch(Structure):
 class NativeKv(Structure):
     """Keys and values of one layer."""
 
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("slot_stride", c_int64), ("num_slots", c_int64))
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("slot_stride", c_int64),
+        ("num_slots", c_int64),
+        ("format", c_int32),
+        ("reserved", c_int32),
+    )
 
 
 class NativeStack(Structure):
@@ -140,6 +147,45 @@ class NativeTopK(Structure):
     _fields_ = (("rows", c_int64), ("vocab", c_int64), ("k", c_int32), ("reserved", c_int32))
 
 
+class NativeEmbedding(Structure):
+    """A table of embeddings."""
+
+    _fields_ = (("rows", c_void_p), ("format", c_int32), ("reserved", c_int32))
+
+
+class NativeDraft(Structure):
+    """What a draft has beside its blocks."""
+
+    _fields_ = (
+        ("head", NativeLinear),
+        ("embedding", NativeEmbedding),
+        ("norm", c_void_p),
+        ("token_ids", c_void_p),
+        ("eps", c_float),
+        ("normed_feedback", c_int32),
+    )
+
+
+class NativeChain(Structure):
+    """Chains to draft."""
+
+    _fields_ = (
+        ("page_table", c_void_p),
+        ("lengths", c_void_p),
+        ("temperature", c_void_p),
+        ("seed", c_void_p),
+        ("root_logits", c_void_p),
+        ("hidden", c_void_p),
+        ("scores", c_void_p),
+        ("entries", c_void_p),
+        ("page_table_stride", c_int64),
+        ("requests", c_int32),
+        ("page_size", c_int32),
+        ("depth", c_int32),
+        ("floor", c_float),
+    )
+
+
 _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
     "slip_linear": (c_void_p, POINTER(NativeLinear), c_void_p, c_int64, c_int32, c_void_p),
     "slip_attention": (
@@ -165,6 +211,7 @@ _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
         c_void_p,
         c_void_p,
     ),
+    "slip_draft_chain": (c_void_p, POINTER(NativeStack), POINTER(NativeDraft), POINTER(NativeChain)),
     "slip_write_slots": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "slip_repack": (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "slip_gather_rows": (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),

@@ -10,6 +10,7 @@ from torch import Tensor
 from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.cpu.batch import describe_batch, describe_kv, kv_is_plain
+from slipstream.kernels.cpu.draft import DraftCache, describe_chain
 from slipstream.kernels.cpu.library import (
     FORMATS,
     Isa,
@@ -22,9 +23,10 @@ from slipstream.kernels.cpu.library import (
 )
 from slipstream.kernels.cpu.stack import StackCache
 from slipstream.kernels.cpu.weights import PANEL_FORMATS, SUFFIX, describe_dense, describe_panels, is_dense, to_panels
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
+from slipstream.kernels.ops import AttentionBatch, ChainStart, KvLayer, Layer, RowSampling
 from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.threads import torch_threads
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class CpuOps:
         self._library, self._handle = self._engine.library, self._engine.handle
         self._reference = ReferenceOps(torch.device("cpu"))
         self._stacks = StackCache()
+        self._drafts = DraftCache()
         self._said: set[str] = set()
 
     @property
@@ -89,7 +92,8 @@ class CpuOps:
                 f"The CPU kernels do not know format {weight.format!r}; torch multiplies it: slower, and a row's bits "
                 "may change with the number of rows."
             )
-            return self._reference.packed_linear(x_TD, weight, bias_N)
+            with torch_threads(self._engine.threads):
+                return self._reference.packed_linear(x_TD, weight, bias_N)
         bias = None if bias_N is None else _float_rows(bias_N)
         return self._multiply(x_TD, describe_panels(weight, bias), (weight.out_features, weight.in_features))
 
@@ -152,7 +156,7 @@ class CpuOps:
 
     def write_kv(self, layer: KvLayer, keys_TGd: Tensor, values_TGd: Tensor, slots_T: Tensor) -> None:
         """Write keys and values into their slots, in place."""
-        if not kv_is_plain(layer):
+        if not kv_is_plain(layer) or layer.keys_SGd.dtype != torch.float32:
             self._reference.write_kv(layer, keys_TGd, values_TGd, slots_T)
             return
         slots_T = slots_T.to(torch.int64).contiguous()
@@ -181,11 +185,12 @@ class CpuOps:
         """Attend over the pages of each request."""
         if not kv_is_plain(layer):
             self._say_once(
-                f"The CPU kernels attend over contiguous float32 keys and values, not {layer.keys_SGd.dtype}; torch "
-                "attends: slower, and bits may change with the batch."
+                f"The CPU kernels attend over contiguous float32 or bfloat16 keys and values, not "
+                f"{layer.keys_SGd.dtype}; torch attends: slower, and bits may change with the batch."
             )
             q = q_THd.to(layer.keys_SGd.dtype)
-            return self._reference.attention(q, layer, batch, scale, window).to(q_THd.dtype)
+            with torch_threads(self._engine.threads):
+                return self._reference.attention(q, layer, batch, scale, window).to(q_THd.dtype)
         q = q_THd.float().contiguous()
         out = torch.empty(q.shape)
         described = describe_batch(batch, None, None)
@@ -232,7 +237,7 @@ class CpuOps:
         embedding_TD: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Apply all blocks in one call where they and the context allow it, else one by one."""
-        stack = self._stacks.find(layers, ctx)
+        stack = self._stacks.find(layers, getattr(ctx, "kv", None))
         if isinstance(stack, str):
             self._say_once(f"Blocks run one by one, which is slower: {stack}.")
             return self._reference.run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)
@@ -253,6 +258,20 @@ class CpuOps:
         if hidden_TD.dtype == torch.float32:
             return hidden, captured
         return hidden.to(hidden_TD.dtype), [state.to(hidden_TD.dtype) for state in captured]
+
+    def draft_chain(
+        self, draft: Any, kv: Any, start: ChainStart, depth: int, floor: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Draft whole chains in one call, if the library can read the draft's blocks, head and embeddings."""
+        described = self._drafts.find(draft)
+        stack = self._stacks.find(list(draft.layers), kv)
+        if described is None or isinstance(stack, str):
+            return None
+        scores_RK = torch.empty((len(start.lengths_R), depth))
+        entries_RK = torch.empty((len(start.lengths_R), depth), dtype=torch.int64)
+        chain = describe_chain(start, depth, floor, (scores_RK, entries_RK))
+        check(self._library.slip_draft_chain(self._handle, stack.native((), ()), described.native, chain))
+        return scores_RK, entries_RK
 
     def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
         """Take the argmax of perturbed logits: the reference's tokens."""

@@ -105,9 +105,8 @@ class StackCache:
             weakref.WeakKeyDictionary()
         )
 
-    def find(self, layers: Sequence[Any], ctx: Any) -> DescribedStack | str:
-        """Return the description of these blocks over the context's cache, or why there is none."""
-        kv = getattr(ctx, "kv", None)
+    def find(self, layers: Sequence[Any], kv: Any | None) -> DescribedStack | str:
+        """Return the description of these blocks over a cache, or why there is none."""
         if not layers or kv is None:
             return "the context keeps no pages"
         if other := next((layer for layer in layers if not _is_llama_block(layer)), None):
@@ -122,7 +121,7 @@ class StackCache:
         if known is None or known[0] is not blocks:
             unfit = next((layer for layer in kv.layers if not kv_is_plain(layer)), None)
             if unfit is not None or len(kv.layers) < len(layers):
-                return f"keys and values are {kv.layers[0].keys_SGd.dtype}, not contiguous float32"
+                return f"keys and values are {kv.layers[0].keys_SGd.dtype}, not contiguous float32 or bfloat16"
             indices = [layer.self_attn.layer_index for layer in layers]
             described = DescribedStack(blocks, describe_kv([kv.layers[index] for index in indices]))
             known = self._stacks[kv] = (blocks, described)

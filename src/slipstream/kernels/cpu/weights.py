@@ -64,13 +64,18 @@ def is_dense(weight_ND: Tensor) -> bool:
     return weight_ND.dtype in _DENSE and weight_ND.is_contiguous()
 
 
+def dense_format(weight_ND: Tensor) -> int:
+    """Return the library's number of a dense weight's type."""
+    return _DENSE[weight_ND.dtype]
+
+
 def describe_dense(weight_ND: Tensor, bias_N: Tensor | None) -> NativeLinear:
     """Point at a dense weight. The weight and the bias must outlive the description."""
     return NativeLinear(
         weight_ND.data_ptr(),
         None,
         None if bias_N is None else bias_N.data_ptr(),
-        _DENSE[weight_ND.dtype],
+        dense_format(weight_ND),
         weight_ND.shape[0],
         weight_ND.shape[1],
     )

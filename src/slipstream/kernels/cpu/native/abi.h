@@ -58,12 +58,14 @@ struct Batch {
     int32_t reserved;
 };
 
-// The keys and values of one layer: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
+// The keys and values of one layer, F32 or BF16: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
 struct Kv {
-    float* keys;
-    float* values;
+    void* keys;
+    void* values;
     int64_t slot_stride;
     int64_t num_slots;
+    int32_t format;
+    int32_t reserved;
 };
 
 struct Stack {
@@ -81,6 +83,40 @@ struct Sampling {
     const float* temperature;
     const int64_t* seed;
     const int64_t* position;
+};
+
+// A table of embeddings [rows, width]: dense rows, or panels of a GGUF format.
+struct Embedding {
+    const void* rows;
+    int32_t format;
+    int32_t reserved;
+};
+
+// What an EAGLE-3 draft has beside its blocks.
+struct Draft {
+    Linear head;
+    Embedding embedding;
+    const float* norm;
+    const int64_t* token_ids;  // of the head's entries
+    float eps;
+    int32_t normed_feedback;  // the next level is fed what the head reads, not the stream before the norm
+};
+
+// Chains of `depth` tokens to draft for some requests. A level's keys go to the slots from `lengths` on.
+struct Chain {
+    const int32_t* page_table;
+    const int64_t* lengths;
+    const float* temperature;
+    const int64_t* seed;
+    const float* root_logits;  // [requests, head.n]: they foretell the first level
+    float* hidden;             // [requests, width], what the first level is fed; overwritten
+    float* scores;             // [requests, depth], cumulative log-probability; -inf for levels not run
+    int64_t* entries;          // [requests, depth], in the draft's vocabulary
+    int64_t page_table_stride;
+    int32_t requests;
+    int32_t page_size;
+    int32_t depth;
+    float floor;  // a chain whose cumulative log-probability is below it needs no further level
 };
 
 }  // namespace slip

@@ -114,7 +114,8 @@ struct AttentionArgs {
     float* inverse;
 };
 
-// One kv head's rows of one block of queries; row = token * group + head within the group.
+// One kv head's rows of one block of queries; row = token * group + head within the group. T: float, or uint16_t for bf16.
+template <class T>
 struct Unit {
     const AttentionArgs& args;
     QueryBlock block;
@@ -148,14 +149,17 @@ struct Unit {
         const int token = block.first + row / group(), head = kv_head * group() + row % group();
         return args.q + token * args.q_stride + static_cast<int64_t>(head) * args.head_dim;
     }
-    const float* values(int64_t slot) const { return args.kv.values + slot * args.kv.slot_stride + kv_head * args.head_dim; }
-    const float* keys(int64_t slot) const { return args.kv.keys + slot * args.kv.slot_stride + kv_head * args.head_dim; }
+    const T* values(int64_t slot) const { return at(args.kv.values, slot); }
+    const T* keys(int64_t slot) const { return at(args.kv.keys, slot); }
+    const T* at(const void* start, int64_t slot) const {
+        return static_cast<const T*>(start) + slot * args.kv.slot_stride + kv_head * args.head_dim;
+    }
 };
 
 #if SLIP_ISA == 2
-SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
-    __m512 a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows[i] + at);
+// Turn 16 rows of 16 words, row by row, into 16 vectors, column by column.
+SLIP_INLINE void transpose_words(__m512 (&a)[16]) {
+    __m512 b[16];
     for (int i = 0; i < 16; i += 2) {
         b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
         b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
@@ -170,28 +174,53 @@ SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
         const __m512 low0 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88), high0 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xDD);
         const __m512 low1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
         const __m512 high1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xDD);
-        vstore(out + 16 * j, _mm512_shuffle_f32x4(low0, low1, 0x88));
-        vstore(out + 16 * (8 + j), _mm512_shuffle_f32x4(low0, low1, 0xDD));
-        vstore(out + 16 * (4 + j), _mm512_shuffle_f32x4(high0, high1, 0x88));
-        vstore(out + 16 * (12 + j), _mm512_shuffle_f32x4(high0, high1, 0xDD));
+        b[j] = _mm512_shuffle_f32x4(low0, low1, 0x88);
+        b[8 + j] = _mm512_shuffle_f32x4(low0, low1, 0xDD);
+        b[4 + j] = _mm512_shuffle_f32x4(high0, high1, 0x88);
+        b[12 + j] = _mm512_shuffle_f32x4(high0, high1, 0xDD);
+    }
+    for (int i = 0; i < 16; ++i) a[i] = b[i];
+}
+// Transpose `at` .. `at` + kSpan of 16 keys; a word of bf16 keys holds two values.
+template <class T>
+constexpr int kSpan = sizeof(T) == 4 ? 16 : 32;
+SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
+    __m512 a[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows[i] + at);
+    transpose_words(a);
+    for (int i = 0; i < 16; ++i) vstore(out + 16 * i, a[i]);
+}
+SLIP_INLINE void transpose16(const uint16_t* const* rows, int at, float* out) {
+    __m512 a[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
+    transpose_words(a);
+    const __m512i high = _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
+    for (int i = 0; i < 16; ++i) {
+        const __m512i pair = _mm512_castps_si512(a[i]);
+        vstore(out + 32 * i, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+        vstore(out + 32 * i + 16, _mm512_castsi512_ps(_mm512_and_si512(pair, high)));
     }
 }
 #else
-SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
+template <class T>
+constexpr int kSpan = 16;
+template <class T>
+SLIP_INLINE void transpose16(const T* const* rows, int at, float* out) {
     for (int i = 0; i < 16; ++i)
-        for (int lane = 0; lane < 16; ++lane) out[16 * i + lane] = rows[lane][at + i];
+        for (int lane = 0; lane < 16; ++lane) out[16 * i + lane] = as_float(rows[lane][at + i]);
 }
 #endif
 
-static void transpose_keys(const float* const* rows, int head_dim, float* out) {
+template <class T>
+static void transpose_keys(const T* const* rows, int head_dim, float* out) {
     int at = 0;
-    for (; at + 16 <= head_dim; at += 16) transpose16(rows, at, out + 16 * at);
+    for (; at + kSpan<T> <= head_dim; at += kSpan<T>) transpose16(rows, at, out + 16 * at);
     for (; at < head_dim; ++at)
-        for (int lane = 0; lane < 16; ++lane) out[16 * at + lane] = rows[lane][at];
+        for (int lane = 0; lane < 16; ++lane) out[16 * at + lane] = as_float(rows[lane][at]);
 }
 
-template <int R>
-static void score_rows(const Unit& unit, const int* rows, int num_rows, const float* keys, int base) {
+template <int R, class T>
+static void score_rows(const Unit<T>& unit, const int* rows, int num_rows, const float* keys, int base) {
     int done = 0;
     for (; done + R <= num_rows; done += R) {
         const float* q[R];
@@ -211,16 +240,18 @@ static void score_rows(const Unit& unit, const int* rows, int num_rows, const fl
     }
 }
 
-constexpr int kKeysAhead = 96, kValuesAhead = 128;
+constexpr int kKeysAhead = 32, kValuesAhead = 32;
 
 // One head's keys are strided by the other heads', which the hardware does not foresee.
-SLIP_INLINE void fetch(const float* p, int floats) {
-    for (int i = 0; i < floats; i += 16) __builtin_prefetch(p + i);
+template <class T>
+SLIP_INLINE void fetch(const T* p, int count) {
+    for (int i = 0; i < count; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(p + i);
 }
 
 // Scores of ranks 16 begin .. 16 end.
-static void score_tiles(const Unit& unit, int begin, int end, float* transposed) {
-    const float* pointers[16];
+template <class T>
+static void score_tiles(const Unit<T>& unit, int begin, int end, float* transposed) {
+    const T* pointers[16];
     int rows[kMaxRows];
     const int group = unit.group();
     for (int tile = begin; tile < end; ++tile) {
@@ -251,7 +282,8 @@ static void score_tiles(const Unit& unit, int begin, int end, float* transposed)
 }
 
 // Turn a row's scores into weights, zero from the block's first rank to the row's own; keep one over their sum.
-static void softmax_row(const Unit& unit, int row) {
+template <class T>
+static void softmax_row(const Unit<T>& unit, int row) {
     const TokenView& view = unit.view(row / unit.group());
     const int first = view.first_rank(unit.args.window), from = unit.first_rank(), count = view.count;
     float* scores = unit.row_scores(row);
@@ -281,12 +313,12 @@ struct Ranks {
     bool first, last;
 };
 
-template <int R, int C>
-static void value_rows(const Unit& unit, int row, int at, int width, const Ranks& ranks) {
+template <int R, int C, class T>
+static void value_rows(const Unit<T>& unit, int row, int at, int width, const Ranks& ranks) {
     V sum[R][C];
     const float* weights[R];
     float* out[R];
-    const auto load = [&](const float* p, int c) { return width >= 16 ? vload(p + 16 * c) : vload_n(p, width); };
+    const auto load = [&](const auto* p, int c) { return width >= 16 ? vload_any(p + 16 * c) : vload_any_n(p, width); };
     for (int r = 0; r < R; ++r) {
         const int token = (row + r) / unit.group(), head = unit.kv_head * unit.group() + (row + r) % unit.group();
         weights[r] = unit.row_scores(row + r);
@@ -295,7 +327,7 @@ static void value_rows(const Unit& unit, int row, int at, int width, const Ranks
     }
     const int64_t* slots = unit.view(0).slots;
     for (int rank = ranks.begin; rank < ranks.end; ++rank) {
-        const float* p = unit.values(slots[rank]) + at;
+        const T* p = unit.values(slots[rank]) + at;
         if (rank + kValuesAhead < unit.view(0).regular) fetch(unit.values(slots[rank + kValuesAhead]) + at, 16 * C);
         V value[C];
         for (int c = 0; c < C; ++c) value[c] = load(p, c);
@@ -308,7 +340,7 @@ static void value_rows(const Unit& unit, int row, int at, int width, const Ranks
         if (ranks.last) {
             const TokenView& view = unit.view((row + r) / unit.group());
             for (int rank = ranks.end; rank < view.count; ++rank) {
-                const float* p = unit.values(view.slot(rank)) + at;
+                const T* p = unit.values(view.slot(rank)) + at;
                 for (int c = 0; c < C; ++c) sum[r][c] = vfma(vset(weights[r][rank]), load(p, c), sum[r][c]);
             }
             for (int c = 0; c < C; ++c) sum[r][c] = vmul(sum[r][c], vset(unit.inverse[row + r]));
@@ -320,8 +352,8 @@ static void value_rows(const Unit& unit, int row, int at, int width, const Ranks
     }
 }
 
-template <int R, int C>
-static void value_columns(const Unit& unit, int row, int at, int width, const Ranks& ranks) {
+template <int R, int C, class T>
+static void value_columns(const Unit<T>& unit, int row, int at, int width, const Ranks& ranks) {
     const int rows = unit.rows();
     for (; row + R <= rows; row += R) value_rows<R, C>(unit, row, at, width, ranks);
     if constexpr (R > 1) {
@@ -330,7 +362,8 @@ static void value_columns(const Unit& unit, int row, int at, int width, const Ra
 }
 
 // Values 32 chunk .. 32 chunk + 32 of every row's output.
-static void value_chunk(const Unit& unit, int chunk, const Ranks& ranks) {
+template <class T>
+static void value_chunk(const Unit<T>& unit, int chunk, const Ranks& ranks) {
     int at = 32 * chunk;
     const int end = at + 32 < unit.args.head_dim ? at + 32 : unit.args.head_dim;
     if (end - at == 32) return value_columns<kValueRows, 2>(unit, 0, at, 32, ranks);
@@ -341,8 +374,8 @@ static void value_chunk(const Unit& unit, int chunk, const Ranks& ranks) {
 // read from front to back whatever the number of heads.
 template <class UnitOf>
 static void value_range(const UnitOf& unit_of, int chunks, int begin, int end) {
-    constexpr int kTile = 64;
-    const Unit some = unit_of(begin / chunks);
+    constexpr int kTile = 32;
+    const auto some = unit_of(begin / chunks);
     const int shared = some.shared_ranks(), from = some.first_rank() < shared ? some.first_rank() : shared;
     for (int rank = from; rank == from || rank < shared; rank += kTile) {
         const int stop = rank + kTile < shared ? rank + kTile : shared;
@@ -352,34 +385,49 @@ static void value_range(const UnitOf& unit_of, int chunks, int begin, int end) {
 }
 
 struct AttentionRoom {
-    bool together;  // the team shares each unit; otherwise a member takes a unit from start to end
+    bool together;  // the team shares each block of queries; otherwise a member takes a block from start to end
     int64_t scores, inverse, transposed;  // floats
 };
 
 static AttentionRoom attention_room(int num_blocks, int max_rows, int padded_keys, int kv_heads, int head_dim, int team) {
-    const int64_t units = static_cast<int64_t>(num_blocks) * kv_heads;
-    const bool together = units < 4 * team;
-    const int64_t copies = together ? units : team;
+    const bool together = num_blocks < 2 * team;
+    const int64_t copies = static_cast<int64_t>(together ? num_blocks : team) * kv_heads;
     return {together, copies * max_rows * padded_keys, copies * max_rows, static_cast<int64_t>(team) * 16 * head_dim};
 }
 
-SLIP_INLINE Unit make_unit(const AttentionArgs& args, int index, int copy) {
+template <class T>
+SLIP_INLINE Unit<T> make_unit(const AttentionArgs& args, int index, int copy) {
     return {args, args.plan.blocks[index / args.kv_heads], index % args.kv_heads,
             args.scores + static_cast<int64_t>(copy) * args.plan.max_rows * args.plan.padded_keys,
             args.inverse + static_cast<int64_t>(copy) * args.plan.max_rows};
 }
 
+// One block of queries by one member. With few rows memory decides, and is read from front to back, all heads of a tile
+// together; with many rows arithmetic does, and a head's scores stay in the second cache.
+template <class T>
+static void attend_block(const AttentionArgs& args, int block, int copy, float* transposed) {
+    const int heads = args.kv_heads, chunks = (args.head_dim + 31) / 32;
+    const auto unit_of = [&](int head) { return make_unit<T>(args, block * heads + head, copy * heads + head); };
+    const Unit<T> some = unit_of(0);
+    const int first = some.first_rank() / 16, last = (some.last_rank() + 15) / 16, rows = some.rows();
+    const int together = 2 * rows > kBlockRows ? 1 : heads;
+    for (int head = 0; head < heads; head += together) {
+        const int stop = head + together;
+        for (int tile = first; tile < last; ++tile)
+            for (int h = head; h < stop; ++h) score_tiles(unit_of(h), tile, tile + 1, transposed);
+        for (int h = head; h < stop; ++h)
+            for (int row = 0; row < rows; ++row) softmax_row(unit_of(h), row);
+        value_range(unit_of, chunks, chunks * head, chunks * stop);
+    }
+}
+
 // Every member calls this. Uses at most 3 phases.
-static void attend(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
+template <class T>
+static void attend_over(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
     const int units = args.plan.num_blocks * args.kv_heads, chunks = (args.head_dim + 31) / 32;
     float* transposed = transposed_room + static_cast<int64_t>(team.id) * 16 * args.head_dim;
     if (!together) {
-        team.share(units, 1, [&](int index, int) {
-            const Unit unit = make_unit(args, index, team.id);
-            score_tiles(unit, unit.first_rank() / 16, (unit.last_rank() + 15) / 16, transposed);
-            for (int row = 0; row < unit.rows(); ++row) softmax_row(unit, row);
-            value_range([&](int) { return unit; }, chunks, 0, chunks);
-        });
+        team.share(args.plan.num_blocks, 1, [&](int block, int) { attend_block<T>(args, block, team.id, transposed); });
         return;
     }
     // Members share each block's keys, all heads of a tile together, and then its columns of values.
@@ -389,22 +437,27 @@ static void attend(const AttentionArgs& args, bool together, float* transposed_r
         const int block = index / groups;
         for (int tile = index % groups * kTiles; tile < (index % groups + 1) * kTiles; ++tile)
             for (int head = 0; head < heads; ++head) {
-                const Unit unit = make_unit(args, block * heads + head, block * heads + head);
+                const Unit<T> unit = make_unit<T>(args, block * heads + head, block * heads + head);
                 if (tile >= unit.first_rank() / 16 && tile < (unit.last_rank() + 15) / 16) score_tiles(unit, tile, tile + 1, transposed);
             }
     });
     team.share(units * args.plan.max_rows, 4, [&](int begin, int end) {
         for (int index = begin; index < end; ++index) {
-            const Unit unit = make_unit(args, index / args.plan.max_rows, index / args.plan.max_rows);
+            const Unit<T> unit = make_unit<T>(args, index / args.plan.max_rows, index / args.plan.max_rows);
             if (index % args.plan.max_rows < unit.rows()) softmax_row(unit, index % args.plan.max_rows);
         }
     });
     const int columns = heads * chunks, spans = columns < team.size ? columns : team.size;
     team.share(args.plan.num_blocks * spans, 1, [&](int index, int) {
         const int block = index / spans, span = index % spans;
-        value_range([&](int head) { return make_unit(args, block * heads + head, block * heads + head); }, chunks,
+        value_range([&](int head) { return make_unit<T>(args, block * heads + head, block * heads + head); }, chunks,
                     columns * span / spans, columns * (span + 1) / spans);
     });
+}
+
+static void attend(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
+    if (args.kv.format == BF16) attend_over<uint16_t>(args, together, transposed_room, team);
+    else attend_over<float>(args, together, transposed_room, team);
 }
 
 }  // namespace SLIP_NAMESPACE

@@ -23,7 +23,7 @@ static void linear(Pool& pool, Scratch& scratch, const Linear& w, const float* x
         if (!is_dense(w.format)) {
             team.share(rows, 4, [&](int begin, int end) { prepare_rows(w, a, begin, end); });
         }
-        team.share(panels, piece_size(panels, team.size), [&](int begin, int end) { product(w, a, rows, begin, end, out); });
+        team.share(panels, piece_size(panels, team.size, rows), [&](int begin, int end) { product(w, a, rows, begin, end, out); });
     });
 }
 
@@ -86,8 +86,16 @@ static void rotate(Pool& pool, const Rotation& r, const float* x, float* y) {
     });
 }
 
+}  // namespace SLIP_NAMESPACE
+}  // namespace slip
+
+#include "chain.h"
+
+namespace slip {
+namespace SLIP_NAMESPACE {
+
 const Table& table() {
-    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k};
+    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k, draft_chain};
     return functions;
 }
 

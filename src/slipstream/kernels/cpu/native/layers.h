@@ -10,9 +10,10 @@ namespace SLIP_NAMESPACE {
 
 constexpr int kPhasesPerLayer = 12;
 
-SLIP_INLINE int piece_size(int panels, int team) {
-    const int piece = panels / (8 * team);
-    return piece < 1 ? 1 : piece > 8 ? 8 : piece;
+// Panels a member takes at a time: fewer where rows make each one longer, so that nobody waits long for the last.
+SLIP_INLINE int piece_size(int panels, int team, int rows) {
+    const int piece = panels / (8 * team), most = rows < 16 ? 8 : 4;
+    return piece < 1 ? 1 : piece > most ? most : piece;
 }
 
 // All the memory a stack needs, laid out once per call.
@@ -67,7 +68,7 @@ struct Walk {
     // `next` is the weight that will be read after this one; its first lines are asked for while others finish.
     void multiply(const Linear& w, const Activations& a, const Output& out, const Linear* next, int halves = 1) {
         team.share(
-            num_panels(w), piece_size(num_panels(w), team.size),
+            num_panels(w), piece_size(num_panels(w), team.size, tokens()),
             [&](int begin, int end) { product(w, a, tokens(), begin, end, out); }, [&] { ask_for(next, halves); });
     }
 
@@ -102,6 +103,12 @@ struct Walk {
     }
 
     void rotate_and_write(const Layer& layer, const Kv& kv) {
+        if (kv.format == BF16) rotate_into(layer, kv, static_cast<uint16_t*>(kv.keys), static_cast<uint16_t*>(kv.values));
+        else rotate_into(layer, kv, static_cast<float*>(kv.keys), static_cast<float*>(kv.values));
+    }
+
+    template <class T>
+    void rotate_into(const Layer& layer, const Kv& kv, T* keys, T* values) {
         const int d = layer.head_dim, heads = layer.heads + 2 * layer.kv_heads;
         const auto one = [&](int item) {
             const int row = item / heads, head = item % heads;
@@ -109,15 +116,15 @@ struct Walk {
             const int64_t at = batch.slots[row] * kv.slot_stride;
             const bool query = head < layer.heads, value = head >= layer.heads + layer.kv_heads;
             if (value) {
-                copy_row(kv.values + at + (head - layer.heads - layer.kv_heads) * d, x, d);
+                store_span(values + at + (head - layer.heads - layer.kv_heads) * d, x, d);
                 return;
             }
             const float* norm = query ? layer.q_norm : layer.k_norm;
             if (norm) rms_norm_row(x, norm, x, d, layer.qk_eps);
             const int64_t angle = batch.positions[row] * layer.rotary_half;
-            float* to = query ? x : kv.keys + at + (head - layer.heads) * d;
-            rotate_head(x, layer.cos + angle, layer.sin + angle, to, layer.rotary_half, d);
+            rotate_head(x, layer.cos + angle, layer.sin + angle, x, layer.rotary_half, d);
             if (query) scale_span(x, layer.scale, d);
+            else store_span(keys + at + (head - layer.heads) * d, x, d);
         };
         team.share(tokens() * heads, heads / team.size + 1, [&](int begin, int end) {
             for (int item = begin; item < end; ++item) one(item);
@@ -141,7 +148,7 @@ struct Walk {
                 product(w, a, tokens(), panels + begin, panels + end, out);
                 for (int row = 0; row < tokens(); ++row) activate(row, n, 16 * begin, 16 * end);
             };
-            team.share(panels, piece_size(panels, team.size), body, [&] { ask_for(&layer.down, 1); });
+            team.share(panels, piece_size(panels, team.size, tokens()), body, [&] { ask_for(&layer.down, 1); });
         } else {
             multiply(w, a, out, &layer.down);
             team.share(tokens(), 1, [&](int row, int) { activate(row, n, 0, n); });

@@ -18,7 +18,7 @@ using namespace slip;
 struct Engine {
     Engine(int threads, const Table& functions) : pool(threads), table(functions) {}
     Pool pool;
-    Scratch scratch;
+    Scratch scratch, chain_scratch;
     const Table& table;
 };
 
@@ -54,10 +54,30 @@ bool valid(const Batch& b, const Kv& kv, bool writes, int64_t positions) {
     return true;
 }
 
+// Tell whether a chain's levels stay inside pages, slots and positions. (That a draft's tokens lie inside the table of
+// embeddings is checked once, where it is described.)
+bool valid(const Chain& c, const Stack& stack) {
+    if (c.requests < 0 || c.page_size < 1 || c.depth < 0) return false;
+    for (int r = 0; r < c.requests; ++r) {
+        if (c.lengths[r] < 0) return false;
+        const int64_t keys = c.lengths[r] + (c.depth > 0 ? c.depth - 1 : 0), pages = (keys + c.page_size - 1) / c.page_size;
+        if (pages > c.page_table_stride) return false;
+        for (int32_t layer = 0; layer < stack.num_layers; ++layer) {
+            if (keys > stack.layers[layer].positions) return false;
+            for (int64_t i = 0; i < pages; ++i) {
+                const int64_t page = c.page_table[r * c.page_table_stride + i];
+                const int64_t last = std::min<int64_t>(c.page_size, keys - i * c.page_size) - 1;
+                if (page < 0 || page * c.page_size + last >= stack.kv[layer].num_slots) return false;
+            }
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 2; }
+SLIP_EXPORT int32_t slip_abi() { return 4; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)
@@ -129,6 +149,11 @@ SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_
 
 SLIP_EXPORT int32_t slip_top_k(void* engine, const TopK* shape, const float* logits, const int64_t* ids, const Sampling* sampling, float* scores, int64_t* entries) {
     SLIP_CALL(e.table.top_k(e.pool, e.scratch, *shape, logits, ids, *sampling, scores, entries))
+}
+
+SLIP_EXPORT int32_t slip_draft_chain(void* engine, const Stack* stack, const Draft* draft, const Chain* chain) {
+    if (!valid(*chain, *stack)) return 2;
+    SLIP_CALL(e.table.draft_chain(e.pool, e.scratch, e.chain_scratch, *stack, *draft, *chain))
 }
 
 SLIP_EXPORT int32_t slip_write_slots(float* to, int64_t to_stride, int64_t num_slots, const float* from, int64_t from_stride, const int64_t* slots, int64_t tokens, int64_t width) {

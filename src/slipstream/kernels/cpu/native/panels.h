@@ -1,10 +1,10 @@
 // Products y = x W^T with a weight kept in panels of 16 rows (integer codes) or as stored rows (float32, bf16, f16).
 //
-// A panel holds, for each block of 32 columns, the codes of 16 rows side by side in groups of 4 columns, so that one
-// 64-byte vector feeds 16 outputs at once; after the codes of all blocks come the blocks' scales. Four-bit codes: byte
-// 4 r + c of chunk j (64 bytes) has column 8 j + c of row r in its low half and column 8 j + 4 + c in its high half.
-// Eight-bit codes: byte 4 r + c of chunk j is column 4 j + c of row r, plus 128. Scales: 16 half floats d, then, for
-// Q4_1, 16 half floats m. A panel takes a whole number of 64-byte lines. Rows past the last are zero.
+// A panel starts with its blocks' scales (16 half floats d, then, for Q4_1, 16 half floats m), filled up to 64-byte lines,
+// so that memory is wanted in the order in which it lies. Then come, for each block of 32 columns, the codes of 16 rows
+// side by side in groups of 4 columns, so that one 64-byte vector feeds 16 outputs at once. Four-bit codes: byte 4 r + c
+// of chunk j (64 bytes) has column 8 j + c of row r in its low half and column 8 j + 4 + c in its high half. Eight-bit
+// codes: byte 4 r + c of chunk j is column 4 j + c of row r, plus 128. Rows past the last are zero.
 //
 // One output's sum runs over blocks from first to last with fused multiply-adds, integers inside a block; dense
 // outputs run over 16 lanes of columns and one tree. Neither depends on rows, threads or instruction set.
@@ -20,14 +20,15 @@ constexpr bool is_per_token(int format) { return format == W8A8 || format == W4A
 constexpr bool is_four_bit(int format) { return format == Q4_1 || format == Q4_0 || format == W4A8; }
 constexpr int code_bytes(int format) { return is_four_bit(format) ? 256 : 512; }
 constexpr int scale_halves(int format) { return format == Q4_1 ? 32 : is_per_token(format) ? 0 : 16; }
+SLIP_INLINE int64_t scale_bytes(int format, int64_t blocks) { return (blocks * 2 * scale_halves(format) + 63) / 64 * 64; }
 SLIP_INLINE int64_t panel_bytes(int format, int64_t blocks) {
-    return (blocks * (code_bytes(format) + 2 * scale_halves(format)) + 63) / 64 * 64;
+    return scale_bytes(format, blocks) + blocks * code_bytes(format);
 }
 SLIP_INLINE int num_blocks(int k) { return (k + 31) / 32; }
 
 #if SLIP_ISA == 2
 
-constexpr int kTile = 8;
+constexpr int kTile = 12;
 constexpr int kDenseRows = 4, kDenseTile = 4;
 constexpr int code_offset(int format) { return is_four_bit(format) ? (format == Q4_1 ? 0 : 8) : 128; }
 using IV = __m512i;
@@ -177,18 +178,18 @@ SLIP_INLINE Activations activations(const Linear& w, const float* x, int64_t str
     return a;
 }
 
-SLIP_INLINE int quantize16(const float* x, int n, float scale, int8_t* codes) {
-    return vstore_codes(codes, n >= 16 ? vdiv(vload(x), vset(scale)) : vdiv(vload_n(x, n), vset(scale)));
+SLIP_INLINE CodeSum quantize16(const float* x, int n, float scale, int8_t* codes, CodeSum sum) {
+    return vstore_codes(codes, n >= 16 ? vdiv(vload(x), vset(scale)) : vdiv(vload_n(x, n), vset(scale)), sum);
 }
 
 template <class Scale>
 SLIP_INLINE int quantize_span(const float* x, int k, Scale scale, int8_t* codes, int padded) {
-    int sum = 0;
+    CodeSum sum = no_codes();
     for (int i = 0; i < padded; i += 16) {
         if (scale == 0.0f || i >= k) std::memset(codes + i, 0, 16);
-        else sum += quantize16(x + i, k - i, scale, codes + i);
+        else sum = quantize16(x + i, k - i, scale, codes + i, sum);
     }
-    return sum;
+    return total(sum);
 }
 
 static void quantize_row(const Linear& w, const Activations& a, int row) {
@@ -240,11 +241,13 @@ SLIP_INLINE void emit(V sum, const Linear& w, const Output& out, int row, int n0
 
 constexpr int kAhead = 8192;
 
-// Weights come from memory once a step; ask for them well before the hardware, which stops at every 4 KiB, would.
+// Weights come from memory once a step; ask for them well before the hardware, which stops at every 4 KiB, would. Each
+// block asks for its share of a panel's bytes, codes and scales alike, so that nothing is left out or asked for twice.
 template <int FORMAT>
-SLIP_INLINE void prefetch_block(const uint8_t* codes) {
-    for (int line = 0; line < code_bytes(FORMAT) + 2 * scale_halves(FORMAT); line += 64)
-        __builtin_prefetch(codes + kAhead + line);
+SLIP_INLINE void prefetch_block(const uint8_t* panel, int block) {
+    constexpr int kShare = code_bytes(FORMAT) + 2 * scale_halves(FORMAT);
+    const uint8_t* ahead = panel + static_cast<int64_t>(block) * kShare + kAhead;
+    for (int line = 0; line < kShare; line += 64) __builtin_prefetch(ahead + line);
 }
 
 // Ask for the beginning of what a member will read of a weight, before it is its turn.
@@ -257,15 +260,16 @@ static void prefetch_start(const Linear& w, int first_panel) {
 template <int FORMAT, int M>
 static void panel_rows(const Linear& w, const Activations& a, int row, int panel, const Output& out) {
     const int blocks = a.blocks;
-    const uint8_t* codes = static_cast<const uint8_t*>(w.weight) + panel * panel_bytes(FORMAT, blocks);
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(codes + static_cast<int64_t>(blocks) * code_bytes(FORMAT));
+    const uint8_t* start = static_cast<const uint8_t*>(w.weight) + panel * panel_bytes(FORMAT, blocks);
+    const uint8_t* codes = start + scale_bytes(FORMAT, blocks);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(start);
     const int64_t base = static_cast<int64_t>(row) * blocks;
     if constexpr (is_per_token(FORMAT)) {
         IV sum[M];
         for (int m = 0; m < M; ++m) sum[m] = iset(a.start[row + m]);
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
-            prefetch_block<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
+            if (row == 0) prefetch_block<FORMAT>(start, b);
             for (int m = 0; m < M; ++m)
                 sum[m] = dot<FORMAT>(sum[m], u, a.codes + (base + static_cast<int64_t>(m) * blocks + b) * 32);
         }
@@ -277,7 +281,7 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
         for (int m = 0; m < M; ++m) sum[m] = vzero();
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
-            prefetch_block<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
+            if (row == 0) prefetch_block<FORMAT>(start, b);
             const V d = vload_f16(halves + b * scale_halves(FORMAT));
             for (int m = 0; m < M; ++m) {
                 const int64_t at = base + static_cast<int64_t>(m) * blocks + b;
@@ -291,21 +295,22 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
     }
 }
 
+// A tile of `tile` rows, of which M is the size still looked for.
 template <int FORMAT, int M>
-static void panel_tiles(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
-    int row = 0;
-    for (; row + M <= rows; row += M)
-        for (int panel = begin; panel < end; ++panel) panel_rows<FORMAT, M>(w, a, row, panel, out);
+static void panel_tile(const Linear& w, const Activations& a, int row, int tile, int begin, int end, const Output& out) {
     if constexpr (M > 1) {
-        if (row < rows) {
-            Activations rest = a;
-            const int64_t done = static_cast<int64_t>(row) * a.blocks;
-            rest.codes += done * 32;
-            rest.scale += is_per_token(FORMAT) ? row : done;
-            rest.scaled_sum += done;
-            rest.start += is_per_token(FORMAT) ? row : done;
-            panel_tiles<FORMAT, M - 1>(w, rest, rows - row, begin, end, {out.y + row * out.stride, out.stride, out.add});
-        }
+        if (tile < M) return panel_tile<FORMAT, M - 1>(w, a, row, tile, begin, end, out);
+    }
+    for (int panel = begin; panel < end; ++panel) panel_rows<FORMAT, M>(w, a, row, panel, out);
+}
+
+// Rows go in tiles of about the same size: a last tile of one row would cost as much as one of three.
+template <int FORMAT>
+static void panel_tiles(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
+    for (int row = 0; row < rows;) {
+        const int left = rows - row, tiles = (left + kTile - 1) / kTile, tile = (left + tiles - 1) / tiles;
+        panel_tile<FORMAT, kTile>(w, a, row, tile, begin, end, out);
+        row += tile;
     }
 }
 
@@ -387,11 +392,11 @@ static void product(const Linear& w, const Activations& a, int rows, int begin, 
         case F32: return dense_product<F32>(w, a, rows, 16 * begin, last, out);
         case BF16: return dense_product<BF16>(w, a, rows, 16 * begin, last, out);
         case F16: return dense_product<F16>(w, a, rows, 16 * begin, last, out);
-        case Q4_1: return panel_tiles<Q4_1, kTile>(w, a, rows, begin, end, out);
-        case Q4_0: return panel_tiles<Q4_0, kTile>(w, a, rows, begin, end, out);
-        case Q8_0: return panel_tiles<Q8_0, kTile>(w, a, rows, begin, end, out);
-        case W8A8: return panel_tiles<W8A8, kTile>(w, a, rows, begin, end, out);
-        default: return panel_tiles<W4A8, kTile>(w, a, rows, begin, end, out);
+        case Q4_1: return panel_tiles<Q4_1>(w, a, rows, begin, end, out);
+        case Q4_0: return panel_tiles<Q4_0>(w, a, rows, begin, end, out);
+        case Q8_0: return panel_tiles<Q8_0>(w, a, rows, begin, end, out);
+        case W8A8: return panel_tiles<W8A8>(w, a, rows, begin, end, out);
+        default: return panel_tiles<W4A8>(w, a, rows, begin, end, out);
     }
 }
 

@@ -10,6 +10,7 @@ namespace {
 bool four_bit(int32_t format) { return format == Q4_1 || format == Q4_0 || format == W4A8; }
 int64_t code_bytes(int32_t format) { return four_bit(format) ? 256 : 512; }
 int64_t scale_bytes(int32_t format) { return format == Q4_1 ? 64 : format == Q4_0 || format == Q8_0 ? 32 : 0; }
+int64_t codes_start(int32_t format, int64_t k) { return ((k + 31) / 32 * scale_bytes(format) + 63) / 64 * 64; }
 
 float half_to_float(const uint8_t* bytes) {
     uint16_t half;
@@ -60,15 +61,15 @@ Block read_block(int32_t format, const StoredRows& stored, int64_t row, int64_t 
 }  // namespace
 
 int64_t repacked_panel_bytes(int32_t format, int64_t k) {
-    return ((k + 31) / 32 * (code_bytes(format) + scale_bytes(format)) + 63) / 64 * 64;
+    return codes_start(format, k) + (k + 31) / 32 * code_bytes(format);
 }
 
 void repack_panels(int32_t format, const StoredRows& stored, int begin, int end, uint8_t* out) {
     const int64_t blocks = (stored.k + 31) / 32, panel_bytes = repacked_panel_bytes(format, stored.k);
     for (int panel = begin; panel < end; ++panel) {
-        uint8_t* codes = out + panel * panel_bytes;
-        uint8_t* scales = codes + blocks * code_bytes(format);
-        std::memset(codes, 0, static_cast<size_t>(panel_bytes));
+        uint8_t* scales = out + panel * panel_bytes;
+        uint8_t* codes = scales + codes_start(format, stored.k);
+        std::memset(scales, 0, static_cast<size_t>(panel_bytes));
         for (int lane = 0; lane < 16 && 16 * static_cast<int64_t>(panel) + lane < stored.n; ++lane) {
             for (int64_t b = 0; b < blocks; ++b) {
                 const Block block = read_block(format, stored, 16 * static_cast<int64_t>(panel) + lane, b);
@@ -86,9 +87,9 @@ void repack_panels(int32_t format, const StoredRows& stored, int begin, int end,
 }
 
 void unpack_row(int32_t format, const uint8_t* panels, int64_t row, int64_t k, float* out) {
-    const int64_t blocks = (k + 31) / 32, lane = row % 16;
-    const uint8_t* codes = panels + row / 16 * repacked_panel_bytes(format, k);
-    const uint8_t* scales = codes + blocks * code_bytes(format);
+    const int64_t lane = row % 16;
+    const uint8_t* scales = panels + row / 16 * repacked_panel_bytes(format, k);
+    const uint8_t* codes = scales + codes_start(format, k);
     for (int64_t column = 0; column < k; ++column) {
         const int64_t b = column / 32, i = column % 32;
         const uint8_t* block = codes + b * code_bytes(format) + 4 * lane;

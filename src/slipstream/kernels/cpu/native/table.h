@@ -42,6 +42,7 @@ struct Table {
     void (*choose)(Pool&, Scratch&, const float* logits, int64_t rows, int64_t vocab, const Sampling&, int64_t* out);
     void (*perturb)(Pool&, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling&, float* out);
     void (*top_k)(Pool&, Scratch&, const TopK&, const float* logits, const int64_t* ids, const Sampling&, float* scores, int64_t* entries);
+    void (*draft_chain)(Pool&, Scratch& scratch, Scratch& own, const Stack&, const Draft&, const Chain&);
 };
 
 namespace portable {

@@ -46,11 +46,14 @@ SLIP_INLINE V vload_bf16(const uint16_t* p) {
 SLIP_INLINE V vload_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-SLIP_INLINE int vstore_codes(int8_t* p, V x) {  // round half to even, store int8, return their sum
+using CodeSum = __m512i;
+SLIP_INLINE CodeSum no_codes() { return _mm512_setzero_si512(); }
+SLIP_INLINE CodeSum vstore_codes(int8_t* p, V x, CodeSum sum) {  // round half to even, store int8, add to their sum
     const __m512i codes = _mm512_cvtps_epi32(x);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(codes));
-    return _mm512_reduce_add_epi32(codes);
+    return _mm512_add_epi32(sum, codes);
 }
+SLIP_INLINE int total(CodeSum sum) { return _mm512_reduce_add_epi32(sum); }
 
 #elif SLIP_ISA == 1
 
@@ -103,13 +106,18 @@ SLIP_INLINE V vload_f16(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
-SLIP_INLINE int vstore_codes(int8_t* p, V x) {
+using CodeSum = __m256i;
+SLIP_INLINE CodeSum no_codes() { return _mm256_setzero_si256(); }
+SLIP_INLINE CodeSum vstore_codes(int8_t* p, V x, CodeSum sum) {
     const __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b);
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(a, b));
+}
+SLIP_INLINE int total(CodeSum sum) {
     alignas(32) int32_t t[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(t), _mm256_add_epi32(a, b));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(t), sum);
     return t[0] + t[1] + t[2] + t[3] + t[4] + t[5] + t[6] + t[7];
 }
 
@@ -157,8 +165,10 @@ SLIP_INLINE float half_to_float(uint16_t half) {
     return bits_to_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 SLIP_INLINE V vload_f16(const uint16_t* p) { SLIP_EACH(half_to_float(p[i])); }
-SLIP_INLINE int vstore_codes(int8_t* p, const V& a) {
-    int sum = 0;
+using CodeSum = int;
+SLIP_INLINE CodeSum no_codes() { return 0; }
+SLIP_INLINE int total(CodeSum sum) { return sum; }
+SLIP_INLINE CodeSum vstore_codes(int8_t* p, const V& a, CodeSum sum) {
     for (int i = 0; i < 16; ++i) {
         p[i] = static_cast<int8_t>(__builtin_nearbyintf(a.x[i]));
         sum += p[i];
@@ -168,6 +178,34 @@ SLIP_INLINE int vstore_codes(int8_t* p, const V& a) {
 #undef SLIP_EACH
 
 #endif
+
+SLIP_INLINE uint16_t to_bf16(float x) {  // half to even, as torch rounds
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
+    return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Sixteen values of either type as floats; n of them, the rest zero.
+SLIP_INLINE V vload_any(const float* p) { return vload(p); }
+SLIP_INLINE V vload_any(const uint16_t* p) { return vload_bf16(p); }
+SLIP_INLINE V vload_any_n(const float* p, int n) { return vload_n(p, n); }
+SLIP_INLINE V vload_any_n(const uint16_t* p, int n) {
+    uint16_t t[16] = {0};
+    std::memcpy(t, p, sizeof(uint16_t) * static_cast<size_t>(n < 16 ? n : 16));
+    return vload_bf16(t);
+}
+SLIP_INLINE void store_span(float* to, const float* from, int n) { std::memcpy(to, from, sizeof(float) * static_cast<size_t>(n)); }
+SLIP_INLINE void store_span(uint16_t* to, const float* from, int n) {
+    for (int i = 0; i < n; ++i) to[i] = to_bf16(from[i]);
+}
+SLIP_INLINE float as_float(float x) { return x; }
+SLIP_INLINE float as_float(uint16_t x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
 
 // The one tree: lane i with i + 8, then + 4, + 2, + 1.
 SLIP_INLINE float vsum(V a) {

@@ -1,0 +1,67 @@
+"""Timing a drafter's rounds for the controller: when a round began, what was drafted, and what became of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from slipstream.speculation.controller import ChainController, DraftedPass
+
+
+class Pace:
+    """Follows one round after another: `start`, `drafted`, `checked`; the clock is passed in."""
+
+    def __init__(self, controller: ChainController, clock: Callable[[], float]) -> None:
+        self._controller = controller
+        self._clock = clock
+        self._num_requests = 0
+        self._started: float | None = None
+        self._previous: tuple[float, DraftedPass] | None = None
+        self._drafted_at = 0.0
+        self._chains: dict[int, tuple[Sequence[float], int]] = {}
+
+    def start(self, num_requests: int) -> float:
+        """Begin a round; return the cumulative log-probability below which a node is not worth checking."""
+        now = self._clock()
+        if self._previous is not None:  # only now is it known how long the round before took as a whole
+            began, seen = self._previous
+            self._controller.record(_with_cycle(seen, now - began))
+        self._previous = None
+        self._started = now
+        self._num_requests = num_requests
+        return self._controller.floor(num_requests)
+
+    def drafted(self, request_ids: Sequence[int], scores: Sequence[Sequence[float]], counts: Sequence[int]) -> None:
+        """Note what was drafted for each request: cumulative scores, and how many nodes are to be checked."""
+        self._drafted_at = self._clock()
+        self._chains = dict(zip(request_ids, zip(scores, counts, strict=True), strict=True))
+
+    def checked(self, kept: Mapping[int, int]) -> None:
+        """Note how many drafted nodes of each request were kept; a pass with a prompt in it tells nothing of costs."""
+        started, chains = self._started, self._chains
+        self._started, self._chains = None, {}
+        if started is None:  # a prompt's pass came between: how long the round before took will not be known
+            self._previous = None
+        nodes = [
+            (score, index < kept[request_id])
+            for request_id, (scores, count) in chains.items()
+            if request_id in kept
+            for index, score in enumerate(scores[:count])
+        ]
+        if started is None or len(kept) != self._num_requests or set(chains) != set(kept):
+            self._controller.learn(nodes)
+            return
+        seen = DraftedPass(
+            num_requests=self._num_requests,
+            rows=sum(1 + count for _, count in chains.values()),
+            levels=max(sum(score > -float("inf") for score in scores) for scores, _ in chains.values()),
+            draft_s=self._drafted_at - started,
+            check_s=self._clock() - self._drafted_at,
+            cycle_s=0.0,
+            emitted=sum(1 + count for count in kept.values()),
+            nodes=nodes,
+        )
+        self._previous = (started, seen)
+
+
+def _with_cycle(seen: DraftedPass, cycle_s: float) -> DraftedPass:
+    return DraftedPass(
+        seen.num_requests, seen.rows, seen.levels, seen.draft_s, seen.check_s, cycle_s, seen.emitted, seen.nodes
+    )

@@ -1,0 +1,107 @@
+"""Drafting a chain in one call proposes what drafting it level by level proposes, and steps keep to one pool."""
+
+import math
+
+import pytest
+import torch
+
+from slipstream.engine.build import build_engine
+from slipstream.engine.config import EngineConfig
+from slipstream.errors import KernelError
+from slipstream.kernels import ChainStart
+from slipstream.kernels.cpu.ops import CpuOps
+from slipstream.models.context import KvCache
+from slipstream.models.packing import quantize_linears
+from slipstream.speculation.drafter import NoDrafter
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
+from tiny import VOCAB, follower_draft, tiny_draft, tiny_target
+
+TARGET = tiny_target()
+DRAFTS = {
+    "follower": lambda: follower_draft(TARGET),
+    "fed after the norm": lambda: tiny_draft(TARGET, seed=9, residual="normed", feedback="post_norm"),
+    "two blocks": lambda: tiny_draft(TARGET, seed=3, num_layers=2),
+    "small vocabulary": lambda: tiny_draft(TARGET, seed=4, draft_vocab_size=17),
+}
+
+
+class LevelByLevel(CpuOps):
+    """The same kernels, but no chain in one call."""
+
+    def draft_chain(self, draft, kv, start, depth, floor):
+        return None
+
+
+def emissions(draft, ops, temperature: float) -> list[list[tuple[int, list[tuple[int, int]]]]]:
+    """Return, step by step, each request's tokens and which of them were drafted."""
+    engine = build_engine(TARGET, draft, TreeShape.chain(4), EngineConfig(max_context=96, page_size=4), ops)
+    for seed, prompt in enumerate(([3, 1, 4, 1, 5], [9, 2, 6], [5] * 11)):
+        engine.add(prompt, SamplingParams(max_tokens=20, temperature=temperature), seed)
+    steps = []
+    while engine.has_work:
+        step = engine.step()
+        steps.append([(e.request_id, [(t.token_id, t.draft_position) for t in e.tokens]) for e in step])
+    return steps
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("quantized", [False, True], ids=["dense", "int8"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_chain_in_one_call_is_the_chain_drafted_level_by_level(cpu_ops, name, quantized, temperature):
+    draft = DRAFTS[name]()
+    if name == "small vocabulary":
+        draft.token_ids_V = draft.token_ids_V * 3 + 2
+    if quantized:
+        quantize_linears(draft, cpu_ops)
+    steps = emissions(draft, cpu_ops, temperature)
+    assert steps == emissions(draft, LevelByLevel(1, cpu_ops.isa), temperature)
+    if name == "follower" and not quantized:
+        assert any(position > 1 for step in steps for _, tokens in step for _, position in tokens)
+
+
+def test_a_chain_that_would_leave_its_pages_is_refused(fast_ops):
+    draft = tiny_draft(TARGET)
+    kv = KvCache.allocate(draft.kv_shape, 2, 4, torch.float32, torch.device("cpu"))
+    start = ChainStart(
+        torch.zeros(1, 1, dtype=torch.int32),
+        4,
+        torch.tensor([3]),
+        torch.zeros(1),
+        torch.tensor([0]),
+        torch.zeros(1, 32),
+        torch.zeros(1, VOCAB),
+    )
+    assert fast_ops.draft_chain(draft, kv, start, 2, -math.inf) is not None
+    with pytest.raises(KernelError, match="outside its pages"):
+        fast_ops.draft_chain(draft, kv, start, 3, -math.inf)
+
+
+def test_a_draft_that_names_tokens_without_embeddings_is_refused(fast_ops):
+    draft = tiny_draft(TARGET)
+    draft.token_ids_V = draft.token_ids_V + 1
+    kv = KvCache.allocate(draft.kv_shape, 2, 4, torch.float32, torch.device("cpu"))
+    zero = torch.tensor([0])
+    start = ChainStart(torch.zeros(1, 2, dtype=torch.int32), 4, zero, torch.zeros(1), zero, *torch.zeros(2, 1, 32))
+    with pytest.raises(KernelError, match="outside 0 to 60"):
+        fast_ops.draft_chain(draft, kv, start, 2, -math.inf)
+
+
+def test_torch_keeps_to_one_thread_within_a_step_and_has_its_own_back_after_it(fast_ops, monkeypatch):
+    seen = []
+    propose = NoDrafter.propose
+    monkeypatch.setattr(NoDrafter, "max_nodes", 2)
+    monkeypatch.setattr(
+        NoDrafter, "propose", lambda self, views: seen.append(torch.get_num_threads()) or propose(self, views)
+    )
+    engine = build_engine(TARGET, None, TreeShape(), EngineConfig(max_context=96), fast_ops)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=4), 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        while engine.has_work:
+            engine.step()
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen and set(seen) == {1}
