@@ -12,13 +12,13 @@ import pytest
 from slipstream.bench.client import Client, open_session
 from slipstream.bench.launch.process import ServerProcess
 from slipstream.bench.measure import measure_point
+from slipstream.bench.peers.environments import vllm_environment
 from slipstream.bench.plan import build_plan, server_command
 from slipstream.bench.recipe_file import load_recipe
 from slipstream.bench.sweep import RunOptions, run_plan
 from slipstream.records.store import read_records
 from tests.bench.test_sweep import Quiet, free_port
 from tests.bench.test_verbs import call
-from tests.interop.environments import vllm_environment
 
 pytestmark = pytest.mark.interop
 SLIPSTREAM = "from slipstream.cli.main import main; main()"
