@@ -32,9 +32,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peers.arms import PLAIN, Arm, Decoded, Limits, Models, all_arms, decoded, start
 from peers.tables import Point, Results, Turn, aims_table
 from slipstream.bench.hardware import find_hardware
-from slipstream.bench.peers.environments import environments_dir
+from slipstream.bench.peers.models import draft_for_vllm
 from slipstream.bench.peers.process import Peer, PeerError
-from slipstream.checkpoint.draft_rewrite import rewrite_draft
 from slipstream.checkpoint.embedded import embedded_draft, embedded_model
 from slipstream.train.prompts import read_prompts
 
@@ -80,15 +79,10 @@ def main() -> int:
 
 
 def _models() -> Models:
-    """Return the embedded model and its draft; the draft in vLLM's dialect is made once and kept."""
     shipped = embedded_draft()
     if shipped is None:
         sys.exit("This copy of slipstream ships no draft for the embedded model.")
-    for_vllm = environments_dir() / "models" / f"{shipped.name}-vllm"
-    if not for_vllm.exists():
-        for_vllm.parent.mkdir(parents=True, exist_ok=True)
-        rewrite_draft(shipped, "vllm", for_vllm)
-    return Models(embedded_model(), shipped, for_vllm)
+    return Models(embedded_model(), shipped, draft_for_vllm())
 
 
 def _load(console: Console, stack: ExitStack, arms: list[Arm]) -> dict[str, Peer]:
