@@ -111,7 +111,8 @@ def vllm_bench(point, served_name, prompts):
         vllm_environment() / "vllm", "bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions",
         "--base-url", point.launch.url(), "--model", served_name, "--tokenizer", embedded_model(),
         "--dataset-name", "custom", "--dataset-path", prompts, "--disable-shuffle",
-        "--custom-output-len", point.load.workload.output_tokens, "--skip-chat-template", "--num-prompts", point.load.num_requests, "--num-warmups", point.load.num_warmups,
+        "--custom-output-len", point.load.workload.output_tokens, "--skip-chat-template",
+        "--num-prompts", point.load.num_requests, "--num-warmups", point.load.num_warmups,
         "--max-concurrency", point.load.concurrency, "--ignore-eos", "--temperature", "0",
         "--save-result", "--result-dir", result.parent, "--result-filename", result.name, "--disable-tqdm",
     ]  # fmt: skip
