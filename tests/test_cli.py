@@ -88,7 +88,7 @@ def test_chat_streams_answers_and_statistics():
 
 @pytest.mark.embedded
 def test_demo_proves_the_texts_equal():
-    result = runner.invoke(app, ["demo", "--prompts", "1", "--max-tokens", "8"])
+    result = runner.invoke(app, ["demo", "--prompts", "1", "--max-tokens", "8", "--beside", "none"])
     assert result.exit_code == 0, result.output
     assert "identical, token for token" in result.output
     assert "speed-up" in result.output
@@ -137,3 +137,10 @@ def test_the_readmes_commands_have_the_options_it_shows():
         known = {option for parameter in command.params for option in parameter.opts}
         shown = {word for word in words if word.startswith("-")}
         assert shown <= known, (command.name, shown - known)
+
+
+@pytest.mark.embedded
+def test_beside_llama_cpp_the_race_is_greedy():
+    result = runner.invoke(app, ["demo", "--beside", "llama.cpp", "--temperature", "0.8"])
+    assert result.exit_code == 2
+    assert "greedy" in result.output

@@ -53,6 +53,11 @@ def llama_environment() -> Path:
     return folder / "bin"
 
 
+def has_llama() -> bool:
+    """Tell whether llama.cpp was built here before."""
+    return _is_ready(environments_dir() / "llama")
+
+
 def environments_dir() -> Path:
     """Return the folder that holds the environments: beside the models' cache, so that either can be removed."""
     return default_cache_dir().with_name("slipstream-interop")
