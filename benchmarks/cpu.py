@@ -32,9 +32,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peers.arms import PLAIN, Arm, Decoded, Limits, Models, all_arms, decoded, start
 from peers.tables import Point, Results, Turn, aims_table
 from slipstream.bench.hardware import find_hardware
-from slipstream.bench.peers.models import draft_for_vllm
 from slipstream.bench.peers.process import Peer, PeerError
 from slipstream.checkpoint.embedded import embedded_draft, embedded_model
+from slipstream.cli.peers import draft_for_vllm
 from slipstream.train.prompts import read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,11 +13,11 @@ from slipstream.bench.client import Client, open_session
 from slipstream.bench.launch.process import ServerProcess
 from slipstream.bench.measure import make_prompts, measure_point
 from slipstream.bench.peers.environments import vllm_environment
-from slipstream.bench.peers.models import vllm_settings
 from slipstream.bench.plan import build_plan, server_command
 from slipstream.bench.recipe_file import load_recipe
 from slipstream.bench.sweep import RunOptions, run_plan
 from slipstream.checkpoint.embedded import embedded_model
+from slipstream.cli.peers import vllm_settings
 from slipstream.records.store import read_records
 from tests.bench.test_sweep import Quiet, free_port
 from tests.bench.test_verbs import call

@@ -112,7 +112,7 @@ def peer(
 
     Example: slipstream bench run recipes/bench/embedded-vllm.yaml $(slipstream bench peer vllm)
     """
-    from slipstream.bench.peers.models import vllm_settings
+    from slipstream.cli.peers import vllm_settings
 
     settings = {"vllm": vllm_settings}[name]()
     print(" ".join(f"--set {key}={value}" for key, value in settings.items()))
