@@ -88,7 +88,7 @@ def test_chat_streams_answers_and_statistics():
 
 @pytest.mark.embedded
 def test_demo_proves_the_texts_equal():
-    result = runner.invoke(app, ["demo", "--prompts", "1", "--max-tokens", "8"])
+    result = runner.invoke(app, ["demo", "--prompts", "1", "--max-tokens", "8", "--beside", "none"])
     assert result.exit_code == 0, result.output
     assert "identical, token for token" in result.output
     assert "speed-up" in result.output
@@ -112,6 +112,20 @@ def test_drafts_are_compared_on_the_same_prompts_and_change_no_answer(tmp_path):
     assert result.output.count("2 of 2") == 3
 
 
+@pytest.mark.embedded
+def test_one_call_compares_several_depths_with_drafts_as_they_are_served(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "What is 2 + 3?"}\n')
+    arguments = ["eval", "drafts", str(prompts), "-d", "auto", "-d", "ngram", "--depths", "1,3", "--as-served"]
+    result = runner.invoke(app, [*arguments, "-n", "12"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert result.output.count("1 of 1") == 4
+    assert result.output.count("chain of 1") == result.output.count("chain of 3") == 2
+    wrong = runner.invoke(app, ["eval", "drafts", str(prompts), "-d", "ngram", "--depths", "3;6"])
+    assert wrong.exit_code == 2
+    assert "3,6" in wrong.output
+
+
 def test_the_readmes_commands_have_the_options_it_shows():
     readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
     lines = [line.partition("#")[0].split() for line in readme.splitlines() if line.startswith("slipstream ")]
@@ -123,3 +137,10 @@ def test_the_readmes_commands_have_the_options_it_shows():
         known = {option for parameter in command.params for option in parameter.opts}
         shown = {word for word in words if word.startswith("-")}
         assert shown <= known, (command.name, shown - known)
+
+
+@pytest.mark.embedded
+def test_beside_llama_cpp_the_race_is_greedy():
+    result = runner.invoke(app, ["demo", "--beside", "llama.cpp", "--temperature", "0.8"])
+    assert result.exit_code == 2
+    assert "greedy" in result.output

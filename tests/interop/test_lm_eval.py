@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.bench.peers.environments import lm_eval_environment
 from slipstream.records.store import read_record
 from tests.bench.fake_server import Behaviour
 from tests.bench.test_verbs import call, running
-from tests.interop.environments import lm_eval_python
 
 pytestmark = pytest.mark.interop
 STORED = Path(__file__).parents[1] / "bench/data/gsm8k_answers.json"
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "bench/make_gsm8k_answers.py"
 def test_the_stored_scores_are_what_lm_eval_gives_today(tmp_path):
     before = STORED.read_text()
     try:
-        subprocess.run([lm_eval_python(), SCRIPT], check=True, capture_output=True)
+        subprocess.run([lm_eval_environment() / "python", SCRIPT], check=True, capture_output=True)
         assert json.loads(STORED.read_text()) == json.loads(before)
     finally:
         STORED.write_text(before)
@@ -35,7 +35,7 @@ def test_lm_eval_and_slipstream_score_the_same_server_the_same(tmp_path, mode):
     replies = {f"Question: {q}\nAnswer:": a for q, a in zip(questions, stored["answers"], strict=False)}
     records = []
     with running(Behaviour(reply=replies)) as (url,):
-        for name, extra in (("ours", []), ("theirs", ["--lm-eval", lm_eval_python()])):
+        for name, extra in (("ours", []), ("theirs", ["--lm-eval", lm_eval_environment() / "python"])):
             out = tmp_path / f"{name}.json"
             done = call(
                 "eval", "gsm8k", "--url", url, "--data", tmp_path, "--shots", "2", mode, "--out", out, *extra

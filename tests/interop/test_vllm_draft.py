@@ -6,19 +6,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
+from slipstream.bench.peers.environments import vllm_environment
+from slipstream.checkpoint.draft_rewrite import rewrite_draft
 from slipstream.checkpoint.embedded import embedded_draft
-from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.engine.llm import LLM
 from slipstream.engine.loading import LoadOptions
-from slipstream.models.load import load_draft, load_target
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
-from slipstream.train.output import RunRecord, write_draft
 from slipstream.train.prompts import read_prompts
-from tests.interop.environments import vllm_environment
 
 pytestmark = pytest.mark.interop
 HERE = Path(__file__).parent
@@ -26,14 +23,10 @@ CHAIN = 3
 
 
 @pytest.fixture(scope="module")
-def for_vllm(embedded_folder, tmp_path_factory):
+def for_vllm(tmp_path_factory):
     """The shipped draft written in vLLM's dialect: it reads captured layers by another convention."""
-    shipped = embedded_draft()
-    assert shipped is not None
-    target = load_target(open_checkpoint(embedded_folder), torch.float32, torch.device("cpu"))
-    draft = load_draft(open_checkpoint(shipped), target, torch.float32)
     folder = tmp_path_factory.mktemp("draft") / "vllm"
-    write_draft(folder, draft, "vllm", RunRecord(**json.loads((shipped / "slipstream.json").read_text())))
+    rewrite_draft(embedded_draft(), "vllm", folder)
     return folder
 
 

@@ -102,10 +102,11 @@ def test_vllm_bench_serve_prints_our_acceptance(url):
 
 
 @pytest.mark.parametrize("backend", ["sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat"])
-def test_sglang_bench_serving(url, backend):
+def test_sglang_bench_serving(url, backend, tmp_path):
     arguments = ["--backend", backend, "--base-url", url, "--model", "embedded", "--tokenizer", str(embedded_model())]
     arguments += ["--dataset-name", "random-ids", "--random-input-len", "32", "--random-output-len", "16"]
     arguments += ["--random-range-ratio", "1", "--num-prompts", "6", "--max-concurrency", "3"]
+    arguments += ["--output-file", str(tmp_path / "result.jsonl")]
     text = run_client(SGLANG, ["-m", "sglang.bench_serving", *arguments])
     assert re.search(r"Successful requests:\s+6\b", text)
     assert re.search(r"Total generated tokens:\s+96\b", text)

@@ -107,6 +107,20 @@ def run(
         raise typer.Exit(1)
 
 
+@app.command()
+def peer(
+    name: Annotated[Literal["vllm"], typer.Argument(help="The program to measure beside.")],
+) -> None:
+    """Install another server in an environment of its own, and print the options that point a recipe at it.
+
+    Example: slipstream bench run recipes/bench/embedded-vllm.yaml $(slipstream bench peer vllm)
+    """
+    from slipstream.cli.peers import vllm_settings
+
+    settings = {"vllm": vllm_settings}[name]()
+    print(" ".join(f"--set {key}={value}" for key, value in settings.items()))
+
+
 @app.command("import")
 def import_(
     master: Annotated[Path, typer.Argument(help="An InferenceX master YAML.")],

@@ -16,7 +16,11 @@ from slipstream.cli import options
 from slipstream.cli.chat import DRAFTED_STYLE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from slipstream.checkpoint.tokenizer import Tokenizer
+    from slipstream.cli.beside import LlamaArm
     from slipstream.engine.engine import Engine
     from slipstream.kernels import KernelChoice
     from slipstream.models.eagle3 import Eagle3Draft
@@ -27,6 +31,10 @@ PROMPTS = (
     "Explain in a few sentences why leaves change colour in autumn.",
     "Write a Python function that returns the n-th Fibonacci number.",
 )
+
+NGRAM = "n-gram"
+_PROMPT_ROOM = 512
+_TURN_S = 0.1  # threads of one program spin for a while after their work, at the next one's cost: few changes of turn
 
 
 @dataclass
@@ -50,6 +58,17 @@ class Arm:
         self.answers.append([])
         self.request_id = self.engine.add(prompt, params, 0, tokenizer.eos_token_ids, tokenizer.detokenizer())
 
+    @property
+    def has_work(self) -> bool:
+        """Whether the answer is still going on."""
+        return self.engine.has_work
+
+    def reset(self) -> None:
+        """Forget what was measured so far."""
+        self.answers.clear()
+        self.seconds, self.num_tokens = 0.0, 0
+        self.engine.stats.acceptance = type(self.engine.stats.acceptance)()
+
     def advance(self) -> None:
         """Run one step, on this arm's own clock."""
         started = time.perf_counter()
@@ -68,27 +87,58 @@ def demo(
     temperature: options.Temperature = 0.0,
     prompts: Annotated[int, typer.Option(min=1, max=len(PROMPTS), help="How many of the prompts to answer.")] = 3,
     kernels: options.Kernels = "auto",
+    beside: Annotated[
+        Literal["auto", "llama.cpp", "none"],
+        typer.Option(help="Race llama.cpp as well: built on demand (minutes), or 'auto', if it is here already."),
+    ] = "auto",
 ) -> None:
     """Answer a few prompts with and without speculation, side by side, prove the texts equal, and show the gain.
 
     Green tokens were guessed by a draft and confirmed by the target in a pass it had to make anyway.
     """
     console = Console()
-    options.fetch_embedded(console)
+    folder = options.fetch_embedded(console)
     with console.status("loading the embedded model"):
         arms, tokenizer, summary = _arms(options.kernel_choice(kernels), max_tokens)
-        _warm_up(arms, tokenizer)
+    others = _others(console, beside, folder, max_tokens, temperature)
+    if others:
+        arms = [arm for arm in arms if arm.name != NGRAM]  # a screen holds four columns
+    runners: list[Arm | LlamaArm] = [*arms, *others]
+    with console.status("warming up"):
+        _warm_up(runners, tokenizer)
     for line in summary:
         console.print(Text(line, style="dim"))
     for question in PROMPTS[:prompts]:
         console.print(f"\n[bold cyan]you>[/bold cyan] {question}")
         prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
-        _race(console, arms, prompt, tokenizer, (max_tokens, temperature))
+        _race(console, runners, prompt, tokenizer, (max_tokens, temperature))
         equal = all(arm.answers[-1] == arms[0].answers[-1] for arm in arms)
         console.print("[green]identical, token for token[/green]" if equal else "[red]the texts differ[/red]")
-    console.print(_table(arms))
+    console.print(_table(arms, others))
+    for other in others:
+        other.peer.close()
     if any(arm.answers != arms[0].answers for arm in arms):
         raise typer.Exit(1)
+
+
+def _others(console: Console, beside: str, folder: "Path", max_tokens: int, temperature: float) -> "list[LlamaArm]":
+    """Start llama.cpp for the race if it is wanted, and otherwise say how to have it."""
+    from slipstream.bench.peers.environments import has_llama
+
+    if beside == "none" or (beside == "auto" and temperature > 0):
+        return []
+    if temperature > 0:
+        raise typer.BadParameter("llama.cpp shares no noise with us, so the race is greedy: leave out --temperature.")
+    if beside == "auto" and not has_llama():
+        console.print(Text("llama.cpp beside it: slipstream demo --beside llama.cpp (compiles it once)", style="dim"))
+        return []
+    import torch
+
+    from slipstream.checkpoint.embedded import GGUF_FILE
+    from slipstream.cli.beside import llama_arms
+
+    with console.status("loading llama.cpp (the first time it is compiled: minutes)"):
+        return llama_arms(folder / GGUF_FILE, torch.get_num_threads(), _PROMPT_ROOM + max_tokens)
 
 
 def _arms(kernels: "KernelChoice", max_tokens: int) -> tuple[list[Arm], "Tokenizer", tuple[str, ...]]:
@@ -100,8 +150,10 @@ def _arms(kernels: "KernelChoice", max_tokens: int) -> tuple[list[Arm], "Tokeniz
     from slipstream.speculation.tree import TreeShape
 
     config = EngineConfig(max_requests=1)
-    loaded = load(LoadOptions(draft="none", device="cpu", kernels=kernels, max_context=512 + max_tokens, engine=config))
-    ways: list[tuple[str, Eagle3Draft | Literal["ngram"]]] = [("n-gram", "ngram")]
+    loaded = load(
+        LoadOptions(draft="none", device="cpu", kernels=kernels, max_context=_PROMPT_ROOM + max_tokens, engine=config)
+    )
+    ways: list[tuple[str, Eagle3Draft | Literal["ngram"]]] = [(NGRAM, "ngram")]
     if (shipped := embedded_draft()) is not None:
         ways.append(("EAGLE-3", read_draft(shipped, loaded.target, None, loaded.ops)))
     arms = [Arm("no draft", loaded.engine)]
@@ -111,26 +163,28 @@ def _arms(kernels: "KernelChoice", max_tokens: int) -> tuple[list[Arm], "Tokeniz
     return arms, loaded.tokenizer, loaded.summary
 
 
-def _warm_up(arms: list[Arm], tokenizer: "Tokenizer") -> None:
+def _warm_up(arms: "Sequence[Arm | LlamaArm]", tokenizer: "Tokenizer") -> None:
     """Let every arm run once, so that first-use costs fall on nobody's clock."""
     for arm in arms:
         arm.start(tokenizer.encode_chat([{"role": "user", "content": "Hello"}]), tokenizer, 8, 0.0)
-        while arm.engine.has_work:
+        while arm.has_work:
             arm.advance()
-        arm.answers.clear()
-        arm.seconds, arm.num_tokens = 0.0, 0
-        arm.engine.stats.acceptance = type(arm.engine.stats.acceptance)()
+        arm.reset()
 
 
 def _race(
-    console: Console, arms: list[Arm], prompt: list[int], tokenizer: "Tokenizer", settings: tuple[int, float]
+    console: Console,
+    arms: "Sequence[Arm | LlamaArm]",
+    prompt: list[int],
+    tokenizer: "Tokenizer",
+    settings: tuple[int, float],
 ) -> None:
     """Answer one prompt on every arm; whoever has used least time steps next, so the screen shows a fair race."""
     before = {arm.name: arm.seconds for arm in arms}
     for arm in arms:
         arm.start(prompt, tokenizer, *settings)
 
-    def spent(arm: Arm) -> float:
+    def spent(arm: "Arm | LlamaArm") -> float:
         return arm.seconds - before[arm.name]
 
     def screen() -> Columns:
@@ -138,19 +192,28 @@ def _race(
         return Columns([Panel(arm.shown, title=f"{arm.name} {spent(arm):.1f} s", width=width) for arm in arms])
 
     with Live(screen(), console=console, refresh_per_second=10) as live:
-        while running := [arm for arm in arms if arm.engine.has_work]:
-            min(running, key=spent).advance()
+        while running := [arm for arm in arms if arm.has_work]:
+            arm = min(running, key=spent)
+            until = arm.seconds + _TURN_S
+            while arm.has_work and arm.seconds < until:
+                arm.advance()
             live.update(screen())
 
 
-def _table(arms: list[Arm]) -> Table:
+def _table(arms: list[Arm], others: "list[LlamaArm]") -> Table:
+    """One row for each way of decoding that was raced; ratios are of tokens a second, prompts included."""
     table = Table(title="what speculation did", title_justify="left")
-    for name in ("", "tokens/s", "speed-up", "tokens a pass", "accepted by position"):
+    columns = ("", "tokens/s", "speed-up", *(f"/ {other.name}" for other in others), "tokens a pass", "by position")
+    for name in columns:
         table.add_column(name, justify="left" if not name else "right")
     plain = arms[0].num_tokens / arms[0].seconds
+    speeds = [other.num_tokens / other.seconds for other in others]
     for arm in arms:
-        stats = arm.engine.stats.acceptance
-        speed = arm.num_tokens / arm.seconds
+        stats, speed = arm.engine.stats.acceptance, arm.num_tokens / arm.seconds
+        ratios = [f"{speed / other:.2f}x" for other in (plain, *speeds)]
         rates = " ".join(f"{rate:.0%}" for rate in stats.rates) or "-"
-        table.add_row(arm.name, f"{speed:.1f}", f"{speed / plain:.2f}x", f"{stats.acceptance_length:.2f}", rates)
+        table.add_row(arm.name, f"{speed:.1f}", *ratios, f"{stats.acceptance_length:.2f}", rates)
+    for other, speed in zip(others, speeds, strict=True):
+        ratios = [f"{speed / reference:.2f}x" for reference in (plain, *speeds)]
+        table.add_row(other.name, f"{speed:.1f}", *ratios, "1.00", "-")
     return table

@@ -13,6 +13,7 @@ from slipstream.cli.chat import chat
 from slipstream.cli.demo import demo
 from slipstream.cli.doctor import doctor
 from slipstream.cli.eval import app as evaluate
+from slipstream.cli.export import export
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
 from slipstream.cli.quantize import quantize
@@ -29,6 +30,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(train)
 app.command()(quantize)
+app.command()(export)
 app.command()(serve)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")

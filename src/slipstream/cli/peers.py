@@ -1,0 +1,33 @@
+"""The embedded model and its draft as vLLM reads them, and what a recipe has to be told of that."""
+
+from pathlib import Path
+
+from slipstream.bench.peers.environments import environments_dir, vllm_environment
+from slipstream.bench.peers.process import PeerError
+from slipstream.checkpoint.draft_rewrite import rewrite_draft
+from slipstream.checkpoint.embedded import embedded_draft, embedded_model
+from slipstream.checkpoint.writer import FolderExistsError
+
+
+def draft_for_vllm() -> Path:
+    """Return the shipped draft in vLLM's dialect, written beside the environments on the first call."""
+    shipped = embedded_draft()
+    if shipped is None:
+        raise PeerError("This copy of slipstream ships no draft for the embedded model.")
+    folder = environments_dir() / "models" / f"{shipped.name}-vllm"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            rewrite_draft(shipped, "vllm", folder)
+        except FolderExistsError:
+            return folder  # another process was quicker
+    return folder
+
+
+def vllm_settings() -> dict[str, str]:
+    """Return what `recipes/bench/embedded-vllm.yaml` needs to find vLLM here, installing it if need be."""
+    return {
+        "servers.vllm.program": f"[{vllm_environment() / 'vllm'},serve]",
+        "servers.vllm.model": str(embedded_model()),
+        "drafts.for-vllm.path": str(draft_for_vllm()),
+    }
