@@ -123,13 +123,12 @@ def engine_of(target: Target, draft: Eagle3Draft | None, ops: Ops, config: Engin
             Runner(target, cache(target.kv_shape), ops, ()),
             NoDrafter(table.device),
             config,
-            ops,
             target.spec.vocab_size,
         )
     layers = draft.spec.captured_layers or target.spec.default_captured_layers()
     drafter = Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops)
     runner = Runner(target, cache(target.kv_shape), ops, layers)
-    return Engine(runner, drafter, config, ops, target.spec.vocab_size)
+    return Engine(runner, drafter, config, target.spec.vocab_size)
 
 
 def filled_cache(shape: KvShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KvCache:
