@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
@@ -38,8 +39,7 @@ def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
     constants = {**variant.constants, **({"PDL": True} if "PDL" in names and tuning.dependent_launch else {})}
     source = ASTSource(variant.kernel, signature, constants, attrs)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    if variant.matrix != "none":
-        options |= {"matrix_instr_nonkdim": tuning.instruction} if tuning.instruction else {}
+    options |= launch_options(dependent=False, instruction=tuning.instruction if variant.matrix != "none" else 0)
     compiled = triton.compile(source, target=TARGETS[architecture], options=options)
     cuda = architecture.startswith("sm_")
     text = compiled.asm["ptx" if cuda else "amdgcn"]
@@ -53,6 +53,7 @@ def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
         "scalar_spills": None if cuda else _number(r"\.sgpr_spill_count:\s+(\d+)", text),
         "matrix": variant.matrix,
         "matrix_found": pattern is None or re.search(pattern, text) is not None,
+        "folded": len(re.findall(r"fma\.rn\.f32", text)) if cuda else None,
         "bytes": len(compiled.asm["cubin" if cuda else "hsaco"]),
     }  # fmt: skip
 
