@@ -29,6 +29,7 @@ from slipstream.kernels.triton.tuning import AttentionConfig, LinearConfig, Tuni
 from slipstream.quant.packed import PackedWeight
 
 ROWS_CHECKED = (1, 4, 8, 40, 100, 160, 300)
+ROWS_TIMED = (4, 40, 64, 128, 160, 256)
 COLD_BYTES = 160 << 20
 LAUNCHES = 20
 ITEM_BYTES = {"dense": 2.0, "fp8": 1.0, "int8": 1.0, "w4a8": 0.5, "int4_per_channel": 0.5, "int4_group": 0.5}
@@ -81,8 +82,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="leave the shapes that are not reached by then")
     parser.add_argument(
         "--only",
-        choices=("products", "further", "attention", "wide"),
-        help="further: 4-bit and INT8 weights; wide: passes of many rows",
+        choices=("products", "further", "attention", "wide", "time"),
+        help="further: 4-bit and INT8 weights; wide: passes of many rows; time: only time what is configured",
     )
     arguments = parser.parse_args()
     device = torch.device("cuda")
@@ -93,6 +94,9 @@ def main() -> None:
         compile_all(tuning, work)
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()} reads {bandwidth / 1e12:.3f} TB/s", flush=True)
+    if arguments.only == "time":
+        time_products(tuning, bandwidth, device)
+        return
     if arguments.only in (None, "attention"):
         tuning = tune_attention(tuning, bandwidth, device)
     if arguments.only in (None, "products", "further"):
@@ -243,6 +247,17 @@ def tune_products(
         if found is not None:
             best[f"{format}:{shape.outputs}:{shape.inputs}"] = found
     return dataclasses.replace(tuning, linear=best)
+
+
+def time_products(tuning: Tuning, bandwidth: float, device: torch.device) -> None:
+    """Print what the configured products take over passes of 4 to 256 rows, and their share of the bandwidth at 4."""
+    for format, shape in WORK[: 2 * len(LLAMA)]:
+        weights = copies_of(Products(tuning, device), format, shape, device)
+        x = torch.randn(max(ROWS_TIMED), shape.inputs, device=device).bfloat16()
+        times = {m: product_seconds(tuning, weights, x[:m], shape) for m in ROWS_TIMED}
+        share = weights[0].nbytes / times[ROWS_TIMED[0]] / bandwidth
+        text = " ".join(f"M={m} {seconds * 1e6:.1f}" for m, seconds in times.items())
+        print(f"{format:9} {shape.name:18} {text} us; {100 * share:.1f}% at M={ROWS_TIMED[0]}", flush=True)
 
 
 def copies_of(products: Products, format: str, shape: Shape, device: torch.device) -> list[Weight]:
