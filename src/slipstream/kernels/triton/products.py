@@ -120,8 +120,8 @@ class Products:
         wide = self._tuning.wide_config(format, config)
         num_tiles = -(-num_outputs // wide.block_n)
         if num_rows > 64 and num_tiles * -(-num_rows // 128) * config.split_k * 4 >= self._tuning.programs:
-            whole = num_rows <= _SERIAL_ABOVE and num_tiles * 2 >= self._tuning.programs and wide.num_warps >= 8
-            config, tile = wide, _wide_tile(num_rows, format, itemsize, whole)
+            fills = num_tiles * 2 >= self._tuning.programs and wide.num_warps >= 8 and wide.split_k == 1
+            config, tile = wide, _wide_tile(num_rows, format, itemsize, fills)
         else:
             config = self._tuning.many_config(key, config) if num_rows > 16 else config
             tile = token_tile(num_rows)
@@ -129,12 +129,12 @@ class Products:
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
 
 
-def _wide_tile(num_rows: int, format: str, itemsize: float, whole: bool) -> int:
-    """Return the width of a token tile; weights are read once for each, so `whole` passes are one where it fits."""
+def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:
+    """Return the width of a token tile; weights are read once for each: 256 are one if it `fills` the device."""
     if itemsize == 0.5:
         return 64  # wider tiles leave no room for both halves of a block
     # FP8 keeps two sums of every tile, and float32 is multiplied in registers: 256 tokens leave none.
-    return 256 if whole and num_rows > 128 and format != "fp8" and itemsize <= 2 else 128
+    return 256 if fills and 128 < num_rows <= _SERIAL_ABOVE and format != "fp8" and itemsize <= 2 else 128
 
 
 def _half(weight: PackedWeight) -> int | None:
