@@ -3,8 +3,8 @@
     PYTHONPATH=src python -m benchmarks.gpu_tune --out out/configs [--seconds 150] [--only ...]
 
 Products are timed inside CUDA graphs that walk over copies of the weight too large for the L2 cache; percentages are
-of the read bandwidth measured first. A configuration counts only if a row's bits are the same for 1, 4, 8, 40 and 160
-rows. One that fails to compile or run is skipped, and its error printed.
+of the read bandwidth measured first. A configuration counts only if a row's bits are the same for 1 to 300 rows. One
+that fails to compile or run is skipped, and its error printed.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from slipstream.kernels.triton.products import Products, Weight
 from slipstream.kernels.triton.tuning import AttentionConfig, LinearConfig, Tuning, architecture_of, read_tuning
 from slipstream.quant.packed import PackedWeight
 
-ROWS_CHECKED = (1, 4, 8, 40, 160)
+ROWS_CHECKED = (1, 4, 8, 40, 100, 160, 300)
+ROWS_TIMED = (4, 40, 64, 128, 160, 256)
 COLD_BYTES = 160 << 20
 LAUNCHES = 20
 ITEM_BYTES = {"dense": 2.0, "fp8": 1.0, "int8": 1.0, "w4a8": 0.5, "int4_per_channel": 0.5, "int4_group": 0.5}
@@ -81,8 +82,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="leave the shapes that are not reached by then")
     parser.add_argument(
         "--only",
-        choices=("products", "further", "attention", "wide"),
-        help="further: 4-bit and INT8 weights; wide: passes of many rows",
+        choices=("products", "further", "attention", "wide", "time"),
+        help="further: 4-bit and INT8 weights; wide: passes of many rows; time: only time what is configured",
     )
     arguments = parser.parse_args()
     device = torch.device("cuda")
@@ -93,6 +94,9 @@ def main() -> None:
         compile_all(tuning, work)
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()} reads {bandwidth / 1e12:.3f} TB/s", flush=True)
+    if arguments.only == "time":
+        time_products(tuning, bandwidth, device)
+        return
     if arguments.only in (None, "attention"):
         tuning = tune_attention(tuning, bandwidth, device)
     if arguments.only in (None, "products", "further"):
@@ -245,6 +249,17 @@ def tune_products(
     return dataclasses.replace(tuning, linear=best)
 
 
+def time_products(tuning: Tuning, bandwidth: float, device: torch.device) -> None:
+    """Print what the configured products take over passes of 4 to 256 rows, and their share of the bandwidth at 4."""
+    for format, shape in WORK[: 2 * len(LLAMA)]:
+        weights = copies_of(Products(tuning, device), format, shape, device)
+        x = torch.randn(max(ROWS_TIMED), shape.inputs, device=device).bfloat16()
+        times = {m: product_seconds(tuning, weights, x[:m], shape) for m in ROWS_TIMED}
+        share = weights[0].nbytes / times[ROWS_TIMED[0]] / bandwidth
+        text = " ".join(f"M={m} {seconds * 1e6:.1f}" for m, seconds in times.items())
+        print(f"{format:9} {shape.name:18} {text} us; {100 * share:.1f}% at M={ROWS_TIMED[0]}", flush=True)
+
+
 def copies_of(products: Products, format: str, shape: Shape, device: torch.device) -> list[Weight]:
     """Return enough copies of a prepared weight that none stays in the cache."""
     first = random_weight(format, shape, device)
@@ -322,7 +337,7 @@ def tune_wide(tuning: Tuning, format: str, device: torch.device) -> Tuning:
                 weights = copies_of(Products(used, device), format, shape, device)[:4]
                 x = torch.randn(2048, shape.inputs, device=device).bfloat16()
                 at = {m: product_seconds(used, weights, x[:m], shape) for m in (160, 2048)}
-                wrong = bits_differ(used, weights[0], x[:160], shape)
+                wrong = bits_differ(used, weights[0], x[: max(ROWS_CHECKED)], shape)
                 total += at[160] * 8 + at[2048] + (1e9 if wrong else 0)
                 teraflops = 2 * 2048 * shape.outputs * shape.inputs / at[2048] / 1e12
                 text.append(

@@ -7,12 +7,15 @@ import argparse
 import importlib
 import json
 import re
+import subprocess
 import sys
+import tempfile
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
@@ -39,8 +42,7 @@ def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
     constants = {**variant.constants, **({"PDL": True} if "PDL" in names and tuning.dependent_launch else {})}
     source = ASTSource(variant.kernel, signature, constants, attrs)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    if variant.matrix != "none":
-        options |= {"matrix_instr_nonkdim": tuning.instruction} if tuning.instruction else {}
+    options |= launch_options(dependent=False, instruction=tuning.instruction if variant.matrix != "none" else 0)
     compiled = triton.compile(source, target=TARGETS[architecture], options=options)
     cuda = architecture.startswith("sm_")
     text = compiled.asm["ptx" if cuda else "amdgcn"]
@@ -50,12 +52,22 @@ def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
         "architecture": architecture,
         "registers": None if cuda else _number(r"\.vgpr_count:\s+(\d+)", text),
         "shared": compiled.metadata.shared,
-        "spills": None if cuda else _number(r"\.vgpr_spill_count:\s+(\d+)", text),
-        "scalar_spills": None if cuda else _number(r"\.sgpr_spill_count:\s+(\d+)", text),
+        "spills": _stack(compiled.asm["cubin"]) if cuda else _number(r"\.vgpr_spill_count:\s+(\d+)", text),
+        "scalar_spills": 0 if cuda else _number(r"\.sgpr_spill_count:\s+(\d+)", text),
         "matrix": variant.matrix,
         "matrix_found": pattern is None or re.search(pattern, text) is not None,
+        "folded": len(re.findall(r"fma\.rn\.f32", text)) if cuda else None,
         "bytes": len(compiled.asm["cubin" if cuda else "hsaco"]),
     }  # fmt: skip
+
+
+def _stack(cubin: bytes) -> int:
+    """Return the bytes a CUDA kernel keeps outside its registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        return _number(r"STACK:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def _number(pattern: str, text: str) -> int:

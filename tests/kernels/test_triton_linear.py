@@ -66,10 +66,13 @@ def test_a_row_keeps_its_bits_however_many_rows_share_the_product(format, genera
 def test_wide_tiles_sum_in_the_order_of_narrow_ones(splits, generator):
     config = {"block_n": 64, "block_k": 32, "split_k": splits, "num_warps": 4, "num_stages": 2}
     wide = {"dense": LinearConfig(128, 64, 1, 8, 2)}
-    ops = triton_ops(linear={"dense:96:512": LinearConfig(**config)}, wide=wide)
-    x = numbers(100, 512, generator=generator, dtype=torch.bfloat16)
-    weight = numbers(96, 512, generator=generator, dtype=torch.bfloat16)
-    assert torch.equal(ops.linear(x, weight)[:16], ops.linear(x[:16], weight))
+    many = {"dense:520:512": LinearConfig(128, 16, 1, 4, 2)}
+    ops = triton_ops(linear={"dense:520:512": LinearConfig(**config)}, wide=wide, linear_many=many)
+    x = numbers(300, 512, generator=generator, dtype=torch.bfloat16)
+    weight = numbers(520, 512, generator=generator, dtype=torch.bfloat16)
+    narrow = ops.linear(x[:16], weight)
+    for count in (40, 100, 160, 300):  # those of a few dozen, then of 128 tokens, of 256, and one program for all
+        assert torch.equal(ops.linear(x[:count], weight)[:16], narrow), count
 
 
 @pytest.mark.parametrize("format", ["dense", "fp8_per_channel", "w4a8"])

@@ -38,8 +38,11 @@ def arrived_last(counter_ptr, num_programs):
 def launch_options(dependent: bool, instruction: int = 0) -> dict[str, Any]:
     """Return the launch's further arguments: CUDA alone knows dependent launches, AMD alone a choice of instructions.
 
+    No product is folded into a sum: the compiler does so where it can see both, in a block of keys that needs no mask
+    and not in one that does, and a row's bits would depend on the rows beside it.
+
     Args:
         instruction: rows and columns of AMD's matrix instruction, one for all tiles so that bits stay; 0 is not AMD.
     """
-    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
+    options: dict[str, Any] = {"enable_fp_fusion": False, **({"launch_pdl": True} if dependent else {})}
     return {**options, "matrix_instr_nonkdim": instruction} if instruction else options

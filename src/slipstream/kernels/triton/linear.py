@@ -8,7 +8,7 @@ that share an output tile. Either way a number is the same sum, whatever the num
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM108
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,11 +95,12 @@ def store_outputs(
 
 @triton.jit
 def _stretch(
-    w_at, x_at, split, steps, K,
+    w_at, x_at, real_M, split, steps, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one stretch of columns, `steps` tiles long."""
+    """Multiply one stretch of columns, `steps` tiles long; rows past the last are zeros, which nobody reads."""
+    ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
     if KIND == "int8":
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
@@ -109,18 +110,15 @@ def _stretch(
         k = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
         if EVEN_K:
             w = tl.load(w_at + k[None, :], eviction_policy=POLICY)
-            x = tl.load(x_at + k[:, None])
-        elif KIND == "int8":
-            w = tl.load(w_at + k[None, :], mask=k[None, :] < K, other=0, eviction_policy=POLICY)
-            x = tl.load(x_at + k[:, None], mask=k[:, None] < K, other=0)
+            x = tl.load(x_at + k[:, None], mask=real_M, other=ZERO)
         else:
-            w = tl.load(w_at + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy=POLICY)
-            x = tl.load(x_at + k[:, None], mask=k[:, None] < K, other=0.0)
+            w = tl.load(w_at + k[None, :], mask=k[None, :] < K, other=ZERO, eviction_policy=POLICY)
+            x = tl.load(x_at + k[:, None], mask=real_M & (k[:, None] < K), other=ZERO)
         if KIND == "int8":
             acc = tl.dot(w, x, acc, out_dtype=tl.int32)
         elif KIND == "fp8":
-            # Hopper keeps few bits inside an FP8 sum: whole float32 sums are made every BLOCK_K columns.
-            acc = tl.dot(w, x, acc, max_num_imprecise_acc=BLOCK_K)
+            # Hopper keeps few bits inside an FP8 sum: whole float32 sums are made every 128 columns, in tiles of any.
+            acc = tl.dot(w, x, acc, max_num_imprecise_acc=128)
         elif KIND == "fp8_upcast":
             acc = tl.dot(w.to(tl.bfloat16), x.to(tl.bfloat16), acc)
         else:
@@ -138,19 +136,21 @@ def _linear_kernel(
 ):  # fmt: skip
     m_tile, n_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_N = weight_rows(n_tile, N, BLOCK_N, SILU)
-    rows_M = tl.minimum(m_tile * BLOCK_M + tl.arange(0, BLOCK_M), M - 1)
+    rows_M = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real_M = (rows_M < M)[None, :]
+    rows_M = tl.minimum(rows_M, M - 1)
     w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
     x_at = x_ptr + rows_M.to(tl.int64)[None, :] * x_stride
     if PDL:
         LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
         prefetch_rows(w_at, split * steps * BLOCK_K, K, LINE)
     wait_for_inputs(PDL)
-    total = _stretch(w_at, x_at, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
+    total = _stretch(w_at, x_at, real_M, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
     finished = True
     if SPLITS > 1:
         if SERIAL:
             for other in range(1, SPLITS):
-                total += _stretch(w_at, x_at, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
+                total += _stretch(w_at, x_at, real_M, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
         else:
             tile = m_tile * tl.num_programs(1) + n_tile
             num_tiles = tl.num_programs(0) * tl.num_programs(1)
@@ -207,12 +207,8 @@ class Launch:
 
 
 def token_tile(num_rows: int) -> int:
-    """Return the width of the token tile for a pass of so many rows."""
-    if num_rows <= 16:
-        return 16
-    if num_rows <= 32:
-        return 32
-    return 64 if num_rows <= 192 else 128
+    """Return the width of a narrow token tile for a pass of so many rows."""
+    return next((tile for tile in (16, 32) if num_rows <= tile), 64)
 
 
 def multiply(
@@ -269,7 +265,7 @@ _MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp
 
 
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: each format with its tiles by rule, narrow with a split, and wide with the SiLU of an MLP."""
+    """List what ships: each format with its tiles by rule, narrow and wide, split and with the SiLU of an MLP."""
     tuning = read_tuning(architecture)
     shipped = []
     for kind in ("dense", "int8", "fp8" if tuning.fp8_dot else "fp8_upcast"):
@@ -280,7 +276,10 @@ def variants(architecture: str) -> list[Variant]:
             _variant(f"linear {kind} 16 rows", kind, narrow, 16, silu=False),
             _variant(f"linear {kind} 64 rows", kind, narrow, 64, silu=True),
             _variant(f"linear {kind} 128 rows", kind, wide, 128, silu=True),
+            _variant(f"linear {kind} 128 rows, split", kind, wide, 128, silu=False),
         ]
+        if wide.num_warps >= 8 and kind != "fp8":
+            shipped.append(_variant(f"linear {kind} 256 rows", kind, replace(wide, split_k=1), 256, silu=True))
     return shipped
 
 
@@ -295,7 +294,7 @@ def _variant(name: str, kind: str, config: LinearConfig, block_m: int, *, silu: 
     }  # fmt: skip
     constants = {
         "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.split_k,
-        "SERIAL": block_m > 64, "EVEN_K": True, "KIND": kind, "STREAM": block_m <= 64, "SILU": silu,
+        "SERIAL": block_m > 64 and silu, "EVEN_K": True, "KIND": kind, "STREAM": block_m <= 64, "SILU": silu,
         "HAS_BIAS": False, "HAS_RESIDUAL": not silu, "PDL": False,
     }  # fmt: skip
     divisible = tuple(arg for arg in signature if arg not in ("M", "steps"))

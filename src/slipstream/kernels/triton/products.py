@@ -25,7 +25,7 @@ _INPUTS: dict[str, Codes | None] = {
 }
 """Formats these kernels multiply, and the codes their rows are turned into."""
 _DENSE = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_NIBBLE_TOKENS = 64  # wider tiles of tokens leave no room for both halves of a block
+_SERIAL_ABOVE = 256  # rows; from here on tiles fill the device without more programs to a tile
 
 Weight = Tensor | PackedWeight
 
@@ -115,14 +115,26 @@ class Products:
         config = self.configs.get(key)
         if config is None:
             config = self.configs[key] = self._tuning.linear_config(format, num_outputs, num_inputs, itemsize)
-        tile = token_tile(num_rows)
-        if itemsize == 0.5:
-            tile = min(tile, _MOST_NIBBLE_TOKENS)
         stretch = -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
-        serial = num_rows > 64 or config.split_k == 1
-        if num_rows > 64:
-            config = self._tuning.wide_config(format, config)
+        serial = num_rows > _SERIAL_ABOVE or config.split_k == 1
+        wide = self._tuning.wide_config(format, config)
+        num_tiles = -(-num_outputs // wide.block_n)
+        if num_rows > 64 and num_tiles * -(-num_rows // 128) * config.split_k * 4 >= self._tuning.programs:
+            fills = num_tiles * 2 >= self._tuning.programs and wide.num_warps >= 8 and wide.split_k == 1
+            config, tile = wide, _wide_tile(num_rows, format, itemsize, fills)
+        else:
+            config = self._tuning.many_config(key, config) if num_rows > 16 else config
+            tile = token_tile(num_rows)
+        config = self._tuning.fitted(config, tile, itemsize)
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+
+
+def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:
+    """Return the width of a token tile; weights are read once for each: 256 are one if it `fills` the device."""
+    if itemsize == 0.5:
+        return 64  # wider tiles leave no room for both halves of a block
+    # FP8 keeps two sums of every tile, and float32 is multiplied in registers: 256 tokens leave none.
+    return 256 if fills and 128 < num_rows <= _SERIAL_ABOVE and format != "fp8" and itemsize <= 2 else 128
 
 
 def _half(weight: PackedWeight) -> int | None:

@@ -5,7 +5,7 @@ configuration belongs to a (format, N, K), and the number of rows only picks the
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
 
@@ -51,8 +51,10 @@ class Tuning:
 
     Args:
         linear: configurations by "format:N:K".
-        wide: tiles of passes with more than 64 rows, by format; `split_k` is the shape's own.
+        linear_many: tiles of passes with 17 to 64 rows, by "format:N:K", where others are faster than `linear`'s.
+        wide: tiles of passes with more than 64 rows, by format.
         programs: how many programs keep the device's memory busy; products are split over K until there are as many.
+        shared_bytes: what a program's tiles in flight may take of the fast memory; 0: configurations fit as they are.
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
         instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
@@ -61,10 +63,12 @@ class Tuning:
     architecture: str
     linear: dict[str, LinearConfig] = field(default_factory=dict)
     wide: dict[str, LinearConfig] = field(default_factory=dict)
+    linear_many: dict[str, LinearConfig] = field(default_factory=dict)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     programs: int = 264
     bytes_per_step: int = 256
     num_stages: int = 4
+    shared_bytes: int = 0
     fp8_dot: bool = False
     instruction: int = 0
     dependent_launch: bool = False
@@ -83,13 +87,28 @@ class Tuning:
             split_k *= 2
         return LinearConfig(64, block_k, split_k, 4, self.num_stages)
 
+    def many_config(self, shape: str, narrow: LinearConfig) -> LinearConfig:
+        """Return the tiles of a "format:N:K" for a few dozen rows; the bits stay those of `narrow`."""
+        return _with_order_of(narrow, self.linear_many.get(shape, narrow))
+
     def wide_config(self, format: str, narrow: LinearConfig) -> LinearConfig:
         """Return the tiles for passes of many rows; the bits stay those of `narrow`."""
-        known = self.wide.get(format)
-        if known is None:
-            return narrow
-        block_k = min(known.block_k, narrow.block_k)  # divides the stretch of columns that one sum covers
-        return LinearConfig(known.block_n, block_k, narrow.split_k, known.num_warps, known.num_stages)
+        return _with_order_of(narrow, self.wide.get(format, narrow))
+
+    def fitted(self, config: LinearConfig, tile: int, itemsize: float) -> LinearConfig:
+        """Return the configuration with as many stages as fit beside a token tile; stages change no bits."""
+        step_bytes = int((config.block_n + tile) * config.block_k * itemsize)
+        most = self.shared_bytes // step_bytes if self.shared_bytes else config.num_stages
+        return replace(config, num_stages=max(min(config.num_stages, most), 1))
+
+
+def _with_order_of(narrow: LinearConfig, tiles: LinearConfig) -> LinearConfig:
+    """Return tiles that add columns in the order of `narrow`.
+
+    The stretches are its own, and a step divides them. Rows of the weight, warps and stages change no order, as long
+    as the matrix instruction stays the same: on sm_90 that of 64 rows, for tiles of 64 and 128.
+    """
+    return replace(tiles, block_k=min(tiles.block_k, narrow.block_k), split_k=narrow.split_k)
 
 
 def read_tuning(architecture: str) -> Tuning:
@@ -108,6 +127,7 @@ def parse_tuning(architecture: str, data: Json) -> Tuning:
             architecture,
             {shape: LinearConfig(**fields) for shape, fields in own.pop("linear", {}).items()},
             {format: LinearConfig(**fields) for format, fields in own.pop("wide", {}).items()},
+            {shape: LinearConfig(**fields) for shape, fields in own.pop("linear_many", {}).items()},
             AttentionConfig(**own.pop("attention", {})),
             **own,
         )
