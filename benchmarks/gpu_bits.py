@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from slipstream.models.target import Target
 from torch import Tensor
 
 from gpu_models import filled_cache, random_target
@@ -29,7 +30,6 @@ from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
-from slipstream.models.llama import LlamaDecoder
 from slipstream.quant.packed import PackedWeight
 
 ROWS = (1, 4, 16, 32, 40, 64, 128, 160, 192, 200, 256, 512, 1024, 2048)
@@ -161,7 +161,7 @@ def check_model(tuning: Tuning, device: torch.device) -> list[Finding]:
     return [Finding("model", name, f"contexts {at}" if at else "") for name, at in wrong.items()]
 
 
-def _decoded(model: LlamaDecoder, ops: TritonOps, tokens_RP: Tensor, context: int, passes: list[list[Span]]) -> Tensor:
+def _decoded(model: Target, ops: TritonOps, tokens_RP: Tensor, context: int, passes: list[list[Span]]) -> Tensor:
     """Return the logits of the first request's rows, after its context was computed in one pass."""
     device, pages = tokens_RP.device, MOST_KEYS // PAGE
     kv = filled_cache(model.kv_shape, 2 * pages, PAGE, torch.bfloat16, device)
@@ -173,7 +173,7 @@ def _decoded(model: LlamaDecoder, ops: TritonOps, tokens_RP: Tensor, context: in
     return torch.cat(found)
 
 
-def _forward(model: LlamaDecoder, ops: TritonOps, kv: KvCache, tokens_RP: Tensor, spans: list[Span]) -> Tensor:
+def _forward(model: Target, ops: TritonOps, kv: KvCache, tokens_RP: Tensor, spans: list[Span]) -> Tensor:
     device, pages = tokens_RP.device, MOST_KEYS // PAGE
     own = torch.cat([torch.arange(start, end, device=device) for _, start, end in spans])
     queries = QueryTokens([end - start for _, start, end in spans], own, own, torch.full_like(own, -1))

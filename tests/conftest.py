@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import interpreted  # noqa: E402, F401  # decides what kernels are, so it comes before any module that has some
+import interpreted  # noqa: F401  # decides what kernels are, so it comes before any module that has some
 
 torch.set_num_threads(1)
 

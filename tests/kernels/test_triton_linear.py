@@ -2,9 +2,9 @@ import logging
 
 import pytest
 import torch
-from interpreted import DEVICE
 from triton_samples import FORMATS, REFERENCE, numbers, quantized, triton_ops
 
+from interpreted import DEVICE
 from slipstream.errors import KernelError
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton.linear import Epilogue
