@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from slipstream.models.target import Target
 from torch import Tensor
 
 from gpu_models import filled_cache, random_target
@@ -30,6 +29,7 @@ from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
+from slipstream.models.target import Target
 from slipstream.quant.packed import PackedWeight
 
 ROWS = (1, 4, 16, 32, 40, 64, 128, 160, 192, 200, 256, 512, 1024, 2048)
