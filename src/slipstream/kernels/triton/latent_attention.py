@@ -147,19 +147,20 @@ def latent_attention(
     stats = torch.empty(num_tokens * num_heads, num_splits, 2, dtype=torch.float32, device=q_THC.device)
     out_THc = q_THC.new_empty(num_tokens, num_heads, value_width)
     width_p = max(16, triton.next_power_of_2(value_width))
+    index_T = batch.kv_index_T.contiguous()
     # Without a bound from the host, one request might hold all tokens of the pass.
     max_queries = num_tokens if batch.max_queries is None else batch.max_queries
     grid = (num_splits, num_requests, triton.cdiv(max_queries * num_heads, tiles.rows))
     partial_kernel[grid](
         q_THC.contiguous(), layer.keys_SGd, batch.page_table_RP.contiguous(), batch.query_starts_R1, batch.kv_lens_R,
-        batch.kv_index_T, batch.ancestors_T, acc, stats, scale * _LOG2E, layer.keys_SGd.stride(0), table_width,
+        index_T, batch.ancestors_T.contiguous(), acc, stats, scale * _LOG2E, layer.keys_SGd.stride(0), table_width,
         batch.page_size, num_splits, num_heads,
         WIDTH=value_width, ROPE=rope_width, WIDTH_P=width_p, ROPE_P=max(16, triton.next_power_of_2(rope_width)),
         ROWS=tiles.rows, BLOCK=tiles.block, SPLIT=tiles.split, num_warps=tiles.warps, num_stages=tiles.stages,
         PDL=dependent, **launch_options(dependent, matrix_instruction(architecture)),
     )  # fmt: skip
     merge_kernel[(num_tokens * num_heads,)](
-        acc, stats, batch.kv_index_T, out_THc, num_splits, num_heads,
+        acc, stats, index_T, out_THc, num_splits, num_heads,
         WIDTH=value_width, WIDTH_P=width_p, SPLIT=tiles.split, PDL=dependent, **launch_options(dependent),
     )  # fmt: skip
     return out_THc
