@@ -232,7 +232,8 @@ def attention(
     out = torch.empty_like(q_THd)
     _attention_kernel[(num_groups, num_tiles, num_splits)](
         q_THd, layer.keys_SGd, layer.values_SGd, out, batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP,
-        batch.kv_index_T.contiguous(), batch.ancestors_T.contiguous(), sums, partial, launch.counters, num_requests, num_splits,
+        batch.kv_index_T.contiguous(), batch.ancestors_T.contiguous(), sums, partial, launch.counters, num_requests,
+        num_splits,
         layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, window or 0,
         HEADS=num_heads, GROUPS=num_groups, WIDTH=width, D=head_block, ROWS=rows, TOKENS=tokens,
         REQUESTS=triton.next_power_of_2(num_requests), SPLIT=config.split, BLOCK=config.block, PAGE=batch.page_size,
