@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 import torch
 from cpu_samples import causal, filled_cache
-from interpreted import DEVICE
 from triton_samples import REFERENCE, batch_to_device, layer_to_device, numbers, triton_ops
+
+from interpreted import DEVICE
 
 OPS = triton_ops()
 

@@ -2,10 +2,10 @@ import logging
 
 import pytest
 import torch
-from interpreted import DEVICE
 from test_cpu_layers import make_draft, make_target
 from triton_samples import FORMATS, REFERENCE, quantized, triton_ops
 
+from interpreted import DEVICE
 from slipstream.errors import KernelError
 from slipstream.kernels import KERNEL_CHOICES, select
 from slipstream.kernels.triton.ops import TritonOps

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from interpreted import DEVICE
 from triton_samples import REFERENCE, numbers, triton_ops
 
+from interpreted import DEVICE
 from slipstream.kernels import KvLayer, RowSampling
 from slipstream.kernels.triton import norm_rope
 from slipstream.kernels.triton.norm_rope import Norm, Rope

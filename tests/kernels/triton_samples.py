@@ -3,8 +3,8 @@
 import dataclasses
 
 import torch
-from interpreted import DEVICE
 
+from interpreted import DEVICE
 from slipstream.kernels import AttentionBatch, KvLayer
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton.ops import TritonOps
