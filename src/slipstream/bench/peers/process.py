@@ -39,7 +39,8 @@ class Peer:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         assert self._process.stderr is not None
-        Thread(target=self._drain, args=(self._process.stderr,), daemon=True).start()
+        self._reader = Thread(target=self._drain, args=(self._process.stderr,), daemon=True)
+        self._reader.start()
         try:
             self.about: dict[str, Any] = self._reply("ready")  # what the worker says of itself: any JSON
         except PeerError:
@@ -53,7 +54,7 @@ class Peer:
             self._process.stdin.write(json.dumps({"call": call, "arguments": arguments}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise PeerError(f"{self.name} has ended. Its last lines:\n{self.last_lines}") from None
+            raise PeerError(f"{self.name} has ended. Its last lines:\n{self._last_words()}") from None
         return self._reply("answer")
 
     @property
@@ -85,11 +86,16 @@ class Peer:
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            raise PeerError(f"{self.name} ended with status {status}. Its last lines:\n{self.last_lines}")
+            raise PeerError(f"{self.name} ended with status {status}. Its last lines:\n{self._last_words()}")
         reply = json.loads(line)
         if key not in reply:
             raise PeerError(f"{self.name} failed: {reply.get('error', reply)}")
         return reply[key]
+
+    def _last_words(self) -> str:
+        """Return the last lines of a peer that has ended, once they are all read."""
+        self._reader.join(timeout=5)
+        return self.last_lines
 
     def _drain(self, stream: IO[str]) -> None:
         for line in stream:
