@@ -17,12 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.products import Products, Weight
 from slipstream.kernels.triton.tuning import AttentionConfig, LinearConfig, Tuning, architecture_of, read_tuning
@@ -92,7 +91,7 @@ def main() -> None:
     work = FURTHER if arguments.only == "further" else WORK
     if arguments.only in (None, "products", "further"):
         compile_all(tuning, work)
-    bandwidth = read_bandwidth()
+    bandwidth = read_bandwidth(device)
     print(f"{torch.cuda.get_device_name()} reads {bandwidth / 1e12:.3f} TB/s", flush=True)
     if arguments.only == "time":
         time_products(tuning, bandwidth, device)
@@ -213,25 +212,6 @@ def graph_seconds(step: Callable[[int], object], launches: int, repeats: int = 5
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / launches)
     return statistics.median(times)
-
-
-@triton.jit
-def _read_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        total += tl.load(x_ptr + start + tl.arange(0, BLOCK))
-    tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))
-
-
-def read_bandwidth() -> float:
-    """Return bytes per second of reading 4 GB and keeping one sum."""
-    x = torch.zeros(1 << 30, dtype=torch.int32, device="cuda")
-    out = torch.zeros(132 * 16, dtype=torch.int32, device="cuda")
-    best = min(
-        graph_seconds(lambda _, n=n: _read_kernel[(n,)](x, out, x.numel(), BLOCK=4096, num_warps=8, num_stages=4), 2)
-        for n in (132 * 4, 132 * 8, 132 * 16)
-    )
-    return x.nbytes / best
 
 
 def tune_products(

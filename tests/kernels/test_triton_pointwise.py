@@ -7,7 +7,6 @@ from slipstream.kernels import KvLayer, RowSampling
 from slipstream.kernels.triton import norm_rope
 from slipstream.kernels.triton.norm_rope import Norm, Rope
 from slipstream.kernels.triton.quantize import quantize_rows
-from slipstream.kernels.triton.sample import accept_chain
 from slipstream.quant.formats import fp8, int8
 
 OPS = triton_ops()
@@ -100,9 +99,3 @@ def test_the_best_entries_are_the_references(k, generator):
     expected_scores, expected_entries = REFERENCE.top_k(logits, ids, sampling, k)
     assert torch.equal(entries, expected_entries)
     torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
-
-
-def test_a_chain_emits_up_to_its_first_disagreement_and_one_more():
-    tokens = torch.tensor([[5, 1, 2, 3], [5, 1, 2, 3], [5, 1, 2, 3]], device=DEVICE)
-    chosen = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4], [9, 2, 3, 4]], device=DEVICE)
-    assert accept_chain(tokens, chosen).tolist() == [4, 2, 1]

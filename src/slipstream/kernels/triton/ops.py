@@ -54,15 +54,16 @@ class TritonOps:
 
     @property
     def promise(self) -> str:
-        """Say that a row's bits are its own."""
+        """Say what these kernels are made for, and for which weights it does not hold."""
         return (
-            f"Triton kernels ({self._tuning.architecture}): a row's bits depend on its own inputs only, not on the "
-            "number of rows, the batch or the page size, so speculation cannot change a token"
+            f"Triton kernels ({self._tuning.architecture}): made so that a row's bits depend on its own inputs only, "
+            "not on the number of rows, the batch or the page size; weights in formats they do not know are "
+            "multiplied by torch, which promises nothing"
         )
 
     @property
     def row_invariant(self) -> bool:
-        """Sums are cut and merged in an order that the shape of the weight and the row's own keys fix."""
+        """Tell of the kernels here: the weight's shape and the row's own keys fix how sums are cut and merged."""
         return True
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:

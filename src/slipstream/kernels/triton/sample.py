@@ -145,17 +145,6 @@ def perturb(logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, depen
     return out
 
 
-def accept_chain(tokens_RN: Tensor, chosen_RN: Tensor) -> Tensor:
-    """Return how many tokens each chain emits: the chosen ones up to the first that differs from the next node's.
-
-    Args:
-        tokens_RN: each chain's tokens, the root first.
-        chosen_RN: the token the target chooses after each node.
-    """
-    agree_RN = (tokens_RN[:, 1:] == chosen_RN[:, :-1]).to(torch.int32)
-    return agree_RN.cumprod(1).sum(1, dtype=torch.int32) + 1
-
-
 def _best(
     logits_LV: Tensor, token_ids_V: Tensor | None, sampling: RowSampling, k: int, dependent: bool
 ) -> tuple[Tensor, Tensor]:
