@@ -17,6 +17,7 @@ from slipstream.engine.output import Detokenizer, Emission
 from slipstream.engine.pages import PageAllocator
 from slipstream.engine.pipeline import Pipeline
 from slipstream.engine.request import FinishReason, Request, Status
+from slipstream.engine.rounds import rounds_over
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
@@ -59,6 +60,7 @@ class Engine:
         cycles = config.runs_cycles(self._device.type)
         if cycles and isinstance(runner, Runner) and Pipeline.supports(runner, drafter):  # ranks take ordinary steps
             self._pipeline = Pipeline(runner, drafter, config, self._scheduler, self._sessions)
+        self._rounds = rounds_over(runner, drafter, config, self._scheduler, self._sessions)
         self.stats = EngineStats()
 
     @property
@@ -217,18 +219,23 @@ class Engine:
             return self._pipeline.advance(self._simulated, self.stats)
 
     def _run_plan(self, plan: Sequence[Scheduled]) -> list[Emission]:
-        """Run one ordinary step."""
+        """Run one step: in one call where the kernels can, else part by part."""
         with self._ending_on_failure([work.request for work in plan]):
-            tree_batch = self._propose(plan)
-            trees = tree_batch.unpack()
-            batch = build_batch(plan, trees, self._device)
-            hidden = self._verify(plan, batch)
-            self._score_prompts(plan, batch, hidden)
-            chosen = self._choose(plan, batch, trees, hidden)
-            accepted = self._accept(plan, tree_batch, trees, chosen.tokens_L)
-            emissions, kept = self._commit(plan, trees, accepted, chosen.logits)
-            self._observe(plan, batch, kept, hidden)
+            whole = None if self._rounds is None or self._simulated else self._rounds.run(plan, self.stats)
+            emissions = self._run_parts(plan) if whole is None else whole
         self.stats.steps += 1
+        return emissions
+
+    def _run_parts(self, plan: Sequence[Scheduled]) -> list[Emission]:
+        tree_batch = self._propose(plan)
+        trees = tree_batch.unpack()
+        batch = build_batch(plan, trees, self._device)
+        hidden = self._verify(plan, batch)
+        self._score_prompts(plan, batch, hidden)
+        chosen = self._choose(plan, batch, trees, hidden)
+        accepted = self._accept(plan, tree_batch, trees, chosen.tokens_L)
+        emissions, kept = self._commit(plan, trees, accepted, chosen.logits)
+        self._observe(plan, batch, kept, hidden)
         return emissions
 
     @contextmanager

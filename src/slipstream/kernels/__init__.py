@@ -8,7 +8,18 @@ import torch
 
 from slipstream.errors import KernelError
 from slipstream.kernels.cpu.ops import CpuOps
-from slipstream.kernels.ops import AttentionBatch, ChainOps, ChainStart, KvLayer, Ops, RowSampling
+from slipstream.kernels.ops import (
+    AttentionBatch,
+    ChainOps,
+    ChainStart,
+    KvLayer,
+    Ops,
+    RoundModels,
+    RoundOps,
+    RoundResult,
+    RoundStart,
+    RowSampling,
+)
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.threads import torch_threads
 
@@ -20,6 +31,10 @@ __all__ = [
     "KernelChoice",
     "KvLayer",
     "Ops",
+    "RoundModels",
+    "RoundOps",
+    "RoundResult",
+    "RoundStart",
     "RowSampling",
     "one_pool",
     "select",

@@ -239,6 +239,75 @@ class ChainOps(Protocol):
 
 
 @dataclass(frozen=True)
+class RoundModels:
+    """The models of a round, which lie a package higher: a target and its cache, and a draft and its cache if any."""
+
+    target: Any
+    target_kv: Any
+    captured_layers: Sequence[int] = ()
+    draft: Any | None = None
+    draft_kv: Any | None = None
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """Requests at the beginning of a round, each with one token to compute: its last, the root.
+
+    Args:
+        lengths: keys before the root.
+        limits: how many tokens may be drafted after the root.
+        feedback: what the draft left at the request's last slot (float32 [draft width]), replaced in place; None for
+            a request the draft does not follow.
+    """
+
+    pages: Sequence[Sequence[int]]
+    roots: Sequence[int]
+    lengths: Sequence[int]
+    temperatures: Sequence[float]
+    seeds: Sequence[int]
+    limits: Sequence[int]
+    feedback: Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What became of each request: its emitted tokens, how many drafted ones were checked, and their scores.
+
+    Args:
+        scores: cumulative log-probabilities of the drafted tokens, whether checked or not.
+        seconds: what drafting, checking and following took.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    checked: Sequence[int]
+    scores: Sequence[Sequence[float]]
+    seconds: tuple[float, float, float]
+
+    def of(self, rows: Sequence[int]) -> "RoundResult":
+        """Return what became of some of the requests."""
+        return RoundResult(
+            [self.tokens[row] for row in rows],
+            [self.checked[row] for row in rows],
+            [self.scores[row] for row in rows],
+            self.seconds,
+        )
+
+
+@runtime_checkable
+class RoundOps(Protocol):
+    """A backend that can also run a whole round in one call: draft, check, keep what agrees, follow."""
+
+    def run_round(self, models: RoundModels, start: RoundStart, depth: int, floor: float) -> RoundResult | None:
+        """Return what the parts of a round would, one after the other; None if the call cannot run these models.
+
+        Args:
+            depth: no chain is longer.
+            floor: tokens of a lower cumulative log-probability are not checked.
+        """
+        ...
+
+
+@dataclass(frozen=True)
 class RowSampling:
     """Temperature, seed and absolute position of each row of logits."""
 

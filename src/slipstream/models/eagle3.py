@@ -116,6 +116,11 @@ class Eagle3Draft(nn.Module):
         normed_TD = self.norm(hidden_TD, ctx.ops)
         return DraftHidden(normed_TD, normed_TD if self.spec.feedback == "post_norm" else hidden_TD)
 
+    def foretell(self, feedback_LD: Tensor, ops: Ops) -> Tensor:
+        """Return the logits of slots by what they feed the next draft step."""
+        normed_LD = feedback_LD if self.spec.feedback == "post_norm" else self.norm(feedback_LD, ops)
+        return self.logits(normed_LD, ops)
+
     def logits(self, normed_LD: Tensor, ops: Ops) -> Tensor:
         """Return logits over this rank's part of the draft's vocabulary; its entry i is token `token_ids_V[i]`."""
         logits_LV: Tensor = self.lm_head(normed_LD, ops)

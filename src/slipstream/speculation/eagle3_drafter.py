@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels import ChainOps, ChainStart, Ops, RowSampling
+from slipstream.kernels import ChainOps, ChainStart, Ops, RoundResult, RowSampling
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.drafter import DraftView, Observed
@@ -25,11 +25,14 @@ from slipstream.speculation.tree import TreeBatch, TreeShape, relative_bits
 
 @dataclass(frozen=True)
 class _LastSlot:
-    """What the draft left at a request's last slot: the next step's hidden state, and logits for the first level."""
+    """What the draft left at a request's last slot: the next step's hidden state, and logits for the first level.
+
+    A round in one call leaves no logits; they follow from the state.
+    """
 
     length: int
     feedback_D: Tensor
-    logits_V: Tensor
+    logits_V: Tensor | None
 
 
 class Eagle3Drafter:
@@ -88,7 +91,8 @@ class Eagle3Drafter:
         floor = -math.inf if self._pace is None else self._pace.start(len(views))
         candidates = self._chains(grown, floor)
         if candidates is None:
-            candidates = grow(self.shape, _Levels(self._draft, self._kv, self._ops, grown, self._last))
+            slots = [self._last[view.request_id] for view in grown]
+            candidates = grow(self.shape, _Levels(self, self._ops, grown, self._stacked(slots)))
         trees = _with_trees(roots, known, candidates, self._draft.token_ids_V)
         if self._pace is None:
             return trees
@@ -127,8 +131,33 @@ class Eagle3Drafter:
 
     def last_slots(self, request_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return feedback [R, D] and logits [R, V] of requests the draft knows."""
-        slots = [self._last[request_id] for request_id in request_ids]
-        return torch.stack([slot.feedback_D for slot in slots]), torch.stack([slot.logits_V for slot in slots])
+        return self._stacked([self._last[request_id] for request_id in request_ids])
+
+    def begin_round(self, request_ids: Sequence[int]) -> tuple[list[Tensor], float]:
+        """Start a round that runs as one call; return what each request's last slot feeds it, and where chains end.
+
+        Every request must be known. The call replaces the states in place, and `end_round` says how far it went.
+        """
+        floor = -math.inf if self._pace is None else self._pace.start(len(request_ids))
+        return [self._last[request_id].feedback_D for request_id in request_ids], floor
+
+    def end_round(self, request_ids: Sequence[int], result: RoundResult) -> None:
+        """Take in what a round did to the requests it began with."""
+        kept = {request_id: len(tokens) - 1 for request_id, tokens in zip(request_ids, result.tokens, strict=True)}
+        for request_id, count in kept.items():
+            last = self._last[request_id]
+            self._last[request_id] = _LastSlot(last.length + 1 + count, last.feedback_D, None)
+        if self._pace is not None:
+            chains = dict(zip(request_ids, zip(result.scores, result.checked, strict=True), strict=True))
+            self._pace.finished(chains, kept, *result.seconds[:2])
+
+    def _stacked(self, slots: Sequence[_LastSlot]) -> tuple[Tensor, Tensor]:
+        """Return feedback [R, D] and logits [R, V], computing those a round did not leave."""
+        feedback_RD = torch.stack([slot.feedback_D for slot in slots])
+        logits = [slot.logits_V for slot in slots]
+        if any(row is None for row in logits):
+            return feedback_RD, self._draft.foretell(feedback_RD, self._ops)
+        return feedback_RD, torch.stack([row for row in logits if row is not None])
 
     def resume(self, lengths: Mapping[int, int], feedback_RD: Tensor, logits_RV: Tensor) -> None:
         """Take over requests whose draft keys were written elsewhere, with what the draft left at their last slots."""
@@ -159,8 +188,7 @@ class Eagle3Drafter:
             torch.tensor([slot.length for slot in slots], device=device),
             torch.tensor([view.temperature for view in views], device=device),
             torch.tensor([view.seed for view in views], device=device),
-            torch.stack([slot.feedback_D for slot in slots]),
-            torch.stack([slot.logits_V for slot in slots]),
+            *self._stacked(slots),
         )
         drafted = ops.draft_chain(self._draft, self._kv, start, shape.num_nodes - 1, floor)
         if drafted is None:
@@ -174,17 +202,15 @@ class _Levels:
     """Runs the draft on one level of nodes after another; a level's keys go to scratch slots behind the last slot."""
 
     def __init__(
-        self, draft: Eagle3Draft, kv: KvCache, ops: Ops, views: Sequence[DraftView], last: dict[int, _LastSlot]
+        self, drafter: Eagle3Drafter, ops: Ops, views: Sequence[DraftView], last: tuple[Tensor, Tensor]
     ) -> None:
-        device = draft.token_ids_V.device
-        slots = [last[view.request_id] for view in views]
-        self._draft, self._kv, self._ops = draft, kv, ops
+        self._draft, self._kv, self._ops = drafter.draft, drafter.kv, ops
+        device = self._draft.token_ids_V.device
         self._pages_RP = page_table([view.pages for view in views], device)
-        self._lengths_R = torch.tensor([slot.length for slot in slots], device=device)
+        self._lengths_R = torch.tensor([len(view.tokens) - 1 for view in views], device=device)
         self._temperature_R = torch.tensor([view.temperature for view in views], device=device)
         self._seed_R = torch.tensor([view.seed for view in views], device=device)
-        self._root_logits_RV = torch.stack([slot.logits_V for slot in slots])
-        self._feedback_RWD = torch.stack([slot.feedback_D for slot in slots])[:, None]
+        self._feedback_RWD, self._root_logits_RV = last[0][:, None], last[1]
         self._sees_RWS = torch.zeros(len(views), 1, 0, dtype=torch.bool, device=device)
         self._depth = 0
 

@@ -33,32 +33,54 @@ class Pace:
         self._drafted_at = self._clock()
         self._chains = dict(zip(request_ids, zip(scores, counts, strict=True), strict=True))
 
+    def finished(
+        self, chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int], draft_s: float, check_s: float
+    ) -> None:
+        """Note a whole round that ran as one call: scores and checked nodes of each request, and what was kept.
+
+        Args:
+            draft_s: what drafting took.
+            check_s: and the pass of the target.
+        """
+        started, self._started = self._started, None
+        assert started is not None, "a round was begun"
+        self._previous = (started, _drafted_pass(chains, kept, draft_s, check_s))
+
     def checked(self, kept: Mapping[int, int]) -> None:
         """Note how many drafted nodes of each request were kept; a pass with a prompt in it tells nothing of costs."""
         started, chains = self._started, self._chains
         self._started, self._chains = None, {}
         if started is None:  # a prompt's pass came between: how long the round before took will not be known
             self._previous = None
-        nodes = [
-            (score, index < kept[request_id])
-            for request_id, (scores, count) in chains.items()
-            if request_id in kept
-            for index, score in enumerate(scores[:count])
-        ]
         if started is None or len(kept) != self._num_requests or set(chains) != set(kept):
-            self._controller.learn(nodes)
+            self._controller.learn(_nodes(chains, kept))
             return
-        seen = DraftedPass(
-            num_requests=self._num_requests,
-            rows=sum(1 + count for _, count in chains.values()),
-            levels=max(sum(score > -float("inf") for score in scores) for scores, _ in chains.values()),
-            draft_s=self._drafted_at - started,
-            check_s=self._clock() - self._drafted_at,
-            cycle_s=0.0,
-            emitted=sum(1 + count for count in kept.values()),
-            nodes=nodes,
-        )
+        seen = _drafted_pass(chains, kept, self._drafted_at - started, self._clock() - self._drafted_at)
         self._previous = (started, seen)
+
+
+def _nodes(chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int]) -> list[tuple[float, bool]]:
+    return [
+        (score, index < kept[request_id])
+        for request_id, (scores, count) in chains.items()
+        if request_id in kept
+        for index, score in enumerate(scores[:count])
+    ]
+
+
+def _drafted_pass(
+    chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int], draft_s: float, check_s: float
+) -> DraftedPass:
+    return DraftedPass(
+        num_requests=len(kept),
+        rows=sum(1 + count for _, count in chains.values()),
+        levels=max(sum(score > -float("inf") for score in scores) for scores, _ in chains.values()),
+        draft_s=draft_s,
+        check_s=check_s,
+        cycle_s=0.0,
+        emitted=sum(1 + count for count in kept.values()),
+        nodes=_nodes(chains, kept),
+    )
 
 
 def _with_cycle(seen: DraftedPass, cycle_s: float) -> DraftedPass:

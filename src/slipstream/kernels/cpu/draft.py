@@ -11,50 +11,78 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import KernelError
-from slipstream.kernels.cpu.library import FORMATS, NativeChain, NativeDraft, NativeEmbedding
+from slipstream.kernels.cpu.library import (
+    FORMATS,
+    NativeChain,
+    NativeDraft,
+    NativeEmbedding,
+    NativeEnds,
+    NativeLinear,
+)
 from slipstream.kernels.cpu.weights import SUFFIX, dense_format, describe_dense, describe_panels, is_dense
 from slipstream.kernels.ops import ChainStart
 
 _TABLES = ("q4_1", "q4_0", "q8_0")
+_NORM_EACH, _NORM_JOINED = 1, 2  # native/abi.h
+
+
+class DescribedEnds:
+    """A model's head, norm and table of embeddings, and the tensors they point into."""
+
+    def __init__(self, model: Any) -> None:
+        self._tensors: list[Tensor] = []
+        self.native = NativeEnds(
+            self.linear(model.lm_head),
+            self._embedding(model.embed_tokens),
+            self.floats(model.norm.weight),
+            model.norm.eps,
+        )
+
+    def linear(self, linear: Any) -> NativeLinear:
+        """Point at a layer's weight and bias, for as long as this lives."""
+        bias_N = None if linear.bias is None else self.keep(linear.bias.detach().float().contiguous())
+        if linear.weight is not None:
+            return describe_dense(self.keep(linear.weight.detach()), bias_N)
+        self._tensors.extend([linear.packed.codes, *linear.packed.scales.values()])
+        return describe_panels(linear.packed, bias_N)
+
+    def floats(self, tensor: Tensor) -> int:
+        """Point at a tensor as float32 numbers."""
+        return self.keep(tensor.detach().float().contiguous()).data_ptr()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Hold a tensor for as long as this lives."""
+        self._tensors.append(tensor)
+        return tensor
+
+    def _embedding(self, table: Any) -> NativeEmbedding:
+        if table.weight is not None:
+            weight = self.keep(table.weight.detach())
+            return NativeEmbedding(weight.data_ptr(), dense_format(weight))
+        codes = self.keep(table.packed.codes)
+        return NativeEmbedding(codes.data_ptr(), FORMATS[table.packed.format.removesuffix(SUFFIX)])
 
 
 class DescribedDraft:
     """The structure, and the tensors it points into."""
 
     def __init__(self, draft: Any) -> None:
-        self._tensors: list[Tensor] = []
-        self.witness = _witness(draft)
-        token_ids_V = self._keep(draft.token_ids_V.to(torch.int64).contiguous())
+        self.witness = ends_witness(draft)
+        self._ends = ends = DescribedEnds(draft)
+        token_ids_V = ends.keep(draft.token_ids_V.to(torch.int64).contiguous())
         rows = draft.embed_tokens.shape[0]
         if int(token_ids_V.min()) < 0 or int(token_ids_V.max()) >= rows:
             raise KernelError(f"A draft names tokens outside 0 to {rows - 1}, the rows of its table of embeddings.")
-        norm_D = self._keep(draft.norm.weight.detach().float().contiguous())
+        norms = [draft.input_norm] if draft.input_norm is not None else list(draft.fc_norm)
         self.native = NativeDraft(
-            self._head(draft.lm_head),
-            self._embedding(draft.embed_tokens),
-            norm_D.data_ptr(),
+            ends.native,
+            ends.linear(draft.fc),
+            ends.floats(torch.cat([norm.weight for norm in norms])) if norms else None,
             token_ids_V.data_ptr(),
-            draft.norm.eps,
+            norms[0].eps if norms else 0.0,
+            _NORM_JOINED if draft.input_norm is not None else _NORM_EACH if norms else 0,
             int(draft.spec.feedback == "post_norm"),
         )
-
-    def _head(self, head: Any) -> Any:
-        bias_V = None if head.bias is None else self._keep(head.bias.detach().float().contiguous())
-        if head.weight is not None:
-            return describe_dense(self._keep(head.weight.detach()), bias_V)
-        self._tensors.extend([head.packed.codes, *head.packed.scales.values()])
-        return describe_panels(head.packed, bias_V)
-
-    def _embedding(self, table: Any) -> NativeEmbedding:
-        if table.weight is not None:
-            weight = self._keep(table.weight.detach())
-            return NativeEmbedding(weight.data_ptr(), dense_format(weight))
-        codes = self._keep(table.packed.codes)
-        return NativeEmbedding(codes.data_ptr(), FORMATS[table.packed.format.removesuffix(SUFFIX)])
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self._tensors.append(tensor)
-        return tensor
 
 
 class DraftCache:
@@ -64,11 +92,11 @@ class DraftCache:
         self._drafts: weakref.WeakKeyDictionary[Any, DescribedDraft] = weakref.WeakKeyDictionary()
 
     def find(self, draft: Any) -> DescribedDraft | None:
-        """Return a draft's description; None if the library cannot read its head or its table of embeddings."""
-        if not _readable(draft.lm_head, None) or not _readable(draft.embed_tokens, _TABLES):
+        """Return a draft's description; None if the library cannot read its head, its fusion or its embeddings."""
+        if not readable_ends(draft) or not _readable(draft.fc, None):
             return None
         known = self._drafts.get(draft)
-        if known is None or known.witness != _witness(draft):
+        if known is None or known.witness != ends_witness(draft):
             known = self._drafts[draft] = DescribedDraft(draft)
         return known
 
@@ -97,17 +125,20 @@ def describe_chain(start: ChainStart, depth: int, floor: float, outputs: tuple[T
     return native
 
 
+def readable_ends(model: Any) -> bool:
+    """Tell whether the library can read a model's head and its table of embeddings."""
+    return _readable(model.lm_head, None) and _readable(model.embed_tokens, _TABLES)
+
+
 def _readable(part: Any, formats: tuple[str, ...] | None) -> bool:
-    """Tell whether a head or a table is dense or, if packed, in panels (of one of some formats)."""
+    """Tell whether a weight or a table is dense or, if packed, in panels (of one of some formats)."""
     if part.weight is not None:
         return is_dense(part.weight)
     name, is_panels = part.packed.format.removesuffix(SUFFIX), part.packed.format.endswith(SUFFIX)
     return is_panels and (formats is None or name in formats)
 
 
-def _witness(draft: Any) -> tuple[int, ...]:
-    """Return what changes when a draft is repacked or given another table."""
-    return tuple(
-        part.weight.data_ptr() if part.weight is not None else part.packed.codes.data_ptr()
-        for part in (draft.lm_head, draft.embed_tokens)
-    )
+def ends_witness(model: Any) -> tuple[int, ...]:
+    """Return what changes when a model's head, fusion or table is repacked or is another."""
+    parts = (model.lm_head, model.embed_tokens, *([model.fc] if hasattr(model, "fc") else []))
+    return tuple(part.weight.data_ptr() if part.weight is not None else part.packed.codes.data_ptr() for part in parts)

@@ -9,7 +9,7 @@ from typing import Literal
 from slipstream.errors import KernelError
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 4
+ABI = 5
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -153,16 +153,30 @@ class NativeEmbedding(Structure):
     _fields_ = (("rows", c_void_p), ("format", c_int32), ("reserved", c_int32))
 
 
-class NativeDraft(Structure):
-    """What a draft has beside its blocks."""
+class NativeEnds(Structure):
+    """What a model has around its blocks."""
 
     _fields_ = (
         ("head", NativeLinear),
         ("embedding", NativeEmbedding),
         ("norm", c_void_p),
-        ("token_ids", c_void_p),
         ("eps", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class NativeDraft(Structure):
+    """What a draft has beside its blocks."""
+
+    _fields_ = (
+        ("ends", NativeEnds),
+        ("fuse", NativeLinear),
+        ("fuse_norms", c_void_p),
+        ("token_ids", c_void_p),
+        ("fuse_eps", c_float),
+        ("fuse_norm", c_int32),
         ("normed_feedback", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -178,6 +192,36 @@ class NativeChain(Structure):
         ("hidden", c_void_p),
         ("scores", c_void_p),
         ("entries", c_void_p),
+        ("page_table_stride", c_int64),
+        ("requests", c_int32),
+        ("page_size", c_int32),
+        ("depth", c_int32),
+        ("floor", c_float),
+    )
+
+
+class NativeRoundModels(Structure):
+    """The models of a round."""
+
+    _fields_ = (("target", c_void_p), ("ends", c_void_p), ("draft_blocks", c_void_p), ("draft", c_void_p))
+
+
+class NativeRound(Structure):
+    """A round of decoding."""
+
+    _fields_ = (
+        ("page_table", c_void_p),
+        ("roots", c_void_p),
+        ("lengths", c_void_p),
+        ("temperature", c_void_p),
+        ("seed", c_void_p),
+        ("limits", c_void_p),
+        ("feedback", c_void_p),
+        ("scores", c_void_p),
+        ("checked", c_void_p),
+        ("kept", c_void_p),
+        ("emitted", c_void_p),
+        ("seconds", c_void_p),
         ("page_table_stride", c_int64),
         ("requests", c_int32),
         ("page_size", c_int32),
@@ -212,6 +256,7 @@ _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
         c_void_p,
     ),
     "slip_draft_chain": (c_void_p, POINTER(NativeStack), POINTER(NativeDraft), POINTER(NativeChain)),
+    "slip_round": (c_void_p, POINTER(NativeRoundModels), POINTER(NativeRound), c_int64),
     "slip_write_slots": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "slip_repack": (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "slip_gather_rows": (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),

@@ -21,9 +21,19 @@ from slipstream.kernels.cpu.library import (
     NativeTopK,
     check,
 )
+from slipstream.kernels.cpu.rounds import RoundCache, RoundCall
 from slipstream.kernels.cpu.stack import StackCache
 from slipstream.kernels.cpu.weights import PANEL_FORMATS, SUFFIX, describe_dense, describe_panels, is_dense, to_panels
-from slipstream.kernels.ops import AttentionBatch, ChainStart, KvLayer, Layer, RowSampling
+from slipstream.kernels.ops import (
+    AttentionBatch,
+    ChainStart,
+    KvLayer,
+    Layer,
+    RoundModels,
+    RoundResult,
+    RoundStart,
+    RowSampling,
+)
 from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.threads import torch_threads
@@ -44,6 +54,7 @@ class CpuOps:
         self._reference = ReferenceOps(torch.device("cpu"))
         self._stacks = StackCache()
         self._drafts = DraftCache()
+        self._rounds = RoundCache(self._stacks, self._drafts)
         self._said: set[str] = set()
 
     @property
@@ -272,6 +283,15 @@ class CpuOps:
         chain = describe_chain(start, depth, floor, (scores_RK, entries_RK))
         check(self._library.slip_draft_chain(self._handle, stack.native((), ()), described.native, chain))
         return scores_RK, entries_RK
+
+    def run_round(self, models: RoundModels, start: RoundStart, depth: int, floor: float) -> RoundResult | None:
+        """Run a whole round in one call, if the library can read both models."""
+        described = self._rounds.find(models)
+        if described is None:
+            return None
+        call = RoundCall(start, models.target_kv.page_size, depth, floor)
+        check(self._library.slip_round(self._handle, described.native, call.native, described.vocab))
+        return call.result()
 
     def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
         """Take the argmax of perturbed logits: the reference's tokens."""

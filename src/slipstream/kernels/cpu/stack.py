@@ -26,17 +26,21 @@ class DescribedStack:
         self._blocks = blocks
         self._kv = kv
 
-    def native(self, captured_layers: Sequence[int], captured: Sequence[Tensor]) -> NativeStack:
-        """Return the structure of one call; the arrays stay referenced from it."""
-        counts = (ctypes.c_int32 * len(captured))(*captured_layers)
-        outs = (ctypes.c_void_p * len(captured))(*(state.data_ptr() for state in captured))
+    def native(self, captured_layers: Sequence[int], captured: Sequence[Tensor] | None) -> NativeStack:
+        """Return the structure of one call; the arrays stay referenced from it.
+
+        Args:
+            captured: where states go; None for a call that keeps them to itself.
+        """
+        counts = (ctypes.c_int32 * len(captured_layers))(*captured_layers)
+        outs = (ctypes.c_void_p * len(captured_layers))(*(state.data_ptr() for state in captured or ()))
         native = NativeStack(
             ctypes.addressof(self._blocks.native),
             ctypes.addressof(self._kv),
             ctypes.addressof(counts),
             ctypes.addressof(outs),
             len(self._blocks.native),
-            len(captured),
+            len(captured_layers),
             self._blocks.width,
         )
         native.keep = (counts, outs, self._blocks, self._kv)
@@ -48,7 +52,7 @@ class DescribedBlocks:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._tensors: list[Tensor] = []
-        self.witness = _witness(layers)
+        self.witness = stack_witness(layers)
         self.width: int = layers[0].input_layernorm.weight.shape[0]
         self.native = (NativeLayer * len(layers))(*(self._layer(layer) for layer in layers))
 
@@ -112,7 +116,7 @@ class StackCache:
         if other := next((layer for layer in layers if not _is_llama_block(layer)), None):
             return f"{type(other.self_attn).__name__} with {type(other.mlp).__name__} is no block of the library's"
         blocks = self._blocks.get(layers[0])
-        if blocks is None or blocks.witness != _witness(layers):
+        if blocks is None or blocks.witness != stack_witness(layers):
             reason = _unfit(layers)
             if reason:
                 return reason
@@ -133,7 +137,7 @@ def _is_llama_block(layer: Any) -> bool:
     return hasattr(layer.self_attn, "qkv_proj") and hasattr(layer.mlp, "gate_up_proj")
 
 
-def _witness(layers: Sequence[Any]) -> tuple[object, ...]:
+def stack_witness(layers: Sequence[Any]) -> tuple[object, ...]:
     """Return what changes when a model is repacked, moved or given other weights as a whole."""
     first, last = layers[0], layers[-1]
     return (

@@ -92,14 +92,27 @@ struct Embedding {
     int32_t reserved;
 };
 
-// What an EAGLE-3 draft has beside its blocks.
-struct Draft {
+// What a model has around its blocks.
+struct Ends {
     Linear head;
     Embedding embedding;
     const float* norm;
-    const int64_t* token_ids;  // of the head's entries
     float eps;
+    int32_t reserved;
+};
+
+enum FuseNorm : int32_t { NO_NORM = 0, NORM_EACH = 1, NORM_JOINED = 2 };
+
+// What an EAGLE-3 draft has beside its blocks.
+struct Draft {
+    Ends ends;
+    Linear fuse;              // of the target's captured states, side by side
+    const float* fuse_norms;  // as many weights as the captured states have values
+    const int64_t* token_ids;  // of the head's entries
+    float fuse_eps;
+    int32_t fuse_norm;
     int32_t normed_feedback;  // the next level is fed what the head reads, not the stream before the norm
+    int32_t reserved;
 };
 
 // Chains of `depth` tokens to draft for some requests. A level's keys go to the slots from `lengths` on.
@@ -117,6 +130,35 @@ struct Chain {
     int32_t page_size;
     int32_t depth;
     float floor;  // a chain whose cumulative log-probability is below it needs no further level
+};
+
+// The models of a round; without a draft, both of its parts are null.
+struct RoundModels {
+    const Stack* target;  // `captured_out` is ignored: a round keeps the states to itself
+    const Ends* ends;
+    const Stack* draft_blocks;
+    const Draft* draft;
+};
+
+// A round of decoding: each request's last known token, the root, is computed with the tokens drafted after it.
+struct Round {
+    const int32_t* page_table;
+    const int64_t* roots;
+    const int64_t* lengths;  // keys before the root
+    const float* temperature;
+    const int64_t* seed;
+    const int32_t* limits;   // tokens to draft at most, up to `depth`
+    float* const* feedback;  // what the draft left at the request's last slot, replaced; null: it follows another way
+    float* scores;           // [requests, depth], cumulative log-probability; -inf for tokens not drafted
+    int32_t* checked;        // drafted tokens that came before the target
+    int32_t* kept;           // and those of them it agreed to
+    int64_t* emitted;        // [requests, depth + 1]: those, and the target's own
+    double* seconds;         // [3]: for drafting, for checking, for following
+    int64_t page_table_stride;
+    int32_t requests;
+    int32_t page_size;
+    int32_t depth;
+    float floor;  // of the cumulative log-probability, below which a token is not checked
 };
 
 }  // namespace slip

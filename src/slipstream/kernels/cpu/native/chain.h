@@ -19,7 +19,7 @@ static void embed_token(const Embedding& table, int64_t id, int width, float* ou
 // `scratch` serves the calls made from here, `own` what lives from level to level.
 static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack& stack, const Draft& draft, const Chain& chain) {
     const int requests = chain.requests, width = stack.width, depth = chain.depth;
-    const int64_t vocab = draft.head.n;
+    const int64_t vocab = draft.ends.head.n;
     if (requests == 0 || depth == 0) return;
     Batch batch{};
     float *embedding = nullptr, *normed = nullptr, *logits = nullptr, *scores = nullptr;
@@ -49,7 +49,7 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
         const Sampling sampling{chain.temperature, chain.seed, position};
         if (level > 0) {
             for (int r = 0; r < requests; ++r) {
-                embed_token(draft.embedding, draft.token_ids[entries[r]], width, embedding + static_cast<int64_t>(r) * width);
+                embed_token(draft.ends.embedding, draft.token_ids[entries[r]], width, embedding + static_cast<int64_t>(r) * width);
                 index[r] = chain.lengths[r] + level - 1;
                 slots[r] = static_cast<int64_t>(chain.page_table[r * chain.page_table_stride + index[r] / chain.page_size]) * chain.page_size +
                            index[r] % chain.page_size;
@@ -59,8 +59,8 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
             }
             starts[requests] = requests;
             run_layers(pool, scratch, stack, batch, chain.hidden, embedding);
-            rms_norm(pool, chain.hidden, width, draft.norm, normed, requests, width, draft.eps);
-            linear(pool, scratch, draft.head, normed, width, requests, logits);
+            rms_norm(pool, chain.hidden, width, draft.ends.norm, normed, requests, width, draft.ends.eps);
+            linear(pool, scratch, draft.ends.head, normed, width, requests, logits);
             if (draft.normed_feedback) copy_row(chain.hidden, normed, requests * width);
         }
         top_k(pool, scratch, {requests, vocab, 1, 0}, level > 0 ? logits : chain.root_logits, draft.token_ids, sampling, scores, entries);

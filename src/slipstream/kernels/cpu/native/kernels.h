@@ -90,12 +90,13 @@ static void rotate(Pool& pool, const Rotation& r, const float* x, float* y) {
 }  // namespace slip
 
 #include "chain.h"
+#include "round.h"
 
 namespace slip {
 namespace SLIP_NAMESPACE {
 
 const Table& table() {
-    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k, draft_chain};
+    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k, draft_chain, run_round};
     return functions;
 }
 

@@ -18,7 +18,7 @@ using namespace slip;
 struct Engine {
     Engine(int threads, const Table& functions) : pool(threads), table(functions) {}
     Pool pool;
-    Scratch scratch, chain_scratch;
+    Rooms rooms;
     const Table& table;
 };
 
@@ -54,22 +54,41 @@ bool valid(const Batch& b, const Kv& kv, bool writes, int64_t positions) {
     return true;
 }
 
+// Tell whether keys up to `keys` of a request lie inside its pages, the slots of every layer and the rotary table.
+bool fits(const int32_t* pages, int64_t stride, int page_size, int64_t keys, const Stack& stack) {
+    const int64_t count = (keys + page_size - 1) / page_size;
+    if (count > stride) return false;
+    for (int32_t layer = 0; layer < stack.num_layers; ++layer) {
+        if (keys > stack.layers[layer].positions) return false;
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t last = std::min<int64_t>(page_size, keys - i * page_size) - 1;
+            if (pages[i] < 0 || pages[i] * static_cast<int64_t>(page_size) + last >= stack.kv[layer].num_slots) return false;
+        }
+    }
+    return true;
+}
+
 // Tell whether a chain's levels stay inside pages, slots and positions. (That a draft's tokens lie inside the table of
 // embeddings is checked once, where it is described.)
 bool valid(const Chain& c, const Stack& stack) {
     if (c.requests < 0 || c.page_size < 1 || c.depth < 0) return false;
     for (int r = 0; r < c.requests; ++r) {
         if (c.lengths[r] < 0) return false;
-        const int64_t keys = c.lengths[r] + (c.depth > 0 ? c.depth - 1 : 0), pages = (keys + c.page_size - 1) / c.page_size;
-        if (pages > c.page_table_stride) return false;
-        for (int32_t layer = 0; layer < stack.num_layers; ++layer) {
-            if (keys > stack.layers[layer].positions) return false;
-            for (int64_t i = 0; i < pages; ++i) {
-                const int64_t page = c.page_table[r * c.page_table_stride + i];
-                const int64_t last = std::min<int64_t>(c.page_size, keys - i * c.page_size) - 1;
-                if (page < 0 || page * c.page_size + last >= stack.kv[layer].num_slots) return false;
-            }
-        }
+        const int64_t keys = c.lengths[r] + (c.depth > 0 ? c.depth - 1 : 0);
+        if (!fits(c.page_table + r * c.page_table_stride, c.page_table_stride, c.page_size, keys, stack)) return false;
+    }
+    return true;
+}
+
+bool valid(const Round& r, const RoundModels& m, int64_t vocab) {
+    if (r.requests < 0 || r.page_size < 1 || r.depth < 0) return false;
+    for (int i = 0; i < r.requests; ++i) {
+        if (r.lengths[i] < 0 || r.roots[i] < 0 || r.roots[i] >= vocab || r.limits[i] < 0 || r.limits[i] > r.depth) return false;
+        if (r.limits[i] > 0 && (!m.draft || !r.feedback[i])) return false;
+        const int32_t* pages = r.page_table + i * r.page_table_stride;
+        const int64_t keys = r.lengths[i] + 1 + r.limits[i];
+        if (!fits(pages, r.page_table_stride, r.page_size, keys, *m.target)) return false;
+        if (m.draft && r.feedback[i] && !fits(pages, r.page_table_stride, r.page_size, keys, *m.draft_blocks)) return false;
     }
     return true;
 }
@@ -77,7 +96,7 @@ bool valid(const Chain& c, const Stack& stack) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 4; }
+SLIP_EXPORT int32_t slip_abi() { return 5; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)
@@ -113,18 +132,18 @@ SLIP_EXPORT void slip_engine_destroy(void* engine) { delete static_cast<Engine*>
     }
 
 SLIP_EXPORT int32_t slip_linear(void* engine, const Linear* w, const float* x, int64_t stride, int32_t rows, float* y) {
-    SLIP_CALL(e.table.linear(e.pool, e.scratch, *w, x, stride, rows, y))
+    SLIP_CALL(e.table.linear(e.pool, e.rooms.call, *w, x, stride, rows, y))
 }
 
 SLIP_EXPORT int32_t slip_attention(void* engine, const Batch* batch, const Kv* kv, const AttentionShape* shape, const float* q, float* out) {
     if (!valid(*batch, *kv, false, 0)) return 2;
-    SLIP_CALL(e.table.attention(e.pool, e.scratch, *batch, *kv, *shape, q, out))
+    SLIP_CALL(e.table.attention(e.pool, e.rooms.call, *batch, *kv, *shape, q, out))
 }
 
 SLIP_EXPORT int32_t slip_run_layers(void* engine, const Stack* stack, const Batch* batch, float* hidden, const float* embedding) {
     for (int32_t i = 0; i < stack->num_layers; ++i)
         if (!valid(*batch, stack->kv[i], true, stack->layers[i].positions)) return 2;
-    SLIP_CALL(e.table.run_layers(e.pool, e.scratch, *stack, *batch, hidden, embedding))
+    SLIP_CALL(e.table.run_layers(e.pool, e.rooms.call, *stack, *batch, hidden, embedding))
 }
 
 SLIP_EXPORT int32_t slip_rms_norm(void* engine, const float* x, int64_t stride, const float* weight, float* y, int64_t rows, int32_t width, float eps) {
@@ -140,7 +159,7 @@ SLIP_EXPORT int32_t slip_rotate(void* engine, const Rotation* rotation, const fl
 }
 
 SLIP_EXPORT int32_t slip_choose(void* engine, const float* logits, int64_t rows, int64_t vocab, const Sampling* sampling, int64_t* out) {
-    SLIP_CALL(e.table.choose(e.pool, e.scratch, logits, rows, vocab, *sampling, out))
+    SLIP_CALL(e.table.choose(e.pool, e.rooms.call, logits, rows, vocab, *sampling, out))
 }
 
 SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling* sampling, float* out) {
@@ -148,12 +167,18 @@ SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_
 }
 
 SLIP_EXPORT int32_t slip_top_k(void* engine, const TopK* shape, const float* logits, const int64_t* ids, const Sampling* sampling, float* scores, int64_t* entries) {
-    SLIP_CALL(e.table.top_k(e.pool, e.scratch, *shape, logits, ids, *sampling, scores, entries))
+    SLIP_CALL(e.table.top_k(e.pool, e.rooms.call, *shape, logits, ids, *sampling, scores, entries))
 }
 
 SLIP_EXPORT int32_t slip_draft_chain(void* engine, const Stack* stack, const Draft* draft, const Chain* chain) {
     if (!valid(*chain, *stack)) return 2;
-    SLIP_CALL(e.table.draft_chain(e.pool, e.scratch, e.chain_scratch, *stack, *draft, *chain))
+    SLIP_CALL(e.table.draft_chain(e.pool, e.rooms.call, e.rooms.chain, *stack, *draft, *chain))
+}
+
+// `vocab` is the number of rows of the target's table of embeddings, and no less than its head's.
+SLIP_EXPORT int32_t slip_round(void* engine, const RoundModels* models, const Round* round, int64_t vocab) {
+    if (!valid(*round, *models, vocab)) return 2;
+    SLIP_CALL(e.table.run_round(e.pool, e.rooms, *models, *round))
 }
 
 SLIP_EXPORT int32_t slip_write_slots(float* to, int64_t to_stride, int64_t num_slots, const float* from, int64_t from_stride, const int64_t* slots, int64_t tokens, int64_t width) {

@@ -36,4 +36,9 @@ class Scratch {
     bool measuring_ = true;
 };
 
+// A call that makes other calls keeps what lives between them in a room of its own.
+struct Rooms {
+    Scratch call, chain, round;
+};
+
 }  // namespace slip

@@ -1,0 +1,252 @@
+// A round of decoding as one call: draft chains, check them in one pass of the target, keep what it agrees to, and run
+// the draft over what was kept. Every part is a call that exists on its own, so the bits are those of the parts.
+#pragma once
+#include <chrono>
+
+#include "chain.h"
+
+namespace slip {
+namespace SLIP_NAMESPACE {
+
+constexpr int kHeadRows = 48;  // rows of logits held at a time
+
+// The rows of one pass over some requests, in the order of the requests.
+struct RowsRoom {
+    int32_t *starts, *lengths;
+    int64_t *index, *causal, *slots, *tokens;
+
+    void take(Scratch& room, int requests, int rows) {
+        starts = room.take<int32_t>(requests + 1);
+        lengths = room.take<int32_t>(requests);
+        index = room.take<int64_t>(rows);
+        causal = room.take<int64_t>(rows);
+        slots = room.take<int64_t>(rows);
+        tokens = room.take<int64_t>(rows);
+    }
+};
+
+class RoundWork {
+  public:
+    RoundWork(Pool& pool, Rooms& rooms, const RoundModels& models, const Round& round)
+        : pool_(pool), rooms_(rooms), m_(models), r_(round), target_(*models.target) {
+        take_room();
+    }
+
+    void run() {
+        const double began = now();
+        draft();
+        const double drafted = now();
+        check();
+        accept();
+        const double checked = now();
+        follow();
+        r_.seconds[0] = drafted - began;
+        r_.seconds[1] = checked - drafted;
+        r_.seconds[2] = now() - checked;
+    }
+
+  private:
+    static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+    void take_room() {
+        int limits = 0;
+        for (int i = 0; i < r_.requests; ++i) limits += r_.limits[i];
+        const int requests = r_.requests, rows = requests + limits, width = target_.width;
+        const int held = rows < kHeadRows ? rows : kHeadRows;
+        const int64_t features = static_cast<int64_t>(target_.num_captured) * width;
+        Scratch& room = rooms_.round;
+        for (int pass = 0; pass < 2; ++pass) {
+            room.begin(pass == 1);
+            checked_.take(room, requests, rows);
+            followed_.take(room, requests, rows);
+            hidden_ = room.take<float>(static_cast<int64_t>(rows) * width);
+            normed_ = room.take<float>(static_cast<int64_t>(rows) * width);
+            logits_ = room.take<float>(static_cast<int64_t>(held) * m_.ends->head.n);
+            temperature_ = room.take<float>(rows);
+            seed_ = room.take<int64_t>(rows);
+            position_ = room.take<int64_t>(rows);
+            chosen_ = room.take<int64_t>(rows);
+            who_ = room.take<int32_t>(requests);
+            captured_ = room.take<float>(features * rows);
+            captured_out_ = room.take<float*>(target_.num_captured);
+            if (!m_.draft) continue;
+            const int64_t inner = m_.draft_blocks->width;
+            features_ = room.take<float>(features * rows);
+            stream_ = room.take<float>(inner * rows);
+            embedding_ = room.take<float>(inner * rows);
+            chain_hidden_ = room.take<float>(inner * requests);
+            chain_normed_ = room.take<float>(inner * requests);
+            chain_logits_ = room.take<float>(requests * static_cast<int64_t>(m_.draft->ends.head.n));
+            chain_pages_ = room.take<int32_t>(requests * r_.page_table_stride);
+            chain_scores_ = room.take<float>(requests * static_cast<int64_t>(r_.depth));
+            chain_entries_ = room.take<int64_t>(requests * static_cast<int64_t>(r_.depth));
+        }
+        for (int i = 0; i < target_.num_captured; ++i) captured_out_[i] = captured_ + static_cast<int64_t>(i) * rows * width;
+        target_.captured_out = captured_out_;
+    }
+
+    const int32_t* pages(int request) const { return r_.page_table + request * r_.page_table_stride; }
+    int64_t slot(int request, int64_t index) const {
+        return static_cast<int64_t>(pages(request)[index / r_.page_size]) * r_.page_size + index % r_.page_size;
+    }
+
+    // What the draft's head reads of a stream; also what is fed back, where that is fed after the norm.
+    void draft_normed(const float* stream, float* out, int rows) {
+        const Ends& ends = m_.draft->ends;
+        rms_norm(pool_, stream, m_.draft_blocks->width, ends.norm, out, rows, m_.draft_blocks->width, ends.eps);
+    }
+
+    // Draft for the requests that may, in one chain call; count what is worth checking.
+    void draft() {
+        int count = 0, depth = 0;
+        for (int i = 0; i < r_.requests; ++i) {
+            r_.checked[i] = 0;
+            for (int level = 0; level < r_.depth; ++level) r_.scores[static_cast<int64_t>(i) * r_.depth + level] = -__builtin_inff();
+            if (r_.limits[i] == 0) continue;
+            who_[count++] = i;
+            depth = r_.limits[i] > depth ? r_.limits[i] : depth;
+        }
+        if (count == 0) return;
+        const int width = m_.draft_blocks->width;
+        for (int at = 0; at < count; ++at) {
+            const int i = who_[at];
+            copy_row(chain_hidden_ + static_cast<int64_t>(at) * width, r_.feedback[i], width);
+            std::memcpy(chain_pages_ + at * r_.page_table_stride, pages(i), sizeof(int32_t) * static_cast<size_t>(r_.page_table_stride));
+            position_[at] = r_.lengths[i];
+            temperature_[at] = r_.temperature[i];
+            seed_[at] = r_.seed[i];
+        }
+        const float* normed = chain_hidden_;
+        if (!m_.draft->normed_feedback) {
+            draft_normed(chain_hidden_, chain_normed_, count);
+            normed = chain_normed_;
+        }
+        linear(pool_, rooms_.call, m_.draft->ends.head, normed, width, count, chain_logits_);
+        draft_chain(pool_, rooms_.call, rooms_.chain, *m_.draft_blocks, *m_.draft,
+                    {chain_pages_, position_, temperature_, seed_, chain_logits_, chain_hidden_, chain_scores_, chain_entries_,
+                     r_.page_table_stride, count, r_.page_size, depth, r_.floor});
+        for (int at = 0; at < count; ++at) {
+            const int i = who_[at];
+            bool goes_on = true;
+            for (int level = 0; level < r_.limits[i]; ++level) {
+                const int64_t from = static_cast<int64_t>(at) * depth + level;
+                r_.scores[static_cast<int64_t>(i) * r_.depth + level] = chain_scores_[from];
+                r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + level] = m_.draft->token_ids[chain_entries_[from]];
+                goes_on = goes_on && chain_scores_[from] >= r_.floor;
+                r_.checked[i] += goes_on;
+            }
+        }
+    }
+
+    Batch batch_of(const RowsRoom& rows, int requests, const int32_t* page_table) const {
+        return {rows.starts, rows.lengths, page_table, rows.index, rows.causal, rows.slots, rows.index,
+                r_.page_table_stride, requests, rows.starts[requests], r_.page_size, 0};
+    }
+
+    void add_row(RowsRoom& rows, int row, int request, int64_t index, int64_t token) const {
+        rows.index[row] = index;
+        rows.causal[row] = -1;
+        rows.slots[row] = slot(request, index);
+        rows.tokens[row] = token;
+    }
+
+    // The target's token at every root and every drafted token.
+    void check() {
+        int count = 0;
+        for (int i = 0; i < r_.requests; ++i) {
+            const int64_t* drafted = r_.emitted + static_cast<int64_t>(i) * (r_.depth + 1);
+            checked_.starts[i] = count;
+            checked_.lengths[i] = static_cast<int32_t>(r_.lengths[i] + 1 + r_.checked[i]);
+            for (int node = 0; node <= r_.checked[i]; ++node, ++count) {
+                add_row(checked_, count, i, r_.lengths[i] + node, node ? drafted[node - 1] : r_.roots[i]);
+                temperature_[count] = r_.temperature[i];
+                seed_[count] = r_.seed[i];
+                position_[count] = r_.lengths[i] + 1 + node;  // of the token being chosen
+            }
+        }
+        checked_.starts[r_.requests] = count;
+        const int width = target_.width;
+        const Ends& ends = *m_.ends;
+        for (int row = 0; row < count; ++row) embed_token(ends.embedding, checked_.tokens[row], width, hidden_ + static_cast<int64_t>(row) * width);
+        run_layers(pool_, rooms_.call, target_, batch_of(checked_, r_.requests, r_.page_table), hidden_, nullptr);
+        rms_norm(pool_, hidden_, width, ends.norm, normed_, count, width, ends.eps);
+        for (int row = 0; row < count; row += kHeadRows) {
+            const int rows = count - row < kHeadRows ? count - row : kHeadRows;
+            linear(pool_, rooms_.call, ends.head, normed_ + static_cast<int64_t>(row) * width, width, rows, logits_);
+            choose(pool_, rooms_.call, logits_, rows, ends.head.n, {temperature_ + row, seed_ + row, position_ + row}, chosen_ + row);
+        }
+    }
+
+    void accept() {
+        for (int i = 0; i < r_.requests; ++i) {
+            const int first = checked_.starts[i];
+            int kept = 0;
+            while (kept < r_.checked[i] && chosen_[first + kept] == checked_.tokens[first + kept + 1]) ++kept;
+            r_.kept[i] = kept;
+            for (int node = 0; node <= kept; ++node) r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + node] = chosen_[first + node];
+        }
+    }
+
+    // Run the draft over what stays, with the target's true states; nothing it imagined is kept.
+    void follow() {
+        if (!m_.draft) return;
+        int requests = 0, count = 0;
+        for (int i = 0; i < r_.requests; ++i) {
+            if (!r_.feedback[i]) continue;
+            who_[requests] = i;
+            followed_.starts[requests] = count;
+            followed_.lengths[requests] = static_cast<int32_t>(r_.lengths[i] + 1 + r_.kept[i]);
+            for (int node = 0; node <= r_.kept[i]; ++node, ++count) {
+                add_row(followed_, count, i, r_.lengths[i] + node, r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + node]);
+                join_features(checked_.starts[i] + node, count);
+            }
+            std::memcpy(chain_pages_ + requests * r_.page_table_stride, pages(i), sizeof(int32_t) * static_cast<size_t>(r_.page_table_stride));
+            ++requests;
+        }
+        followed_.starts[requests] = count;
+        if (requests == 0) return;
+        const Draft& draft = *m_.draft;
+        const int width = m_.draft_blocks->width;
+        linear(pool_, rooms_.call, draft.fuse, features_, draft.fuse.k, count, stream_);
+        for (int row = 0; row < count; ++row)
+            embed_token(draft.ends.embedding, followed_.tokens[row], width, embedding_ + static_cast<int64_t>(row) * width);
+        run_layers(pool_, rooms_.call, *m_.draft_blocks, batch_of(followed_, requests, chain_pages_), stream_, embedding_);
+        for (int at = 0; at < requests; ++at) {
+            const float* last = stream_ + static_cast<int64_t>(followed_.starts[at + 1] - 1) * width;
+            if (draft.normed_feedback) draft_normed(last, r_.feedback[who_[at]], 1);
+            else copy_row(r_.feedback[who_[at]], last, width);
+        }
+    }
+
+    // The captured states of a row of the pass, side by side and normed as the draft wants them.
+    void join_features(int from, int row) {
+        const Draft& draft = *m_.draft;
+        const int width = target_.width;
+        float* out = features_ + static_cast<int64_t>(row) * draft.fuse.k;
+        for (int i = 0; i < target_.num_captured; ++i) {
+            const float* state = captured_out_[i] + static_cast<int64_t>(from) * width;
+            float* to = out + static_cast<int64_t>(i) * width;
+            if (draft.fuse_norm == NORM_EACH) rms_norm_row(state, draft.fuse_norms + static_cast<int64_t>(i) * width, to, width, draft.fuse_eps);
+            else copy_row(to, state, width);
+        }
+        if (draft.fuse_norm == NORM_JOINED) rms_norm_row(out, draft.fuse_norms, out, draft.fuse.k, draft.fuse_eps);
+    }
+
+    Pool& pool_;
+    Rooms& rooms_;
+    const RoundModels& m_;
+    const Round& r_;
+    Stack target_;
+    RowsRoom checked_, followed_;
+    float *hidden_, *normed_, *logits_, *temperature_, *captured_, **captured_out_, *features_, *stream_, *embedding_;
+    float *chain_hidden_, *chain_normed_, *chain_logits_, *chain_scores_;
+    int64_t *seed_, *position_, *chosen_, *chain_entries_;
+    int32_t *who_, *chain_pages_;
+};
+
+static void run_round(Pool& pool, Rooms& rooms, const RoundModels& models, const Round& round) {
+    if (round.requests > 0) RoundWork(pool, rooms, models, round).run();
+}
+
+}  // namespace SLIP_NAMESPACE
+}  // namespace slip

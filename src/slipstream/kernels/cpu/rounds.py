@@ -1,0 +1,129 @@
+"""Rounds of decoding in the library's terms: the models, described once, and each call's values.
+
+Models lie a package higher than kernels, so they are read by their attributes (see `slipstream.models`).
+"""
+
+import ctypes
+import weakref
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, ends_witness, readable_ends
+from slipstream.kernels.cpu.library import NativeRound, NativeRoundModels
+from slipstream.kernels.cpu.stack import DescribedStack, StackCache, stack_witness
+from slipstream.kernels.ops import RoundModels, RoundResult, RoundStart
+
+
+class DescribedModels:
+    """The structure, and everything it points into."""
+
+    def __init__(
+        self, models: RoundModels, stacks: tuple[DescribedStack, DescribedStack | None], draft: DescribedDraft | None
+    ) -> None:
+        self.witness = _witness(models)
+        self._parts = (stacks, draft)
+        self._ends = DescribedEnds(models.target)
+        self._target = stacks[0].native(models.captured_layers, None)
+        self._blocks = None if stacks[1] is None else stacks[1].native((), None)
+        self.vocab: int = models.target.embed_tokens.shape[0]
+        self.native = NativeRoundModels(
+            ctypes.addressof(self._target),
+            ctypes.addressof(self._ends.native),
+            None if self._blocks is None else ctypes.addressof(self._blocks),
+            None if draft is None else ctypes.addressof(draft.native),
+        )
+
+
+class RoundCache:
+    """Models already described; they are forgotten with the target's cache of keys and values."""
+
+    def __init__(self, stacks: StackCache, drafts: DraftCache) -> None:
+        self._stacks, self._drafts = stacks, drafts
+        self._known: weakref.WeakKeyDictionary[Any, DescribedModels] = weakref.WeakKeyDictionary()
+
+    def find(self, models: RoundModels) -> DescribedModels | None:
+        """Return the models' description; None if the library cannot read all of them."""
+        known = self._known.get(models.target_kv)
+        if known is None or known.witness != _witness(models):
+            known = self._describe(models)
+            if known is not None:
+                self._known[models.target_kv] = known
+        return known
+
+    def _describe(self, models: RoundModels) -> DescribedModels | None:
+        if not _is_plain(models):
+            return None
+        target = self._stacks.find(models.target.layers, models.target_kv)
+        draft, blocks = None, None
+        if models.draft is not None:
+            draft = self._drafts.find(models.draft)
+            blocks = self._stacks.find(models.draft.layers, models.draft_kv)
+            if draft is None:
+                return None
+        if isinstance(target, str) or isinstance(blocks, str):
+            return None
+        return DescribedModels(models, (target, blocks), draft)
+
+
+class RoundCall:
+    """One call's values, in and out."""
+
+    def __init__(self, start: RoundStart, page_size: int, depth: int, floor: float) -> None:
+        requests = len(start.roots)
+        columns = max((len(pages) for pages in start.pages), default=0)
+        table = [page for pages in start.pages for page in (*pages, *([0] * (columns - len(pages))))]
+        self._depth = depth
+        self._inputs = (
+            (c_int32 * len(table))(*table),
+            (c_int64 * requests)(*start.roots),
+            (c_int64 * requests)(*start.lengths),
+            (c_float * requests)(*start.temperatures),
+            (c_int64 * requests)(*start.seeds),
+            (c_int32 * requests)(*start.limits),
+            (c_void_p * requests)(*(None if state is None else state.data_ptr() for state in start.feedback)),
+        )
+        self._scores = (c_float * (requests * depth))()
+        self._checked, self._kept = (c_int32 * requests)(), (c_int32 * requests)()
+        self._emitted = (c_int64 * (requests * (depth + 1)))()
+        self._seconds = (c_double * 3)()
+        outputs = (self._scores, self._checked, self._kept, self._emitted, self._seconds)
+        self.native = NativeRound(
+            *(ctypes.addressof(array) for array in (*self._inputs, *outputs)),
+            columns,
+            requests,
+            page_size,
+            depth,
+            floor,
+        )
+        self._start = start
+
+    def result(self) -> RoundResult:
+        """Return what the call left."""
+        depth, checked = self._depth, list(self._checked)
+        return RoundResult(
+            tokens=[self._emitted[row * (depth + 1) :][: count + 1] for row, count in enumerate(self._kept)],
+            checked=checked,
+            scores=[self._scores[row * depth : (row + 1) * depth] for row in range(len(checked))],
+            seconds=(self._seconds[0], self._seconds[1], self._seconds[2]),
+        )
+
+
+def _witness(models: RoundModels) -> tuple[object, ...]:
+    """Return what changes when a model or a cache is another, or is given other weights as a whole."""
+    target, draft = models.target, models.draft
+    own = () if draft is None else (id(draft), id(models.draft_kv), stack_witness(draft.layers), ends_witness(draft))
+    return (id(target), tuple(models.captured_layers), stack_witness(target.layers), ends_witness(target), *own)
+
+
+def _is_plain(models: RoundModels) -> bool:
+    """Tell whether everything between the calls is float32, as the library keeps it, and the target is whole."""
+    target, draft = models.target, models.draft
+    return (
+        readable_ends(target)
+        and target.ranks.size == 1
+        and target.embed_tokens.dtype == torch.float32
+        and sum(target.lm_head.parts.values()) <= target.embed_tokens.shape[0]
+        and (draft is None or (draft.ranks.size == 1 and draft.embed_tokens.dtype == torch.float32))
+    )

@@ -1,0 +1,135 @@
+"""A round of decoding in one call does what its parts do one after the other."""
+
+import math
+
+import pytest
+import torch
+
+from slipstream.engine.build import build_engine
+from slipstream.engine.config import EngineConfig
+from slipstream.errors import KernelError
+from slipstream.kernels import RoundModels, RoundStart
+from slipstream.kernels.cpu.ops import CpuOps
+from slipstream.models.context import KvCache
+from slipstream.models.packing import quantize_linears
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
+from tiny import follower_draft, tiny_draft, tiny_target
+
+TARGET = tiny_target()
+CHAIN = TreeShape.chain(4)
+DRAFTS = {
+    "none": lambda: None,
+    "follower": lambda: follower_draft(TARGET),
+    "fed after the norm": lambda: tiny_draft(TARGET, seed=9, residual="normed", feedback="post_norm"),
+    "states normed each": lambda: tiny_draft(TARGET, seed=5, feature_norm="per_layer"),
+    "states normed together": lambda: tiny_draft(TARGET, seed=6, feature_norm="concat"),
+    "two blocks": lambda: tiny_draft(TARGET, seed=3, num_layers=2),
+}
+
+
+class PartByPart(CpuOps):
+    """The same kernels, but no round in one call."""
+
+    def run_round(self, models, start, depth, floor):
+        return None
+
+
+class Counted(CpuOps):
+    """Counts rounds and the requests in them."""
+
+    requests: tuple[int, ...] = ()
+
+    def run_round(self, models, start, depth, floor):
+        self.requests += (len(start.roots),)
+        return super().run_round(models, start, depth, floor)
+
+
+def story(draft, ops, temperature=0.0, shape=CHAIN):
+    """Return every step's tokens and which of them were drafted, and what was counted; a request comes late."""
+    engine = build_engine(TARGET, draft, shape, EngineConfig(max_context=64, page_size=4, max_requests=4), ops)
+    engine.add([3, 1, 4, 1, 5], SamplingParams(max_tokens=20, temperature=temperature), 0)
+    engine.add([9, 2, 6], SamplingParams(max_tokens=7, temperature=temperature), 1, speculate=False)
+    engine.add([5] * 11, SamplingParams(max_tokens=60, temperature=temperature), 2)
+    steps = []
+    while engine.has_work:
+        if len(steps) == 5:
+            engine.add([8, 8, 1], SamplingParams(max_tokens=9, logprobs=1, temperature=temperature), 3)
+        step = engine.step()
+        engine.check_invariants()
+        steps.append(
+            [(e.request_id, [(t.token_id, t.draft_position) for t in e.tokens], e.finish_reason) for e in step]
+        )
+    return steps, engine.stats.acceptance.emitted, engine.stats.acceptance.passes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("quantized", [False, True], ids=["dense", "int8"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_round_in_one_call_emits_what_its_parts_emit(cpu_ops, name, quantized, temperature):
+    draft = DRAFTS[name]()
+    if quantized and draft is not None:
+        quantize_linears(draft, cpu_ops)
+    counted = Counted(2, cpu_ops.isa)
+    steps = story(draft, counted, temperature)
+    assert steps == story(draft, PartByPart(1, cpu_ops.isa), temperature)
+    assert set(counted.requests) >= {1, 3}
+    if name == "follower" and not quantized:
+        assert any(position > 1 for step in steps[0] for _, tokens, _ in step for _, position in tokens)
+
+
+def test_trees_go_part_by_part(fast_ops):
+    counted = Counted(1)
+    shape = TreeShape(depth=2, width=2)
+    assert story(follower_draft(TARGET), counted, shape=shape) == story(
+        follower_draft(TARGET), PartByPart(1), shape=shape
+    )
+    assert counted.requests == ()
+
+
+def test_a_target_that_is_not_float32_goes_part_by_part_and_is_asked_once(fast_ops):
+    half = tiny_target().to(torch.bfloat16)
+    counted = Counted(1)
+    engine = build_engine(half, None, None, EngineConfig(max_context=64), counted)
+    engine.add([3, 1, 4], SamplingParams(max_tokens=6), 0)
+    emitted = 0
+    while engine.has_work:
+        emitted += sum(len(emission.tokens) for emission in engine.step())
+    assert emitted == 6
+    assert counted.requests == (1,)
+
+
+@pytest.mark.parametrize(
+    ("change", "accepted"),
+    [
+        ({}, True),
+        ({"limits": [3]}, False),
+        ({"lengths": [8]}, False),
+        ({"roots": [61]}, False),
+        ({"roots": [-1]}, False),
+        ({"feedback": [None]}, False),
+        ({"pages": [[0, 5]]}, False),
+    ],
+)
+def test_a_round_that_would_leave_its_pages_or_tables_is_refused(fast_ops, change, accepted):
+    draft = tiny_draft(TARGET)
+    target_kv, draft_kv = (
+        KvCache.allocate(model.kv_shape, 2, 4, torch.float32, torch.device("cpu")) for model in (TARGET, draft)
+    )
+    models = RoundModels(TARGET, target_kv, (0, 1, 2), draft, draft_kv)
+    whole = dict(pages=[[0, 1]], roots=[3], lengths=[5], temperatures=[0.0], seeds=[1], limits=[2])  # noqa: C408
+    start = RoundStart(**{**whole, "feedback": [torch.zeros(32)], **change})
+    if accepted:
+        assert fast_ops.run_round(models, start, 3, -math.inf) is not None
+        return
+    with pytest.raises(KernelError, match="outside its pages"):
+        fast_ops.run_round(models, start, 3, -math.inf)
+
+
+def test_a_floor_above_every_score_checks_roots_alone(fast_ops):
+    draft = tiny_draft(TARGET)
+    kvs = [KvCache.allocate(model.kv_shape, 2, 4, torch.float32, torch.device("cpu")) for model in (TARGET, draft)]
+    start = RoundStart([[0, 1]], [3], [5], [0.0], [1], [2], [torch.zeros(32)])
+    result = fast_ops.run_round(RoundModels(TARGET, kvs[0], (0, 1, 2), draft, kvs[1]), start, 2, math.inf)
+    assert list(result.checked) == [0]
+    assert [len(tokens) for tokens in result.tokens] == [1]
