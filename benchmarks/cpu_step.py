@@ -1,15 +1,15 @@
-"""Time whole steps of the embedded model on a CPU, interleaved, as ratios to a step over one row.
+"""Time rounds of the embedded model on a CPU, interleaved: what checking M rows costs beside one, and drafting them.
 
     python benchmarks/cpu_step.py [--threads 2] [--context 200] [--rounds 30] [--keys float16 bfloat16]
 
-A target step is what checking costs: blocks (with the states a draft wants), head and choice. It is timed for one
-request of M rows, and for 8 requests of 1 to 4 rows. A draft step is one level of a chain.
+A round runs as the engine runs it: one call that drafts chains, checks them in one pass of the target (blocks, head and
+choice) and lets the draft follow. The call says how long each of the three took. Contexts are random, which changes
+what is kept but not what is computed.
 """
 
 import argparse
+import math
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 
@@ -17,21 +17,57 @@ from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.engine.loading import read_draft
-from slipstream.kernels import ChainStart
+from slipstream.kernels import RoundModels, RoundStart
 from slipstream.kernels.cpu.ops import CpuOps
-from slipstream.models.context import KvCache, PagedContext, QueryTokens, page_table, paged_context
+from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers, load_target
 from slipstream.models.target import Target
 
 SHAPES = (*((1, rows) for rows in (1, 2, 4, 6, 8, 16, 24, 32)), (8, 1), (8, 2), (8, 3), (8, 4))  # requests, rows each
-DRAFTED = ((1, 3), (8, 1), (8, 3))  # requests, levels
 PAGE_SIZE = 16
 CPU = torch.device("cpu")
 
 
+class Rounds:
+    """Rounds of one shape over one type of keys."""
+
+    def __init__(self, ops: CpuOps, target: Target, draft: Eagle3Draft, keys: str, shape: tuple[int, int, int]) -> None:
+        requests, rows, before = shape
+        pages = -(-(before + rows) // PAGE_SIZE)
+        self._ops, self._depth = ops, rows - 1
+        captured = captured_layers(draft.spec, target.spec)
+        caches = [random_cache(model, requests * pages, keys) for model in (target, draft)]
+        self._models = RoundModels(target, caches[0], captured, draft, caches[1])
+        self._start = RoundStart(
+            pages=[range(row * pages, (row + 1) * pages) for row in range(requests)],
+            roots=[1000 + row for row in range(requests)],
+            lengths=[before] * requests,
+            temperatures=[0.0] * requests,
+            seeds=[0] * requests,
+            limits=[self._depth] * requests,
+            feedback=[torch.randn(draft.spec.hidden_size) for _ in range(requests)],
+        )
+        self.seconds: list[tuple[float, float, float]] = []
+
+    def run(self) -> None:
+        """Run one round and keep its times."""
+        result = self._ops.run_round(self._models, self._start, self._depth, -math.inf)
+        assert result is not None, "the kernels read the embedded model"
+        self.seconds.append(result.seconds)
+
+
+def random_cache(model: Target | Eagle3Draft, num_pages: int, keys: str) -> KvCache:
+    """Return random keys and values."""
+    kv = KvCache.allocate(model.kv_shape, num_pages, PAGE_SIZE, getattr(torch, keys), CPU)
+    for layer in kv.layers:
+        layer.keys_SGd.copy_(torch.randn(layer.keys_SGd.shape))
+        layer.values_SGd.copy_(torch.randn(layer.values_SGd.shape))
+    return kv
+
+
 def main() -> None:
-    """Print one line per step: milliseconds, and the ratio to one row of one request."""
+    """Print a line per shape: milliseconds for checking, the ratio to one row, and what drafting and following took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=200)
@@ -44,84 +80,24 @@ def main() -> None:
     path = embedded_draft()
     assert path is not None, "the embedded draft ships with the package"
     draft = read_draft(path, target, None, ops)
-    steps: dict[tuple[str, str], Callable[[], object]] = {}
-    for keys in args.keys:
-        for requests, rows in SHAPES:
-            steps[f"{requests} x {rows} rows", keys] = target_step(
-                target, draft, ops, keys, (requests, rows, args.context)
-            )
-        for requests, levels in DRAFTED:
-            steps[f"{requests} x {levels} drafted", keys] = draft_step(
-                draft, target, ops, keys, (requests, levels, args.context)
-            )
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in steps}
-    for round in range(args.rounds + 2):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            if round >= 2:
-                times[name].append(time.perf_counter() - started)
-    one = statistics.median(times["1 x 1 rows", args.keys[0]])
-    print(f"{args.context} tokens of context, {ops.isa}, {args.threads} threads, medians of {args.rounds}")
-    for (name, keys), seconds in times.items():
-        median = statistics.median(seconds)
-        print(f"{name:14} {keys:9} {1e3 * median:8.3f} ms {median / one:6.2f}")
-
-
-def context(ops: CpuOps, kv: KvCache, shape: tuple[int, int, int]) -> PagedContext:
-    """Return the context of a pass over the last rows of some requests."""
-    requests, rows, before = shape
-    pages = -(-(before + 64) // PAGE_SIZE)
-    index_T = torch.arange(before, before + rows).repeat(requests)
-    table_RP = page_table([range(row * pages, (row + 1) * pages) for row in range(requests)], CPU)
-    return paged_context(
-        ops, kv, table_RP, QueryTokens([rows] * requests, index_T, index_T, torch.full_like(index_T, -1))
+    cases = {
+        (keys, shape): Rounds(ops, target, draft, keys, (*shape, args.context))
+        for keys in args.keys
+        for shape in SHAPES
+    }
+    for _ in range(args.rounds + 2):
+        for case in cases.values():
+            case.run()
+    print(
+        f"{args.context} tokens of context, {ops.isa}, {args.threads} threads, medians of {args.rounds}, milliseconds"
     )
-
-
-def cache(model: Target | Eagle3Draft, keys: str, shape: tuple[int, int, int]) -> KvCache:
-    """Return random keys and values for the requests of a pass."""
-    num_pages = shape[0] * -(-(shape[2] + 64) // PAGE_SIZE)
-    kv = KvCache.allocate(model.kv_shape, num_pages, PAGE_SIZE, getattr(torch, keys), CPU)
-    for layer in kv.layers:
-        layer.keys_SGd.copy_(torch.randn(layer.keys_SGd.shape))
-        layer.values_SGd.copy_(torch.randn(layer.values_SGd.shape))
-    return kv
-
-
-def target_step(
-    target: Target, draft: Eagle3Draft, ops: CpuOps, keys: str, shape: tuple[int, int, int]
-) -> Callable[[], object]:
-    """Return a step of the target: blocks, head, choice."""
-    ctx = context(ops, cache(target, keys, shape), shape)
-    count = shape[0] * shape[1]
-    tokens_T = torch.randint(0, target.spec.vocab_size, (count,))
-    captured = captured_layers(draft.spec, target.spec)
-    zeros_T = torch.zeros(count, dtype=torch.int64)
-
-    def step() -> object:
-        hidden = target(tokens_T, ctx, captured)
-        return ops.choose(target.logits(hidden.last_TD, ops), torch.zeros(count), zeros_T, zeros_T)
-
-    return step
-
-
-def draft_step(
-    draft: Eagle3Draft, target: Target, ops: CpuOps, keys: str, shape: tuple[int, int, int]
-) -> Callable[[], object]:
-    """Return the drafting of chains."""
-    requests, levels, before = shape
-    kv = cache(draft, keys, shape)
-    start = ChainStart(
-        context(ops, kv, (requests, 1, before)).batch.page_table_RP,
-        PAGE_SIZE,
-        torch.full((requests,), before),
-        torch.zeros(requests),
-        torch.zeros(requests, dtype=torch.int64),
-        torch.randn(requests, draft.spec.hidden_size),
-        torch.randn(requests, len(draft.token_ids_V)),
-    )
-    return lambda: ops.draft_chain(draft, kv, start, levels, -float("inf"))
+    print("requests x rows, keys       check  to one row     draft    follow")
+    one = 0.0
+    for (keys, (requests, rows)), case in cases.items():
+        draft_s, check_s, follow_s = (statistics.median(times) for times in zip(*case.seconds[2:], strict=True))
+        one = one or check_s
+        name = f"{requests} x {rows}, {keys}"
+        print(f"{name:22} {1e3 * check_s:10.3f} {check_s / one:11.2f} {1e3 * draft_s:9.3f} {1e3 * follow_s:9.3f}")
 
 
 if __name__ == "__main__":

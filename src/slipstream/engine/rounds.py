@@ -45,7 +45,8 @@ class Rounds:
             None if eagle is None else eagle.draft,
             None if eagle is None else eagle.kv,
         )
-        self._ops = runner.ops
+        assert isinstance(runner.ops, RoundOps), "`rounds_over` looked"
+        self._run_round = runner.ops.run_round
         self._able = True  # until the kernels say that they cannot read these models
         self._eagle, self._config = eagle, config
         self._scheduler, self._sessions = scheduler, sessions
@@ -100,8 +101,7 @@ class Rounds:
             limits=[min(depth, _num_wanted(work.request) - 1) if work.drafts else 0 for work in plan],
             feedback=[states.get(request.request_id) for request in requests],
         )
-        assert isinstance(self._ops, RoundOps), "`rounds_over` looked"
-        result = self._ops.run_round(self._models, start, depth, floor)
+        result = self._run_round(self._models, start, depth, floor)
         self._able = result is not None
         if result is not None and self._eagle is not None and followed:
             rows = [row for row, request in enumerate(requests) if request.request_id in states]

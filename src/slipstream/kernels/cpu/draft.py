@@ -67,7 +67,7 @@ class DescribedDraft:
     """The structure, and the tensors it points into."""
 
     def __init__(self, draft: Any) -> None:
-        self.witness = ends_witness(draft)
+        self.witness = _witness(draft)
         self._ends = ends = DescribedEnds(draft)
         token_ids_V = ends.keep(draft.token_ids_V.to(torch.int64).contiguous())
         rows = draft.embed_tokens.shape[0]
@@ -96,7 +96,7 @@ class DraftCache:
         if not readable_ends(draft) or not _readable(draft.fc, None):
             return None
         known = self._drafts.get(draft)
-        if known is None or known.witness != ends_witness(draft):
+        if known is None or known.witness != _witness(draft):
             known = self._drafts[draft] = DescribedDraft(draft)
         return known
 
@@ -138,7 +138,7 @@ def _readable(part: Any, formats: tuple[str, ...] | None) -> bool:
     return is_panels and (formats is None or name in formats)
 
 
-def ends_witness(model: Any) -> tuple[int, ...]:
-    """Return what changes when a model's head, fusion or table is repacked or is another."""
-    parts = (model.lm_head, model.embed_tokens, *([model.fc] if hasattr(model, "fc") else []))
+def _witness(draft: Any) -> tuple[int, ...]:
+    """Return what changes when a draft is repacked or given another table."""
+    parts = (draft.lm_head, draft.embed_tokens, draft.fc)
     return tuple(part.weight.data_ptr() if part.weight is not None else part.packed.codes.data_ptr() for part in parts)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.errors import KernelError
+from slipstream.kernels.cpu.arena import Arena
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
 ABI = 5
@@ -304,6 +305,7 @@ class NativeEngine:
             raise KernelError(f"This CPU cannot run the {isa} kernels; the best it can run are {ISAS[best]}.")
         self.isa: Isa = ISAS[wanted]
         self.threads = threads
+        self.arena = Arena()
         self.handle: int = self.library.slip_engine_create(threads, wanted)
         if not self.handle:
             raise KernelError(f"The CPU kernels could not start {threads} threads.")

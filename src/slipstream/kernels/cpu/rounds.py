@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, ends_witness, readable_ends
+from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, readable_ends
 from slipstream.kernels.cpu.library import NativeRound, NativeRoundModels
-from slipstream.kernels.cpu.stack import DescribedStack, StackCache, stack_witness
+from slipstream.kernels.cpu.stack import DescribedStack, StackCache
 from slipstream.kernels.ops import RoundModels, RoundResult, RoundStart
 
 
@@ -22,7 +22,8 @@ class DescribedModels:
     def __init__(
         self, models: RoundModels, stacks: tuple[DescribedStack, DescribedStack | None], draft: DescribedDraft | None
     ) -> None:
-        self.witness = _witness(models)
+        self._models = models
+        self._watched = [(part, _address(part)) for part in _watched_parts(models)]
         self._parts = (stacks, draft)
         self._ends = DescribedEnds(models.target)
         self._target = stacks[0].native(models.captured_layers, None)
@@ -35,6 +36,11 @@ class DescribedModels:
             None if draft is None else ctypes.addressof(draft.native),
         )
 
+    def describes(self, models: RoundModels) -> bool:
+        """Tell whether these are the models it was made of, none given other weights as a whole since."""
+        same = models is self._models or models == self._models
+        return same and all(_address(part) == address for part, address in self._watched)
+
 
 class RoundCache:
     """Models already described; they are forgotten with the target's cache of keys and values."""
@@ -46,7 +52,7 @@ class RoundCache:
     def find(self, models: RoundModels) -> DescribedModels | None:
         """Return the models' description; None if the library cannot read all of them."""
         known = self._known.get(models.target_kv)
-        if known is None or known.witness != _witness(models):
+        if known is None or not known.describes(models):
             known = self._describe(models)
             if known is not None:
                 self._known[models.target_kv] = known
@@ -110,11 +116,21 @@ class RoundCall:
         )
 
 
-def _witness(models: RoundModels) -> tuple[object, ...]:
-    """Return what changes when a model or a cache is another, or is given other weights as a whole."""
-    target, draft = models.target, models.draft
-    own = () if draft is None else (id(draft), id(models.draft_kv), stack_witness(draft.layers), ends_witness(draft))
-    return (id(target), tuple(models.captured_layers), stack_witness(target.layers), ends_witness(target), *own)
+def _watched_parts(models: RoundModels) -> list[Any]:
+    """Return parts that change when a model is repacked, moved or given other weights as a whole."""
+    parts = []
+    for model in (models.target, models.draft):
+        if model is not None:
+            first, last = model.layers[0], model.layers[-1]
+            parts += [first.self_attn.qkv_proj, first.mlp.down_proj, last.self_attn.o_proj]
+            parts += [model.lm_head, model.embed_tokens]
+    return parts if models.draft is None else [*parts, models.draft.fc]
+
+
+def _address(part: Any) -> int:
+    packed = part.packed
+    address: int = part.weight.data_ptr() if packed is None else packed.codes.data_ptr()
+    return address
 
 
 def _is_plain(models: RoundModels) -> bool:

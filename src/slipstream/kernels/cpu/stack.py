@@ -52,7 +52,7 @@ class DescribedBlocks:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._tensors: list[Tensor] = []
-        self.witness = stack_witness(layers)
+        self.witness = _witness(layers)
         self.width: int = layers[0].input_layernorm.weight.shape[0]
         self.native = (NativeLayer * len(layers))(*(self._layer(layer) for layer in layers))
 
@@ -116,7 +116,7 @@ class StackCache:
         if other := next((layer for layer in layers if not _is_llama_block(layer)), None):
             return f"{type(other.self_attn).__name__} with {type(other.mlp).__name__} is no block of the library's"
         blocks = self._blocks.get(layers[0])
-        if blocks is None or blocks.witness != stack_witness(layers):
+        if blocks is None or blocks.witness != _witness(layers):
             reason = _unfit(layers)
             if reason:
                 return reason
@@ -137,7 +137,7 @@ def _is_llama_block(layer: Any) -> bool:
     return hasattr(layer.self_attn, "qkv_proj") and hasattr(layer.mlp, "gate_up_proj")
 
 
-def stack_witness(layers: Sequence[Any]) -> tuple[object, ...]:
+def _witness(layers: Sequence[Any]) -> tuple[object, ...]:
     """Return what changes when a model is repacked, moved or given other weights as a whole."""
     first, last = layers[0], layers[-1]
     return (

@@ -30,7 +30,7 @@ def to_panels(weight: PackedWeight, engine: NativeEngine) -> PackedWeight:
     rows = weight.codes.contiguous()
     panels = -(-weight.out_features // 16)
     size = engine.library.slip_panel_bytes(FORMATS[weight.format], weight.out_features, weight.in_features)
-    codes = torch.empty((panels, size // max(panels, 1)), dtype=torch.uint8)
+    codes = engine.arena.take(size).view(panels, -1) if size else torch.empty((panels, 0), dtype=torch.uint8)
     check(
         engine.library.slip_repack(
             engine.handle,
