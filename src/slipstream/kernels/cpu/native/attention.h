@@ -5,6 +5,8 @@
 // token's bits depend only on the keys it sees: not on pages, on what else shares the pass, nor on where in the tree
 // its ancestors are stored (a tree's node gets the bits that plain decoding gives it).
 #pragma once
+#include <type_traits>
+
 #include "abi.h"
 #include "pool.h"
 #include "vec.h"
@@ -201,7 +203,9 @@ SLIP_INLINE void transpose16(const Brain* const* rows, int at, float* out) {
         vstore(out + 32 * i + 16, _mm512_castsi512_ps(_mm512_and_si512(pair, high)));
     }
 }
-SLIP_INLINE void transpose16(const Half* const* rows, int at, float* out) {
+// Sixteen words of 16 keys, their first halves before their second.
+template <class Store>
+SLIP_INLINE void transpose_halves(const Half* const* rows, int at, Store store) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i apart = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(even)),
                                              _mm512_cvtepi32_epi16(_mm512_add_epi32(even, _mm512_set1_epi32(1))), 1);
@@ -209,10 +213,17 @@ SLIP_INLINE void transpose16(const Half* const* rows, int at, float* out) {
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
     transpose_words(a);
     for (int i = 0; i < 16; ++i) {
-        const __m512i pairs = _mm512_permutexvar_epi16(apart, _mm512_castps_si512(a[i]));
-        vstore(out + 32 * i, _mm512_cvtph_ps(_mm512_castsi512_si256(pairs)));
-        vstore(out + 32 * i + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(pairs, 1)));
+        store(i, _mm512_permutexvar_epi16(apart, _mm512_castps_si512(a[i])));
     }
+}
+SLIP_INLINE void transpose16(const Half* const* rows, int at, float* out) {
+    transpose_halves(rows, at, [out](int i, __m512i halves) {
+        vstore(out + 32 * i, _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
+        vstore(out + 32 * i + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+    });
+}
+SLIP_INLINE void transpose16(const Half* const* rows, int at, Half* out) {
+    transpose_halves(rows, at, [out](int i, __m512i halves) { _mm512_storeu_si512(out + 32 * i, halves); });
 }
 #else
 template <class T>
@@ -226,22 +237,27 @@ SLIP_INLINE void transpose16(const T* const* rows, int at, float* out) {
 }
 #endif
 
-template <class T>
-static void transpose_keys(const T* const* rows, int head_dim, float* out) {
+// Keys by value, as floats or as they are.
+template <class T, class K>
+static void transpose_keys(const T* const* rows, int head_dim, K* out) {
     int at = 0;
     for (; at + kSpan<T> <= head_dim; at += kSpan<T>) transpose16(rows, at, out + 16 * at);
     for (; at < head_dim; at += 16) {
         const int left = head_dim - at < 16 ? head_dim - at : 16;
         for (int lane = 0; lane < 16; ++lane) {
-            alignas(64) float t[16];
-            vstore(t, vload_any_n(rows[lane] + at, left));
-            for (int i = 0; i < left; ++i) out[16 * (at + i) + lane] = t[i];
+            if constexpr (std::is_same<K, T>::value) {
+                for (int i = 0; i < left; ++i) out[16 * (at + i) + lane] = rows[lane][at + i];
+            } else {
+                alignas(64) float t[16];
+                vstore(t, vload_any_n(rows[lane] + at, left));
+                for (int i = 0; i < left; ++i) out[16 * (at + i) + lane] = t[i];
+            }
         }
     }
 }
 
-template <int R, class T>
-static void score_rows(const Unit<T>& unit, const int* rows, int num_rows, const float* keys, int base) {
+template <int R, class T, class K>
+static void score_rows(const Unit<T>& unit, const int* rows, int num_rows, const K* keys, int base) {
     int done = 0;
     for (; done + R <= num_rows; done += R) {
         const float* q[R];
@@ -251,7 +267,7 @@ static void score_rows(const Unit<T>& unit, const int* rows, int num_rows, const
             sum[r] = vzero();
         }
         for (int i = 0; i < unit.args.head_dim; ++i) {
-            const V key = vload(keys + 16 * i);
+            const V key = vload_any(keys + 16 * i);
             for (int r = 0; r < R; ++r) sum[r] = vfma(vset(q[r][i]), key, sum[r]);
         }
         for (int r = 0; r < R; ++r) vstore(unit.row_scores(rows[done + r]) + base, sum[r]);
@@ -267,6 +283,60 @@ constexpr int kKeysAhead = 32, kValuesAhead = 32;
 template <class T>
 SLIP_INLINE void fetch(const T* p, int count) {
     for (int i = 0; i < count; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(p + i);
+}
+
+// Rows of keys or values to ask for while others are computed with, some lines at a time. They go to the second cache:
+// memory would otherwise stand still during attention's arithmetic, and arithmetic while the first keys come.
+class Ahead {
+  public:
+    template <class T>
+    void rows(const void* start, const TokenView& view, int64_t slot_stride, int begin, int end) {
+        start_ = static_cast<const char*>(start);
+        slots_ = view.slots;
+        stride_ = slot_stride * static_cast<int64_t>(sizeof(T));
+        offset_ = begin_ = begin * static_cast<int64_t>(sizeof(T)) / 64 * 64;
+        end_ = end * static_cast<int64_t>(sizeof(T));
+        row_ = 0;
+        num_rows_ = view.tail_start;
+    }
+    void some(int lines) {
+        for (; lines > 0 && row_ < num_rows_; --lines) {
+            __builtin_prefetch(start_ + slots_[row_] * stride_ + offset_, 0, 2);
+            offset_ += 64;
+            if (offset_ >= end_) {
+                offset_ = begin_;
+                ++row_;
+            }
+        }
+    }
+
+  private:
+    const char* start_ = nullptr;
+    const int64_t* slots_ = nullptr;
+    int64_t stride_ = 0, begin_ = 0, end_ = 0, offset_ = 0;
+    int row_ = 0, num_rows_ = 0;
+};
+
+// Lines that memory brings while 16 keys are scored, and while 32 values are added up, for so many rows: one line takes
+// about as long as 16 cycles of arithmetic.
+SLIP_INLINE int lines_per_scores(int rows) { return 19 + 4 * rows; }
+SLIP_INLINE int lines_per_values(int rows) { return 8 + 4 * rows; }
+
+// Scores of 16 keys for some rows. With few rows, half-precision keys are widened as they are multiplied: that is less
+// work than storing them wide; with many rows it would be done again for every six of them.
+template <class T>
+static void score_keys(const Unit<T>& unit, const int* rows, int num_rows, const T* const* keys, float* transposed, int base) {
+#if SLIP_ISA == 2
+    if constexpr (std::is_same<T, Half>::value) {
+        if (num_rows <= 2 * kScoreRows) {
+            Half* halves = reinterpret_cast<Half*>(transposed);
+            transpose_keys(keys, unit.args.head_dim, halves);
+            return score_rows<kScoreRows>(unit, rows, num_rows, halves, base);
+        }
+    }
+#endif
+    transpose_keys(keys, unit.args.head_dim, transposed);
+    score_rows<kScoreRows>(unit, rows, num_rows, transposed, base);
 }
 
 // Scores of ranks 16 begin .. 16 end.
@@ -290,15 +360,13 @@ static void score_tiles(const Unit<T>& unit, int begin, int end, float* transpos
             int own[kMaxRows];
             for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(view.slot(base + lane < view.count ? base + lane : view.count - 1));
             for (int h = 0; h < group; ++h) own[h] = t * group + h;
-            transpose_keys(pointers, unit.args.head_dim, transposed);
-            score_rows<kScoreRows>(unit, own, group, transposed, base);
+            score_keys(unit, own, group, pointers, transposed, base);
         }
         if (!longest) continue;
         for (int lane = 0; lane < 16; ++lane)
             if (base + kKeysAhead + lane < longest->tail_start) fetch(unit.keys(longest->slots[base + kKeysAhead + lane]), unit.args.head_dim);
         for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(longest->slot(base + lane < longest->count ? base + lane : longest->count - 1));
-        transpose_keys(pointers, unit.args.head_dim, transposed);
-        score_rows<kScoreRows>(unit, rows, num_rows, transposed, base);
+        score_keys(unit, rows, num_rows, pointers, transposed, base);
     }
 }
 
@@ -394,14 +462,17 @@ static void value_chunk(const Unit<T>& unit, int chunk, const Ranks& ranks) {
 // Columns begin .. end of one block's outputs, counted in chunks over its kv heads; keys in tiles, so that memory is
 // read from front to back whatever the number of heads.
 template <class UnitOf>
-static void value_range(const UnitOf& unit_of, int chunks, int begin, int end) {
+static void value_range(const UnitOf& unit_of, int chunks, int begin, int end, Ahead& ahead) {
     constexpr int kTile = 32;
     const auto some = unit_of(begin / chunks);
     const int shared = some.shared_ranks(), from = some.first_rank() < shared ? some.first_rank() : shared;
     for (int rank = from; rank == from || rank < shared; rank += kTile) {
         const int stop = rank + kTile < shared ? rank + kTile : shared;
         const Ranks ranks{rank, stop, rank == from, stop == shared};
-        for (int column = begin; column < end; ++column) value_chunk(unit_of(column / chunks), column % chunks, ranks);
+        for (int column = begin; column < end; ++column) {
+            value_chunk(unit_of(column / chunks), column % chunks, ranks);
+            ahead.some(lines_per_values(some.rows()));
+        }
     }
 }
 
@@ -426,19 +497,26 @@ SLIP_INLINE Unit<T> make_unit(const AttentionArgs& args, int index, int copy) {
 // One block of queries by one member. With few rows memory decides, and is read from front to back, all heads of a tile
 // together; with many rows arithmetic does, and a head's scores stay in the second cache.
 template <class T>
-static void attend_block(const AttentionArgs& args, int block, int copy, float* transposed) {
+static void attend_block(const AttentionArgs& args, int block, int next, int copy, float* transposed) {
     const int heads = args.kv_heads, chunks = (args.head_dim + 31) / 32;
     const auto unit_of = [&](int head) { return make_unit<T>(args, block * heads + head, copy * heads + head); };
     const Unit<T> some = unit_of(0);
     const int first = some.first_rank() / 16, last = (some.last_rank() + 15) / 16, rows = some.rows();
     const int together = 2 * rows > kBlockRows ? 1 : heads;
+    Ahead ahead;
+    ahead.rows<T>(args.kv.values, some.view(0), args.kv.slot_stride, 0, heads * args.head_dim);
     for (int head = 0; head < heads; head += together) {
         const int stop = head + together;
         for (int tile = first; tile < last; ++tile)
-            for (int h = head; h < stop; ++h) score_tiles(unit_of(h), tile, tile + 1, transposed);
+            for (int h = head; h < stop; ++h) {
+                score_tiles(unit_of(h), tile, tile + 1, transposed);
+                ahead.some(lines_per_scores(rows));
+            }
+        if (stop == heads && next >= 0)
+            ahead.rows<T>(args.kv.keys, args.plan.tokens[args.plan.blocks[next].first], args.kv.slot_stride, 0, heads * args.head_dim);
         for (int h = head; h < stop; ++h)
             for (int row = 0; row < rows; ++row) softmax_row(unit_of(h), row);
-        value_range(unit_of, chunks, chunks * head, chunks * stop);
+        value_range(unit_of, chunks, chunks * head, chunks * stop, ahead);
     }
 }
 
@@ -448,18 +526,28 @@ static void attend_over(const AttentionArgs& args, bool together, float* transpo
     const int units = args.plan.num_blocks * args.kv_heads, chunks = (args.head_dim + 31) / 32;
     float* transposed = transposed_room + static_cast<int64_t>(team.id) * 16 * args.head_dim;
     if (!together) {
-        team.share(args.plan.num_blocks, 1, [&](int block, int) { attend_block<T>(args, block, team.id, transposed); });
+        const int mine = Team::part_begin(args.plan.num_blocks, team.id + 1, team.size);
+        team.share(args.plan.num_blocks, 1, [&](int block, int) {
+            attend_block<T>(args, block, block + 1 < mine ? block + 1 : -1, team.id, transposed);
+        });
         return;
     }
     // Members share each block's keys, all heads of a tile together, and then its columns of values.
     constexpr int kTiles = 4;
     const int groups = (args.plan.padded_keys / 16 + kTiles - 1) / kTiles, heads = args.kv_heads;
+    const int columns = heads * chunks, spans = columns < team.size ? columns : team.size;
+    Ahead ahead;
+    if (team.id < spans)
+        ahead.rows<T>(args.kv.values, args.plan.tokens[0], args.kv.slot_stride, 32 * (columns * team.id / spans),
+                      32 * (columns * (team.id + 1) / spans));
     team.share(args.plan.num_blocks * groups, 1, [&](int index, int) {
         const int block = index / groups;
         for (int tile = index % groups * kTiles; tile < (index % groups + 1) * kTiles; ++tile)
             for (int head = 0; head < heads; ++head) {
                 const Unit<T> unit = make_unit<T>(args, block * heads + head, block * heads + head);
-                if (tile >= unit.first_rank() / 16 && tile < (unit.last_rank() + 15) / 16) score_tiles(unit, tile, tile + 1, transposed);
+                if (tile < unit.first_rank() / 16 || tile >= (unit.last_rank() + 15) / 16) continue;
+                score_tiles(unit, tile, tile + 1, transposed);
+                ahead.some(lines_per_scores(unit.rows()));
             }
     });
     team.share(units * args.plan.max_rows, 4, [&](int begin, int end) {
@@ -468,11 +556,10 @@ static void attend_over(const AttentionArgs& args, bool together, float* transpo
             if (index % args.plan.max_rows < unit.rows()) softmax_row(unit, index % args.plan.max_rows);
         }
     });
-    const int columns = heads * chunks, spans = columns < team.size ? columns : team.size;
     team.share(args.plan.num_blocks * spans, 1, [&](int index, int) {
         const int block = index / spans, span = index % spans;
         value_range([&](int head) { return make_unit<T>(args, block * heads + head, block * heads + head); }, chunks,
-                    columns * span / spans, columns * (span + 1) / spans);
+                    columns * span / spans, columns * (span + 1) / spans, ahead);
     });
 }
 
