@@ -44,6 +44,8 @@ struct TokenView {
 struct QueryBlock {
     int32_t first;
     int32_t tokens;
+    int32_t shared;  // below this rank all its tokens see the same keys
+    int32_t last;    // no token sees a key of this rank
 };
 
 // What a batch means for attention, worked out once for all layers.
@@ -53,6 +55,7 @@ struct Plan {
     int num_blocks;
     int max_rows;
     int padded_keys;
+    int group;  // query heads that share a key head
 };
 
 struct PlanRoom {
@@ -84,7 +87,7 @@ static TokenView view_token(const Batch& batch, int token, const int64_t* slots,
 }
 
 static Plan make_plan(const Batch& batch, int group, int64_t* slots, int64_t* tails, TokenView* views, QueryBlock* blocks) {
-    Plan plan{views, blocks, 0, 0, 16};
+    Plan plan{views, blocks, 0, 0, 16, group};
     for (int r = 0; r < batch.requests; ++r) {
         const int32_t* pages = batch.page_table + r * batch.page_table_stride;
         for (int key = 0; key < batch.kv_lens[r]; ++key)
@@ -97,7 +100,12 @@ static Plan make_plan(const Batch& batch, int group, int64_t* slots, int64_t* ta
         }
         for (int t = begin; t < end; t += block_tokens(group)) {
             const int tokens = end - t < block_tokens(group) ? end - t : block_tokens(group);
-            plan.blocks[plan.num_blocks++] = {t, tokens};
+            QueryBlock block{t, tokens, views[t].regular, 0};
+            for (int i = t; i < t + tokens; ++i) {
+                block.shared = views[i].regular < block.shared ? views[i].regular : block.shared;
+                block.last = views[i].count > block.last ? views[i].count : block.last;
+            }
+            plan.blocks[plan.num_blocks++] = block;
             if (tokens * group > plan.max_rows) plan.max_rows = tokens * group;
         }
         slots += batch.kv_lens[r];
@@ -125,10 +133,11 @@ struct Unit {
     float* scores;
     float* inverse;
 
-    int group() const { return args.heads / args.kv_heads; }
+    int group() const { return args.plan.group; }
     int rows() const { return block.tokens * group(); }
     const TokenView& view(int token) const { return args.plan.tokens[block.first + token]; }
     int first_rank() const {
+        if (args.window <= 0) return 0;
         int first = view(0).first_rank(args.window);
         for (int t = 1; t < block.tokens; ++t) {
             const int rank = view(t).first_rank(args.window);
@@ -136,20 +145,12 @@ struct Unit {
         }
         return first & ~15;
     }
-    int shared_ranks() const {  // below this rank every row sees the same keys
-        int shared = view(0).regular;
-        for (int t = 1; t < block.tokens; ++t) shared = view(t).regular < shared ? view(t).regular : shared;
-        return shared;
-    }
-    int last_rank() const {
-        int last = 0;
-        for (int t = 0; t < block.tokens; ++t) last = view(t).count > last ? view(t).count : last;
-        return last;
-    }
     float* row_scores(int row) const { return scores + static_cast<int64_t>(row) * args.plan.padded_keys; }
-    const float* row_query(int row) const {
-        const int token = block.first + row / group(), head = kv_head * group() + row % group();
-        return args.q + token * args.q_stride + static_cast<int64_t>(head) * args.head_dim;
+    const float* query(int token, int head) const {  // the block's, and the group's
+        return args.q + (block.first + token) * args.q_stride + (static_cast<int64_t>(kv_head) * group() + head) * args.head_dim;
+    }
+    float* output(int token, int head) const {
+        return args.out + (block.first + token) * args.out_stride + (static_cast<int64_t>(kv_head) * group() + head) * args.head_dim;
     }
     const T* values(int64_t slot) const { return at(args.kv.values, slot); }
     const T* keys(int64_t slot) const { return at(args.kv.keys, slot); }
@@ -256,24 +257,30 @@ static void transpose_keys(const T* const* rows, int head_dim, K* out) {
     }
 }
 
-template <int R, class T, class K>
-static void score_rows(const Unit<T>& unit, const int* rows, int num_rows, const K* keys, int base) {
+// A row to score: what is multiplied, and where its scores are.
+struct ScoredRow {
+    const float* query;
+    float* scores;
+};
+
+template <int R, class K>
+static void score_rows(const ScoredRow* rows, int num_rows, const K* keys, int head_dim, int base) {
     int done = 0;
     for (; done + R <= num_rows; done += R) {
         const float* q[R];
         V sum[R];
         for (int r = 0; r < R; ++r) {
-            q[r] = unit.row_query(rows[done + r]);
+            q[r] = rows[done + r].query;
             sum[r] = vzero();
         }
-        for (int i = 0; i < unit.args.head_dim; ++i) {
+        for (int i = 0; i < head_dim; ++i) {
             const V key = vload_any(keys + 16 * i);
             for (int r = 0; r < R; ++r) sum[r] = vfma(vset(q[r][i]), key, sum[r]);
         }
-        for (int r = 0; r < R; ++r) vstore(unit.row_scores(rows[done + r]) + base, sum[r]);
+        for (int r = 0; r < R; ++r) vstore(rows[done + r].scores + base, sum[r]);
     }
     if constexpr (R > 1) {
-        if (done < num_rows) score_rows<R - 1>(unit, rows + done, num_rows - done, keys, base);
+        if (done < num_rows) score_rows<R - 1>(rows + done, num_rows - done, keys, head_dim, base);
     }
 }
 
@@ -325,26 +332,26 @@ SLIP_INLINE int lines_per_values(int rows) { return 8 + 4 * rows; }
 // Scores of 16 keys for some rows. With few rows, half-precision keys are widened as they are multiplied: that is less
 // work than storing them wide; with many rows it would be done again for every six of them.
 template <class T>
-static void score_keys(const Unit<T>& unit, const int* rows, int num_rows, const T* const* keys, float* transposed, int base) {
+static void score_keys(const ScoredRow* rows, int num_rows, const T* const* keys, int head_dim, float* transposed, int base) {
 #if SLIP_ISA == 2
     if constexpr (std::is_same<T, Half>::value) {
         if (num_rows <= 2 * kScoreRows) {
             Half* halves = reinterpret_cast<Half*>(transposed);
-            transpose_keys(keys, unit.args.head_dim, halves);
-            return score_rows<kScoreRows>(unit, rows, num_rows, halves, base);
+            transpose_keys(keys, head_dim, halves);
+            return score_rows<kScoreRows>(rows, num_rows, halves, head_dim, base);
         }
     }
 #endif
-    transpose_keys(keys, unit.args.head_dim, transposed);
-    score_rows<kScoreRows>(unit, rows, num_rows, transposed, base);
+    transpose_keys(keys, head_dim, transposed);
+    score_rows<kScoreRows>(rows, num_rows, transposed, head_dim, base);
 }
 
 // Scores of ranks 16 begin .. 16 end.
 template <class T>
 static void score_tiles(const Unit<T>& unit, int begin, int end, float* transposed) {
     const T* pointers[16];
-    int rows[kMaxRows];
-    const int group = unit.group();
+    ScoredRow rows[kMaxRows];
+    const int group = unit.group(), head_dim = unit.args.head_dim;
     for (int tile = begin; tile < end; ++tile) {
         const int base = 16 * tile;
         int num_rows = 0;
@@ -353,20 +360,20 @@ static void score_tiles(const Unit<T>& unit, int begin, int end, float* transpos
             const TokenView& view = unit.view(t);
             if (view.count <= base) continue;
             if (view.regular >= (view.count < base + 16 ? view.count : base + 16)) {
-                for (int h = 0; h < group; ++h) rows[num_rows++] = t * group + h;
+                for (int h = 0; h < group; ++h) rows[num_rows++] = {unit.query(t, h), unit.row_scores(t * group + h)};
                 if (!longest || view.count > longest->count) longest = &view;
                 continue;
             }
-            int own[kMaxRows];
+            ScoredRow own[kMaxRows];
             for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(view.slot(base + lane < view.count ? base + lane : view.count - 1));
-            for (int h = 0; h < group; ++h) own[h] = t * group + h;
-            score_keys(unit, own, group, pointers, transposed, base);
+            for (int h = 0; h < group; ++h) own[h] = {unit.query(t, h), unit.row_scores(t * group + h)};
+            score_keys(own, group, pointers, head_dim, transposed, base);
         }
         if (!longest) continue;
         for (int lane = 0; lane < 16; ++lane)
             if (base + kKeysAhead + lane < longest->tail_start) fetch(unit.keys(longest->slots[base + kKeysAhead + lane]), unit.args.head_dim);
         for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(longest->slot(base + lane < longest->count ? base + lane : longest->count - 1));
-        score_keys(unit, rows, num_rows, pointers, transposed, base);
+        score_keys(rows, num_rows, pointers, head_dim, transposed, base);
     }
 }
 
@@ -408,10 +415,15 @@ static void value_rows(const Unit<T>& unit, int row, int at, int width, const Ra
     const float* weights[R];
     float* out[R];
     const auto load = [&](const auto* p, int c) { return width >= 16 ? vload_any(p + 16 * c) : vload_any_n(p, width); };
-    for (int r = 0; r < R; ++r) {
-        const int token = (row + r) / unit.group(), head = unit.kv_head * unit.group() + (row + r) % unit.group();
+    int token[R];
+    for (int r = 0, of = row / unit.group(), head = row % unit.group(); r < R; ++r) {
+        token[r] = of;
         weights[r] = unit.row_scores(row + r);
-        out[r] = unit.args.out + (unit.block.first + token) * unit.args.out_stride + static_cast<int64_t>(head) * unit.args.head_dim + at;
+        out[r] = unit.output(of, head) + at;
+        if (++head == unit.group()) {
+            head = 0;
+            ++of;
+        }
         for (int c = 0; c < C; ++c) sum[r][c] = ranks.first ? vzero() : load(out[r], c);
     }
     const int64_t* slots = unit.view(0).slots;
@@ -427,7 +439,7 @@ static void value_rows(const Unit<T>& unit, int row, int at, int width, const Ra
     }
     for (int r = 0; r < R; ++r) {
         if (ranks.last) {
-            const TokenView& view = unit.view((row + r) / unit.group());
+            const TokenView& view = unit.view(token[r]);
             for (int rank = ranks.end; rank < view.count; ++rank) {
                 const T* p = unit.values(view.slot(rank)) + at;
                 for (int c = 0; c < C; ++c) sum[r][c] = vfma(vset(weights[r][rank]), load(p, c), sum[r][c]);
@@ -465,7 +477,7 @@ template <class UnitOf>
 static void value_range(const UnitOf& unit_of, int chunks, int begin, int end, Ahead& ahead) {
     constexpr int kTile = 32;
     const auto some = unit_of(begin / chunks);
-    const int shared = some.shared_ranks(), from = some.first_rank() < shared ? some.first_rank() : shared;
+    const int shared = some.block.shared, from = some.first_rank() < shared ? some.first_rank() : shared;
     for (int rank = from; rank == from || rank < shared; rank += kTile) {
         const int stop = rank + kTile < shared ? rank + kTile : shared;
         const Ranks ranks{rank, stop, rank == from, stop == shared};
@@ -501,7 +513,7 @@ static void attend_block(const AttentionArgs& args, int block, int next, int cop
     const int heads = args.kv_heads, chunks = (args.head_dim + 31) / 32;
     const auto unit_of = [&](int head) { return make_unit<T>(args, block * heads + head, copy * heads + head); };
     const Unit<T> some = unit_of(0);
-    const int first = some.first_rank() / 16, last = (some.last_rank() + 15) / 16, rows = some.rows();
+    const int first = some.first_rank() / 16, last = (some.block.last + 15) / 16, rows = some.rows();
     const int together = 2 * rows > kBlockRows ? 1 : heads;
     Ahead ahead;
     ahead.rows<T>(args.kv.values, some.view(0), args.kv.slot_stride, 0, heads * args.head_dim);
@@ -545,7 +557,7 @@ static void attend_over(const AttentionArgs& args, bool together, float* transpo
         for (int tile = index % groups * kTiles; tile < (index % groups + 1) * kTiles; ++tile)
             for (int head = 0; head < heads; ++head) {
                 const Unit<T> unit = make_unit<T>(args, block * heads + head, block * heads + head);
-                if (tile < unit.first_rank() / 16 || tile >= (unit.last_rank() + 15) / 16) continue;
+                if (tile < unit.first_rank() / 16 || tile >= (unit.block.last + 15) / 16) continue;
                 score_tiles(unit, tile, tile + 1, transposed);
                 ahead.some(lines_per_scores(unit.rows()));
             }
