@@ -8,10 +8,12 @@ import torch
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.errors import KernelError
-from slipstream.kernels import RoundModels, RoundStart
+from slipstream.kernels import Follower, RoundModels, RoundStart
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache
 from slipstream.models.packing import quantize_linears
+from slipstream.speculation.controller import Reach
+from slipstream.speculation.pace import Pace
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 from tiny import follower_draft, tiny_draft, tiny_target
@@ -45,6 +47,16 @@ class Counted(CpuOps):
         return super().run_round(models, start, depth, floor)
 
 
+class Resting(Pace):
+    """Drafts for three steps, rests for five, and so on, whatever it learns."""
+
+    step = 0
+
+    def start(self, num_requests, depth):
+        super().start(num_requests, depth)
+        return Reach(depth, -math.inf) if Resting.step % 8 < 3 else Reach(0, math.inf, follows=False)
+
+
 def story(draft, ops, temperature=0.0, shape=CHAIN):
     """Return every step's tokens and which of them were drafted, and what was counted; a request comes late."""
     engine = build_engine(TARGET, draft, shape, EngineConfig(max_context=64, page_size=4, max_requests=4), ops)
@@ -55,6 +67,7 @@ def story(draft, ops, temperature=0.0, shape=CHAIN):
     while engine.has_work:
         if len(steps) == 5:
             engine.add([8, 8, 1], SamplingParams(max_tokens=9, logprobs=1, temperature=temperature), 3)
+        Resting.step = len(steps)
         step = engine.step()
         engine.check_invariants()
         steps.append(
@@ -76,6 +89,18 @@ def test_a_round_in_one_call_emits_what_its_parts_emit(cpu_ops, name, quantized,
     assert set(counted.requests) >= {1, 3}
     if name == "follower" and not quantized:
         assert any(position > 1 for step in steps[0] for _, tokens, _ in step for _, position in tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "none"])
+def test_a_draft_that_rested_drafts_what_one_that_followed_all_along_drafts(cpu_ops, name, monkeypatch):
+    monkeypatch.setattr("slipstream.engine.build.Pace", Resting)
+    draft = DRAFTS[name]()
+    counted = Counted(2, cpu_ops.isa)
+    steps = story(draft, counted, shape=None)
+    assert steps == story(draft, PartByPart(1, cpu_ops.isa), shape=None)
+    assert len(counted.requests) > 8
+    if name == "follower":
+        assert any(position > 1 for step in steps[0][8:] for _, tokens, _ in step for _, position in tokens)
 
 
 def test_trees_go_part_by_part(fast_ops):
@@ -107,7 +132,8 @@ def test_a_target_that_is_not_float32_goes_part_by_part_and_is_asked_once(fast_o
         ({"lengths": [8]}, False),
         ({"roots": [61]}, False),
         ({"roots": [-1]}, False),
-        ({"feedback": [None]}, False),
+        ({"followers": [None]}, False),
+        ({"followers": [Follower.start(torch.zeros(32), 96, 2)]}, False),
         ({"pages": [[0, 5]]}, False),
     ],
 )
@@ -118,7 +144,7 @@ def test_a_round_that_would_leave_its_pages_or_tables_is_refused(fast_ops, chang
     )
     models = RoundModels(TARGET, target_kv, (0, 1, 2), draft, draft_kv)
     whole = dict(pages=[[0, 1]], roots=[3], lengths=[5], temperatures=[0.0], seeds=[1], limits=[2])  # noqa: C408
-    start = RoundStart(**{**whole, "feedback": [torch.zeros(32)], **change})
+    start = RoundStart(**{**whole, "followers": [Follower.start(torch.zeros(32), 96, 8)], **change})
     if accepted:
         assert fast_ops.run_round(models, start, 3, -math.inf) is not None
         return
@@ -129,7 +155,7 @@ def test_a_round_that_would_leave_its_pages_or_tables_is_refused(fast_ops, chang
 def test_a_floor_above_every_score_checks_roots_alone(fast_ops):
     draft = tiny_draft(TARGET)
     kvs = [KvCache.allocate(model.kv_shape, 2, 4, torch.float32, torch.device("cpu")) for model in (TARGET, draft)]
-    start = RoundStart([[0, 1]], [3], [5], [0.0], [1], [2], [torch.zeros(32)])
+    start = RoundStart([[0, 1]], [3], [5], [0.0], [1], [2], [Follower.start(torch.zeros(32), 96, 8)])
     result = fast_ops.run_round(RoundModels(TARGET, kvs[0], (0, 1, 2), draft, kvs[1]), start, 2, math.inf)
     assert list(result.checked) == [0]
     assert [len(tokens) for tokens in result.tokens] == [1]

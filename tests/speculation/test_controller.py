@@ -56,6 +56,63 @@ def test_a_draft_that_is_wrong_when_sure_is_cut_where_an_honest_one_is_not():
     assert simulate(0.001, true_chance=lambda p: p**6).floor(1) > simulate(0.001, true_chance=lambda p: p).floor(1)
 
 
+def decide(level_chances, row_s=0.0005, level_s=0.0004, follow_s=0.0004, requests=8, passes=200):
+    """Run a controller where every level's nodes are kept with a known chance; return the depths it chose."""
+    controller, order, depths = ChainController(), random.Random(0), []
+    for _ in range(passes):
+        reach = controller.reach(requests, len(level_chances))
+        depths.append(reach.depth)
+        nodes, by_level = [], [(0, 0)] * reach.depth
+        for _ in range(requests):
+            score, alive = 0.0, True
+            for level, chance in enumerate(level_chances[: reach.depth]):
+                score += math.log(order.uniform(0.6, 1.0))
+                if score < reach.floor:
+                    break
+                alive = alive and order.random() < chance
+                nodes.append((score, alive))
+                by_level[level] = (by_level[level][0] + 1, by_level[level][1] + alive)
+        rows, levels = requests + len(nodes), len(by_level)
+        drafts = levels > 0
+        check_s = 0.008 + row_s * rows * order.uniform(0.99, 1.01)
+        draft_s, follow = level_s * levels, follow_s * (drafts or reach.follows)
+        emitted = requests + sum(kept for _, kept in by_level)
+        cycle_s = check_s + draft_s + follow
+        controller.record(
+            DraftedPass(requests, rows, levels, draft_s, check_s, cycle_s, emitted, nodes, follow, by_level)
+        )
+    return depths
+
+
+def usual(depths):
+    return max(set(depths[-60:]), key=depths[-60:].count)
+
+
+def test_drafting_rests_where_nothing_is_kept_and_is_tried_again_now_and_then():
+    depths = decide([0.02, 0.02, 0.02], passes=700)
+    assert usual(depths) == 0
+    tries = [index for index, depth in enumerate(depths) if depth > 0 and depths[index - 1] == 0][-3:]
+    assert 64 <= tries[1] - tries[0] < tries[2] - tries[1] <= 512 + 4
+
+
+def test_drafting_rests_where_rows_cost_more_than_they_bring():
+    assert usual(decide([0.6, 0.6], row_s=0.01)) == 0
+    assert usual(decide([0.6, 0.6], row_s=0.0001)) == 2
+
+
+def test_a_level_that_does_not_pay_is_left_out_though_the_first_pays():
+    assert usual(decide([0.9, 0.1, 0.1])) == 1
+    assert usual(decide([0.9, 0.9, 0.9])) == 3
+
+
+def test_resting_asks_for_no_following_and_drafting_does():
+    controller = ChainController()
+    for _ in range(40):
+        controller.record(DraftedPass(8, 16, 1, 0.001, 0.01, 0.012, 8, [(-0.1, False)] * 8, 0.001, [(8, 0)]))
+    assert not controller.reach(8, 5).follows
+    assert ChainController().reach(8, 5).follows
+
+
 def test_confidence_is_corrected_by_what_was_kept():
     controller = ChainController()
     hope = controller.chance(0.55)
@@ -84,7 +141,7 @@ def test_a_pass_with_a_prompt_in_it_teaches_what_is_kept_but_not_what_it_costs()
     pace = Pace(controller, lambda: float(next(clock)))
     hope = controller.chance(0.95)
     for _ in range(20):
-        pace.start(1)
+        pace.start(1, 5)
         pace.drafted([7], [[math.log(0.95)]], [1])
         pace.checked({7: 0, 8: 300})  # request 8 had its prompt computed
     assert controller.chance(0.95) < hope
@@ -97,16 +154,16 @@ def test_a_round_followed_by_a_prompts_own_pass_is_left_out():
     seen = []
     controller.record = seen.append
     pace = Pace(controller, lambda: next(times))
-    pace.start(1)
+    pace.start(1, 5)
     pace.drafted([7], [[-0.1]], [1])
     pace.checked({7: 1})
     pace.checked({9: 400})
-    pace.start(1)
+    pace.start(1, 5)
     assert seen == []
     pace.drafted([7], [[-0.1]], [1])
     pace.checked({7: 1})
     times = iter([60.0])
-    pace.start(1)
+    pace.start(1, 5)
     assert [(round_.draft_s, round_.check_s, round_.cycle_s) for round_ in seen] == [(1.0, 1.0, 10.0)]
 
 

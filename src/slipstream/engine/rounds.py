@@ -18,7 +18,8 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduled, Scheduler
 from slipstream.engine.session import Session
 from slipstream.engine.stats import EngineStats
-from slipstream.kernels import RoundModels, RoundOps, RoundResult, RoundStart
+from slipstream.kernels import Follower, RoundModels, RoundOps, RoundResult, RoundStart
+from slipstream.speculation.controller import Reach
 from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.tree import Tree
@@ -87,24 +88,27 @@ class Rounds:
     def _run(self, plan: Sequence[Scheduled], depth: int) -> RoundResult | None:
         requests = [work.request for work in plan]
         followed = [request.request_id for request in requests if self._eagle is not None and request.speculate]
-        states: dict[int, torch.Tensor] = {}
-        floor = 0.0
+        followers: dict[int, Follower] = {}
+        reach = Reach(0, 0.0)
         if self._eagle is not None and followed:
-            feedback, floor = self._eagle.begin_round(followed)
-            states = dict(zip(followed, feedback, strict=True))
+            found, reach = self._eagle.begin_round(
+                {r.request_id: r.pages for r in requests if r.request_id in followed}
+            )
+            followers = dict(zip(followed, found, strict=True))
         start = RoundStart(
             pages=[request.pages for request in requests],
             roots=[request.tokens[-1] for request in requests],
             lengths=[len(request.tokens) - 1 for request in requests],
             temperatures=[request.params.temperature for request in requests],
             seeds=[request.seed for request in requests],
-            limits=[min(depth, _num_wanted(work.request) - 1) if work.drafts else 0 for work in plan],
-            feedback=[states.get(request.request_id) for request in requests],
+            limits=[min(reach.depth, _num_wanted(work.request) - 1) if work.drafts else 0 for work in plan],
+            followers=[followers.get(request.request_id) for request in requests],
+            follow=reach.follows,
         )
-        result = self._run_round(self._models, start, depth, floor)
+        result = self._run_round(self._models, start, depth, reach.floor)
         self._able = result is not None
         if result is not None and self._eagle is not None and followed:
-            rows = [row for row, request in enumerate(requests) if request.request_id in states]
+            rows = [row for row, request in enumerate(requests) if request.request_id in followers]
             self._eagle.end_round(followed, result.of(rows))
         return result
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from slipstream.checkpoint.spec import RoutingSpec
@@ -249,6 +250,28 @@ class RoundModels:
     draft_kv: Any | None = None
 
 
+@dataclass
+class Follower:
+    """How far a draft has followed a request between rounds; a round changes it.
+
+    Args:
+        feedback_D: what the draft left at the request's last slot, float32.
+        late_states_LF: the target's captured states of tokens it has not followed yet, side by side; room for L.
+        late_tokens_L: the token after each of them.
+        late: how many there are.
+    """
+
+    feedback_D: Tensor
+    late_states_LF: Tensor
+    late_tokens_L: Tensor
+    late: int = 0
+
+    @staticmethod
+    def start(feedback_D: Tensor, num_features: int, capacity: int) -> "Follower":
+        """Return a draft's follower that is late with nothing, and has room for `capacity` tokens."""
+        return Follower(feedback_D, torch.empty(capacity, num_features), torch.empty(capacity, dtype=torch.int64))
+
+
 @dataclass(frozen=True)
 class RoundStart:
     """Requests at the beginning of a round, each with one token to compute: its last, the root.
@@ -256,8 +279,8 @@ class RoundStart:
     Args:
         lengths: keys before the root.
         limits: how many tokens may be drafted after the root.
-        feedback: what the draft left at the request's last slot (float32 [draft width]), replaced in place; None for
-            a request the draft does not follow.
+        followers: None for a request the draft does not follow; all others have the same room.
+        follow: let the draft follow at the end of this round; otherwise it does so when it next drafts.
     """
 
     pages: Sequence[Sequence[int]]
@@ -266,7 +289,8 @@ class RoundStart:
     temperatures: Sequence[float]
     seeds: Sequence[int]
     limits: Sequence[int]
-    feedback: Sequence[Tensor | None]
+    followers: Sequence[Follower | None]
+    follow: bool = True
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels import ChainOps, ChainStart, Ops, RoundResult, RowSampling
+from slipstream.kernels import ChainOps, ChainStart, Follower, Ops, RoundResult, RowSampling
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.speculation.controller import Reach
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.grow import Candidates, Children, grow
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeBatch, TreeShape, relative_bits
+
+_REST = 72  # tokens the draft may be late with while drafting does not pay; it is tried again sooner
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Eagle3Drafter:
         self._kv = kv
         self._ops = ops
         self._last: dict[int, _LastSlot] = {}
+        self._followers: dict[int, tuple[Follower, Sequence[int]]] = {}
         self.shape: TreeShape = shape
         self.captured_layers = captured_layers
 
@@ -88,7 +92,8 @@ class Eagle3Drafter:
         if not known:
             return roots
         grown = [views[index] for index in known]
-        floor = -math.inf if self._pace is None else self._pace.start(len(views))
+        self._catch_up({view.request_id: len(view.tokens) - 1 for view in grown})
+        floor = -math.inf if self._pace is None else self._pace.start(len(views), self.max_nodes - 1).floor
         candidates = self._chains(grown, floor)
         if candidates is None:
             slots = [self._last[view.request_id] for view in grown]
@@ -106,13 +111,18 @@ class Eagle3Drafter:
             return
         if self._pace is not None:
             self._pace.checked({seen.request_id: len(seen.rows) - 1 for seen in observed})
-        device = captured[0].device
-        rows_T = torch.tensor([row for seen in observed for row in seen.rows], device=device)
+        self._catch_up({seen.request_id: seen.start for seen in observed})
+        rows_T = torch.tensor([row for seen in observed for row in seen.rows], device=captured[0].device)
+        self._extend(observed, tuple(state[rows_T] for state in captured))
+
+    def _extend(self, observed: Sequence[Observed], features: tuple[Tensor, ...]) -> None:
+        """Run the draft over positions with the target's true features, row by row as they are observed."""
+        device = features[0].device
         tokens_T = torch.tensor([token for seen in observed for token in seen.next_tokens], device=device)
         slots_T = torch.cat([torch.arange(seen.start, seen.start + len(seen.rows), device=device) for seen in observed])
         queries = QueryTokens([len(seen.rows) for seen in observed], slots_T, slots_T, torch.full_like(slots_T, -1))
         ctx = paged_context(self._ops, self._kv, page_table([seen.pages for seen in observed], device), queries)
-        fused_TD = self._draft.fuse(tuple(state[rows_T] for state in captured), self._ops)
+        fused_TD = self._draft.fuse(features, self._ops)
         hidden = self._draft(fused_TD, tokens_T, ctx)
         last_R = ctx.batch.query_starts_R1[1:].long() - 1
         logits_RV = self._draft.logits(hidden.normed_TD[last_R], self._ops)
@@ -121,7 +131,10 @@ class Eagle3Drafter:
             self._last[seen.request_id] = _LastSlot(seen.start + len(seen.rows), feedback_RD[index], logits_RV[index])
 
     def forget(self, request_id: int) -> None:
-        """Drop the request's last slot."""
+        """Drop the request's last slot; the draft's keys are completed first, for requests that go on from them."""
+        if request_id in self._followers:
+            with torch.inference_mode():
+                self._catch_up({request_id: self._last[request_id].length})
         self._last.pop(request_id, None)
 
     def knows(self, request_id: int, length: int) -> bool:
@@ -133,13 +146,24 @@ class Eagle3Drafter:
         """Return feedback [R, D] and logits [R, V] of requests the draft knows."""
         return self._stacked([self._last[request_id] for request_id in request_ids])
 
-    def begin_round(self, request_ids: Sequence[int]) -> tuple[list[Tensor], float]:
-        """Start a round that runs as one call; return what each request's last slot feeds it, and where chains end.
+    def begin_round(self, pages: Mapping[int, Sequence[int]]) -> tuple[list[Follower], Reach]:
+        """Start a round that runs as one call; return what follows each request, and how far drafting pays.
 
-        Every request must be known. The call replaces the states in place, and `end_round` says how far it went.
+        Every request must be known. The call changes the followers, and `end_round` says how far it went.
+
+        Args:
+            pages: of each request.
         """
-        floor = -math.inf if self._pace is None else self._pace.start(len(request_ids))
-        return [self._last[request_id].feedback_D for request_id in request_ids], floor
+        for request_id, held in pages.items():
+            if request_id not in self._followers:
+                feedback_D, num_features = self._last[request_id].feedback_D, self._draft.fc.in_features
+                self._followers[request_id] = (Follower.start(feedback_D, num_features, _REST + self.max_nodes), held)
+        followers = [self._followers[request_id][0] for request_id in pages]
+        if self._pace is None:
+            return followers, Reach(self.max_nodes - 1, -math.inf)
+        reach = self._pace.start(len(pages), self.max_nodes - 1)
+        full = any(follower.late >= _REST for follower in followers)
+        return followers, Reach(reach.depth, reach.floor, reach.follows or full)
 
     def end_round(self, request_ids: Sequence[int], result: RoundResult) -> None:
         """Take in what a round did to the requests it began with."""
@@ -149,7 +173,22 @@ class Eagle3Drafter:
             self._last[request_id] = _LastSlot(last.length + 1 + count, last.feedback_D, None)
         if self._pace is not None:
             chains = dict(zip(request_ids, zip(result.scores, result.checked, strict=True), strict=True))
-            self._pace.finished(chains, kept, *result.seconds[:2])
+            self._pace.finished(chains, kept, result.seconds)
+
+    def _catch_up(self, lengths: Mapping[int, int]) -> None:
+        """End rounds for some requests: let the draft follow what it is late with, if they still have these lengths."""
+        late, states = [], []
+        for request_id, length in lengths.items():
+            follower, pages = self._followers.pop(request_id, (None, ()))
+            if follower is None or not follower.late or not self.knows(request_id, length):
+                continue
+            tokens = follower.late_tokens_L[: follower.late].tolist()
+            late.append(Observed(request_id, length - follower.late, tokens, range(follower.late), pages))
+            states.append(follower.late_states_LF[: follower.late])
+        if late:
+            features_TF = torch.cat(states)
+            width = self._draft.spec.target_hidden_size
+            self._extend(late, features_TF.view(len(features_TF), -1, width).unbind(1))
 
     def _stacked(self, slots: Sequence[_LastSlot]) -> tuple[Tensor, Tensor]:
         """Return feedback [R, D] and logits [R, V], computing those a round did not leave."""

@@ -1,8 +1,9 @@
 """Timing a drafter's rounds for the controller: when a round began, what was drafted, and what became of it."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from slipstream.speculation.controller import ChainController, DraftedPass
+from slipstream.speculation.controller import ChainController, DraftedPass, Reach
 
 
 class Pace:
@@ -17,8 +18,8 @@ class Pace:
         self._drafted_at = 0.0
         self._chains: dict[int, tuple[Sequence[float], int]] = {}
 
-    def start(self, num_requests: int) -> float:
-        """Begin a round; return the cumulative log-probability below which a node is not worth checking."""
+    def start(self, num_requests: int, depth: int) -> Reach:
+        """Begin a round of chains of at most `depth` tokens; return how far drafting them pays."""
         now = self._clock()
         if self._previous is not None:  # only now is it known how long the round before took as a whole
             began, seen = self._previous
@@ -26,7 +27,7 @@ class Pace:
         self._previous = None
         self._started = now
         self._num_requests = num_requests
-        return self._controller.floor(num_requests)
+        return self._controller.reach(num_requests, depth)
 
     def drafted(self, request_ids: Sequence[int], scores: Sequence[Sequence[float]], counts: Sequence[int]) -> None:
         """Note what was drafted for each request: cumulative scores, and how many nodes are to be checked."""
@@ -34,17 +35,21 @@ class Pace:
         self._chains = dict(zip(request_ids, zip(scores, counts, strict=True), strict=True))
 
     def finished(
-        self, chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int], draft_s: float, check_s: float
+        self,
+        chains: Mapping[int, tuple[Sequence[float], int]],
+        kept: Mapping[int, int],
+        seconds: tuple[float, float, float],
     ) -> None:
-        """Note a whole round that ran as one call: scores and checked nodes of each request, and what was kept.
+        """Note a whole round that ran as one call.
 
         Args:
-            draft_s: what drafting took.
-            check_s: and the pass of the target.
+            chains: scores of each request's drafted nodes, and how many of them were checked.
+            kept: how many of those were kept.
+            seconds: what drafting, checking and following took.
         """
         started, self._started = self._started, None
         assert started is not None, "a round was begun"
-        self._previous = (started, _drafted_pass(chains, kept, draft_s, check_s))
+        self._previous = (started, _drafted_pass(chains, kept, seconds))
 
     def checked(self, kept: Mapping[int, int]) -> None:
         """Note how many drafted nodes of each request were kept; a pass with a prompt in it tells nothing of costs."""
@@ -55,7 +60,7 @@ class Pace:
         if started is None or len(kept) != self._num_requests or set(chains) != set(kept):
             self._controller.learn(_nodes(chains, kept))
             return
-        seen = _drafted_pass(chains, kept, self._drafted_at - started, self._clock() - self._drafted_at)
+        seen = _drafted_pass(chains, kept, (self._drafted_at - started, self._clock() - self._drafted_at, 0.0))
         self._previous = (started, seen)
 
 
@@ -69,21 +74,25 @@ def _nodes(chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int,
 
 
 def _drafted_pass(
-    chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int], draft_s: float, check_s: float
+    chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int], seconds: tuple[float, float, float]
 ) -> DraftedPass:
+    counts = {request_id: count for request_id, (_, count) in chains.items()}
     return DraftedPass(
         num_requests=len(kept),
         rows=sum(1 + count for _, count in chains.values()),
         levels=max(sum(score > -float("inf") for score in scores) for scores, _ in chains.values()),
-        draft_s=draft_s,
-        check_s=check_s,
+        draft_s=seconds[0],
+        check_s=seconds[1],
         cycle_s=0.0,
         emitted=sum(1 + count for count in kept.values()),
         nodes=_nodes(chains, kept),
+        follow_s=seconds[2],
+        by_level=[
+            (sum(count > level for count in counts.values()), sum(count > level for count in kept.values()))
+            for level in range(max(counts.values()))
+        ],
     )
 
 
 def _with_cycle(seen: DraftedPass, cycle_s: float) -> DraftedPass:
-    return DraftedPass(
-        seen.num_requests, seen.rows, seen.levels, seen.draft_s, seen.check_s, cycle_s, seen.emitted, seen.nodes
-    )
+    return dataclasses.replace(seen, cycle_s=cycle_s)

@@ -218,6 +218,9 @@ class NativeRound(Structure):
         ("seed", c_void_p),
         ("limits", c_void_p),
         ("feedback", c_void_p),
+        ("late_states", c_void_p),
+        ("late_tokens", c_void_p),
+        ("late", c_void_p),
         ("scores", c_void_p),
         ("checked", c_void_p),
         ("kept", c_void_p),
@@ -228,6 +231,8 @@ class NativeRound(Structure):
         ("page_size", c_int32),
         ("depth", c_int32),
         ("floor", c_float),
+        ("follow", c_int32),
+        ("capacity", c_int32),
     )
 
 

@@ -5,6 +5,7 @@ Models lie a package higher than kernels, so they are read by their attributes (
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, readable_ends
 from slipstream.kernels.cpu.library import NativeRound, NativeRoundModels
 from slipstream.kernels.cpu.stack import DescribedStack, StackCache
-from slipstream.kernels.ops import RoundModels, RoundResult, RoundStart
+from slipstream.kernels.ops import Follower, RoundModels, RoundResult, RoundStart
 
 
 class DescribedModels:
@@ -81,20 +82,30 @@ class RoundCall:
         columns = max((len(pages) for pages in start.pages), default=0)
         table = [page for pages in start.pages for page in (*pages, *([0] * (columns - len(pages))))]
         self._depth = depth
-        self._inputs = (
+        self._inputs: tuple[ctypes.Array[Any], ...] = (
             (c_int32 * len(table))(*table),
             (c_int64 * requests)(*start.roots),
             (c_int64 * requests)(*start.lengths),
             (c_float * requests)(*start.temperatures),
             (c_int64 * requests)(*start.seeds),
             (c_int32 * requests)(*start.limits),
-            (c_void_p * requests)(*(None if state is None else state.data_ptr() for state in start.feedback)),
+            *(_pointers(part, start.followers) for part in ("feedback_D", "late_states_LF", "late_tokens_L")),
         )
+        late = (0 if follower is None else follower.late for follower in start.followers)
+        self._late = (c_int32 * requests)(*late)
+        capacity = max((len(f.late_tokens_L) for f in start.followers if f is not None), default=0)
         self._scores = (c_float * (requests * depth))()
         self._checked, self._kept = (c_int32 * requests)(), (c_int32 * requests)()
         self._emitted = (c_int64 * (requests * (depth + 1)))()
         self._seconds = (c_double * 3)()
-        outputs = (self._scores, self._checked, self._kept, self._emitted, self._seconds)
+        outputs: tuple[ctypes.Array[Any], ...] = (
+            self._late,
+            self._scores,
+            self._checked,
+            self._kept,
+            self._emitted,
+            self._seconds,
+        )
         self.native = NativeRound(
             *(ctypes.addressof(array) for array in (*self._inputs, *outputs)),
             columns,
@@ -102,11 +113,16 @@ class RoundCall:
             page_size,
             depth,
             floor,
+            start.follow,
+            capacity,
         )
         self._start = start
 
     def result(self) -> RoundResult:
-        """Return what the call left."""
+        """Return what the call left, and tell the followers how late they are."""
+        for follower, late in zip(self._start.followers, self._late, strict=True):
+            if follower is not None:
+                follower.late = late
         depth, checked = self._depth, list(self._checked)
         return RoundResult(
             tokens=[self._emitted[row * (depth + 1) :][: count + 1] for row, count in enumerate(self._kept)],
@@ -114,6 +130,11 @@ class RoundCall:
             scores=[self._scores[row * depth : (row + 1) * depth] for row in range(len(checked))],
             seconds=(self._seconds[0], self._seconds[1], self._seconds[2]),
         )
+
+
+def _pointers(part: str, followers: Sequence[Follower | None]) -> "ctypes.Array[c_void_p]":
+    addresses = (None if follower is None else getattr(follower, part).data_ptr() for follower in followers)
+    return (c_void_p * len(followers))(*addresses)
 
 
 def _watched_parts(models: RoundModels) -> list[Any]:

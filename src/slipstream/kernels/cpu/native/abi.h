@@ -148,7 +148,10 @@ struct Round {
     const float* temperature;
     const int64_t* seed;
     const int32_t* limits;   // tokens to draft at most, up to `depth`
-    float* const* feedback;  // what the draft left at the request's last slot, replaced; null: it follows another way
+    float* const* feedback;  // what the draft left at the request's last slot, replaced; null: it does not follow
+    float* const* late_states;     // captured states of tokens the draft has not followed yet, [capacity, states, width]
+    int64_t* const* late_tokens;   // and the token after each
+    int32_t* late;                 // how many, replaced
     float* scores;           // [requests, depth], cumulative log-probability; -inf for tokens not drafted
     int32_t* checked;        // drafted tokens that came before the target
     int32_t* kept;           // and those of them it agreed to
@@ -158,7 +161,9 @@ struct Round {
     int32_t requests;
     int32_t page_size;
     int32_t depth;
-    float floor;  // of the cumulative log-probability, below which a token is not checked
+    float floor;       // of the cumulative log-probability, below which a token is not checked
+    int32_t follow;    // let the draft follow at once, not when it next drafts
+    int32_t capacity;  // of `late_states`
 };
 
 }  // namespace slip

@@ -85,10 +85,12 @@ bool valid(const Round& r, const RoundModels& m, int64_t vocab) {
     for (int i = 0; i < r.requests; ++i) {
         if (r.lengths[i] < 0 || r.roots[i] < 0 || r.roots[i] >= vocab || r.limits[i] < 0 || r.limits[i] > r.depth) return false;
         if (r.limits[i] > 0 && (!m.draft || !r.feedback[i])) return false;
+        const bool follows = m.draft && r.feedback[i];
+        if (follows && (r.late[i] < 0 || r.late[i] > r.lengths[i] || r.late[i] + 1 + r.limits[i] > r.capacity)) return false;
         const int32_t* pages = r.page_table + i * r.page_table_stride;
         const int64_t keys = r.lengths[i] + 1 + r.limits[i];
         if (!fits(pages, r.page_table_stride, r.page_size, keys, *m.target)) return false;
-        if (m.draft && r.feedback[i] && !fits(pages, r.page_table_stride, r.page_size, keys, *m.draft_blocks)) return false;
+        if (follows && !fits(pages, r.page_table_stride, r.page_size, keys, *m.draft_blocks)) return false;
     }
     return true;
 }

@@ -1,5 +1,6 @@
 // A round of decoding as one call: draft chains, check them in one pass of the target, keep what it agrees to, and run
-// the draft over what was kept. Every part is a call that exists on its own, so the bits are those of the parts.
+// the draft over what was kept, now or when it next drafts. Every part is a call that exists on its own, so the bits are
+// those of the parts.
 #pragma once
 #include <chrono>
 
@@ -39,7 +40,8 @@ class RoundWork {
         check();
         accept();
         const double checked = now();
-        follow();
+        remember();
+        if (r_.follow) follow(true);
         r_.seconds[0] = drafted - began;
         r_.seconds[1] = checked - drafted;
         r_.seconds[2] = now() - checked;
@@ -49,16 +51,19 @@ class RoundWork {
     static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
     void take_room() {
-        int limits = 0;
-        for (int i = 0; i < r_.requests; ++i) limits += r_.limits[i];
-        const int requests = r_.requests, rows = requests + limits, width = target_.width;
+        int limits = 0, late = 0;
+        for (int i = 0; i < r_.requests; ++i) {
+            limits += r_.limits[i];
+            if (m_.draft && r_.feedback[i]) late += r_.late[i];
+        }
+        const int requests = r_.requests, rows = requests + limits, width = target_.width, behind = rows + late;
         const int held = rows < kHeadRows ? rows : kHeadRows;
         const int64_t features = static_cast<int64_t>(target_.num_captured) * width;
         Scratch& room = rooms_.round;
         for (int pass = 0; pass < 2; ++pass) {
             room.begin(pass == 1);
             checked_.take(room, requests, rows);
-            followed_.take(room, requests, rows);
+            followed_.take(room, requests, behind);
             hidden_ = room.take<float>(static_cast<int64_t>(rows) * width);
             normed_ = room.take<float>(static_cast<int64_t>(rows) * width);
             logits_ = room.take<float>(static_cast<int64_t>(held) * m_.ends->head.n);
@@ -71,9 +76,9 @@ class RoundWork {
             captured_out_ = room.take<float*>(target_.num_captured);
             if (!m_.draft) continue;
             const int64_t inner = m_.draft_blocks->width;
-            features_ = room.take<float>(features * rows);
-            stream_ = room.take<float>(inner * rows);
-            embedding_ = room.take<float>(inner * rows);
+            features_ = room.take<float>(features * behind);
+            stream_ = room.take<float>(inner * behind);
+            embedding_ = room.take<float>(inner * behind);
             chain_hidden_ = room.take<float>(inner * requests);
             chain_normed_ = room.take<float>(inner * requests);
             chain_logits_ = room.take<float>(requests * static_cast<int64_t>(m_.draft->ends.head.n));
@@ -103,11 +108,15 @@ class RoundWork {
             r_.checked[i] = 0;
             for (int level = 0; level < r_.depth; ++level) r_.scores[static_cast<int64_t>(i) * r_.depth + level] = -__builtin_inff();
             if (r_.limits[i] == 0) continue;
-            who_[count++] = i;
+            ++count;
             depth = r_.limits[i] > depth ? r_.limits[i] : depth;
         }
         if (count == 0) return;
+        follow(false);
         const int width = m_.draft_blocks->width;
+        count = 0;
+        for (int i = 0; i < r_.requests; ++i)
+            if (r_.limits[i] > 0) who_[count++] = i;
         for (int at = 0; at < count; ++at) {
             const int i = who_[at];
             copy_row(chain_hidden_ + static_cast<int64_t>(at) * width, r_.feedback[i], width);
@@ -187,20 +196,39 @@ class RoundWork {
         }
     }
 
-    // Run the draft over what stays, with the target's true states; nothing it imagined is kept.
-    void follow() {
+    // Keep the target's states of what stays, with the token after each, until the draft follows.
+    void remember() {
+        if (!m_.draft) return;
+        const size_t width = static_cast<size_t>(target_.width);
+        for (int i = 0; i < r_.requests; ++i) {
+            if (!r_.feedback[i]) continue;
+            for (int node = 0; node <= r_.kept[i]; ++node, ++r_.late[i]) {
+                float* to = r_.late_states[i] + static_cast<int64_t>(r_.late[i]) * m_.draft->fuse.k;
+                const int64_t from = static_cast<int64_t>(checked_.starts[i] + node) * target_.width;
+                for (int state = 0; state < target_.num_captured; ++state)
+                    std::memcpy(to + static_cast<int64_t>(state) * target_.width, captured_out_[state] + from, sizeof(float) * width);
+                r_.late_tokens[i][r_.late[i]] = r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + node];
+            }
+        }
+    }
+
+    // Run the draft over what stayed, with the target's true states; nothing it imagined is kept. `after`: this round's
+    // tokens are among it.
+    void follow(bool after) {
         if (!m_.draft) return;
         int requests = 0, count = 0;
         for (int i = 0; i < r_.requests; ++i) {
-            if (!r_.feedback[i]) continue;
+            if (!r_.feedback[i] || r_.late[i] == 0) continue;
+            const int64_t end = r_.lengths[i] + (after ? 1 + r_.kept[i] : 0), begin = end - r_.late[i];
             who_[requests] = i;
             followed_.starts[requests] = count;
-            followed_.lengths[requests] = static_cast<int32_t>(r_.lengths[i] + 1 + r_.kept[i]);
-            for (int node = 0; node <= r_.kept[i]; ++node, ++count) {
-                add_row(followed_, count, i, r_.lengths[i] + node, r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + node]);
-                join_features(checked_.starts[i] + node, count);
+            followed_.lengths[requests] = static_cast<int32_t>(end);
+            for (int at = 0; at < r_.late[i]; ++at, ++count) {
+                add_row(followed_, count, i, begin + at, r_.late_tokens[i][at]);
+                norm_features(r_.late_states[i] + static_cast<int64_t>(at) * m_.draft->fuse.k, count);
             }
             std::memcpy(chain_pages_ + requests * r_.page_table_stride, pages(i), sizeof(int32_t) * static_cast<size_t>(r_.page_table_stride));
+            r_.late[i] = 0;
             ++requests;
         }
         followed_.starts[requests] = count;
@@ -218,18 +246,14 @@ class RoundWork {
         }
     }
 
-    // The captured states of a row of the pass, side by side and normed as the draft wants them.
-    void join_features(int from, int row) {
+    // A token's captured states as the draft wants them normed.
+    void norm_features(const float* states, int row) {
         const Draft& draft = *m_.draft;
         const int width = target_.width;
         float* out = features_ + static_cast<int64_t>(row) * draft.fuse.k;
-        for (int i = 0; i < target_.num_captured; ++i) {
-            const float* state = captured_out_[i] + static_cast<int64_t>(from) * width;
-            float* to = out + static_cast<int64_t>(i) * width;
-            if (draft.fuse_norm == NORM_EACH) rms_norm_row(state, draft.fuse_norms + static_cast<int64_t>(i) * width, to, width, draft.fuse_eps);
-            else copy_row(to, state, width);
-        }
-        if (draft.fuse_norm == NORM_JOINED) rms_norm_row(out, draft.fuse_norms, out, draft.fuse.k, draft.fuse_eps);
+        if (draft.fuse_norm == NORM_JOINED) return rms_norm_row(states, draft.fuse_norms, out, draft.fuse.k, draft.fuse_eps);
+        if (draft.fuse_norm == NO_NORM) return copy_row(out, states, draft.fuse.k);
+        for (int64_t at = 0; at < draft.fuse.k; at += width) rms_norm_row(states + at, draft.fuse_norms + at, out + at, width, draft.fuse_eps);
     }
 
     Pool& pool_;
