@@ -190,7 +190,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=2, help="prompts a round at batch 1")
-    parser.add_argument("--depths", type=int, nargs="+", default=[3], help="chains our EAGLE-3 arms draft")
+    parser.add_argument("--depths", type=int, nargs="+", default=[0], help="chains our EAGLE-3 arms draft; 0: as pays")
     parser.add_argument("--vllm-dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything runs")

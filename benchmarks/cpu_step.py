@@ -17,7 +17,7 @@ from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.engine.loading import read_draft
-from slipstream.kernels import RoundModels, RoundStart
+from slipstream.kernels import Follower, RoundModels, RoundStart
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
@@ -46,7 +46,9 @@ class Rounds:
             temperatures=[0.0] * requests,
             seeds=[0] * requests,
             limits=[self._depth] * requests,
-            feedback=[torch.randn(draft.spec.hidden_size) for _ in range(requests)],
+            followers=[
+                Follower.start(torch.randn(draft.spec.hidden_size), draft.fc.in_features, rows) for _ in range(requests)
+            ],
         )
         self.seconds: list[tuple[float, float, float]] = []
 

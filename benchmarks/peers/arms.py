@@ -72,7 +72,8 @@ def all_arms(models: Models, limits: Limits, depths: Sequence[int], vllm_dtypes:
     yield Arm(PLAIN, "slipstream", engine, {**ours, "draft": "none", "depth": 1}, environ=omp)
     for depth in depths:
         settings = {**ours, "draft": str(models.draft), "depth": depth}
-        yield Arm(f"slipstream EAGLE-3 K={depth}", "slipstream", engine, settings, environ=omp)
+        name = f"slipstream EAGLE-3 K={depth}" if depth else "slipstream EAGLE-3"
+        yield Arm(name, "slipstream", engine, settings, environ=omp)
 
     def llama_python() -> Path:
         return environments.llama_environment() / "python"

@@ -22,13 +22,13 @@ class Worker:
     Args:
         model: a GGUF file.
         draft: a draft's folder, or "none".
-        depth: drafted tokens, a chain.
+        depth: drafted tokens, a chain; 0 drafts as far as it pays, which is what the engine does by itself.
     """
 
     def __init__(self, model: str, draft: str, depth: int, threads: int, context: int, max_requests: int) -> None:
         torch.set_num_threads(threads)
         config = EngineConfig(max_requests=max_requests, prefix_cache=False)
-        tree = TreeShape.chain(depth)
+        tree = TreeShape.chain(depth) if depth else None
         self._llm = LLM(LoadOptions(model, draft, tree, device="cpu", max_context=context, engine=config))
         self.about = {
             "version": f"slipstream {slipstream.__version__}",
