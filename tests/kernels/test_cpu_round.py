@@ -103,6 +103,21 @@ def test_a_draft_that_rested_drafts_what_one_that_followed_all_along_drafts(cpu_
         assert any(position > 1 for step in steps[0][8:] for _, tokens, _ in step for _, position in tokens)
 
 
+def test_a_tree_given_while_the_draft_rests_changes_no_text(fast_ops, monkeypatch):
+    monkeypatch.setattr("slipstream.engine.build.Pace", Resting)
+    texts = []
+    for shape in (None, TreeShape.chain(12), TreeShape(depth=3, width=2)):
+        engine = build_engine(TARGET, follower_draft(TARGET), None, EngineConfig(max_context=128), fast_ops)
+        engine.add([3, 1, 4, 1, 5], SamplingParams(max_tokens=100), 0)
+        tokens, Resting.step = [], 3
+        while engine.has_work:
+            if shape is not None and len(tokens) == 60:
+                engine.set_tree(shape)
+            tokens += [token.token_id for emission in engine.step() for token in emission.tokens]
+        texts.append(tokens)
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_trees_go_part_by_part(fast_ops):
     counted = Counted(1)
     shape = TreeShape(depth=2, width=2)

@@ -35,8 +35,7 @@ from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
 
 logger = logging.getLogger(__name__)
 
-_SUSPICIOUS_PASSES = 200
-_SUSPICIOUS_RATE = 0.03
+_SUSPICIOUS_PASSES, _SUSPICIOUS_RATE = 200, 0.03
 _SCORED_ROWS = 64  # rows of prompt logits at a time: 64 rows of a vocabulary of 128k take 32 MiB
 
 
@@ -60,7 +59,8 @@ class Engine:
         cycles = config.runs_cycles(self._device.type)
         if cycles and isinstance(runner, Runner) and Pipeline.supports(runner, drafter):  # ranks take ordinary steps
             self._pipeline = Pipeline(runner, drafter, config, self._scheduler, self._sessions)
-        self._rounds = rounds_over(runner, drafter, config, self._scheduler, self._sessions)
+        rounds = rounds_over(runner, drafter, config, self._scheduler, self._sessions)
+        self._rounds = rounds if self._pipeline is None else None
         self.stats = EngineStats()
 
     @property

@@ -201,6 +201,7 @@ class Eagle3Drafter:
     def resume(self, lengths: Mapping[int, int], feedback_RD: Tensor, logits_RV: Tensor) -> None:
         """Take over requests whose draft keys were written elsewhere, with what the draft left at their last slots."""
         for row, (request_id, length) in enumerate(lengths.items()):
+            self._followers.pop(request_id, None)
             self._last[request_id] = _LastSlot(length, feedback_RD[row], logits_RV[row])
 
     def pretend(self, request_id: int, length: int) -> None:
@@ -211,6 +212,8 @@ class Eagle3Drafter:
 
     def reshape(self, shape: TreeShape) -> None:
         """Grow trees of another shape, from now on in full."""
+        with torch.inference_mode():
+            self._catch_up({request_id: self._last[request_id].length for request_id in list(self._followers)})
         self.shape = shape
         self._pace = None
 
