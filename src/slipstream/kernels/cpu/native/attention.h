@@ -5,113 +5,20 @@
 // token's bits depend only on the keys it sees: not on pages, on what else shares the pass, nor on where in the tree
 // its ancestors are stored (a tree's node gets the bits that plain decoding gives it).
 #pragma once
-#include <type_traits>
-
-#include "abi.h"
+#include "attention_plan.h"
 #include "pool.h"
+#include "transpose.h"
 #include "vec.h"
 
 namespace slip {
 namespace SLIP_NAMESPACE {
 
-constexpr int kBlockRows = 48;
 constexpr int kMaxRows = 256;  // of one block of queries; ../ops.py refuses larger groups of heads
 #if SLIP_ISA == 2
 constexpr int kScoreRows = 6, kValueRows = 8;
 #else
 constexpr int kScoreRows = 4, kValueRows = 3;
 #endif
-
-struct TokenView {
-    const int64_t* slots;  // of its request's keys, by index
-    const int64_t* tail;   // of its visible keys from rank `tail_start`
-    uint64_t bits;
-    int32_t index;
-    int32_t tail_start;
-    int32_t regular;  // below this rank, rank and index are the same
-    int32_t count;    // visible keys, whatever the window
-
-    int64_t slot(int rank) const { return rank < tail_start ? slots[rank] : tail[rank - tail_start]; }
-    int first_rank(int window) const {
-        const int first = window > 0 ? index - window + 1 : 0;
-        if (first <= regular) return first > 0 ? first : 0;
-        int rank = tail_start;
-        for (int key = tail_start; key < first; ++key) rank += static_cast<int>((bits >> (index - key)) & 1u);
-        return rank;
-    }
-};
-
-struct QueryBlock {
-    int32_t first;
-    int32_t tokens;
-    int32_t shared;  // below this rank all its tokens see the same keys
-    int32_t last;    // no token sees a key of this rank
-};
-
-// What a batch means for attention, worked out once for all layers.
-struct Plan {
-    TokenView* tokens;
-    QueryBlock* blocks;
-    int num_blocks;
-    int max_rows;
-    int padded_keys;
-    int group;  // query heads that share a key head
-};
-
-struct PlanRoom {
-    int64_t keys, tokens, blocks;
-};
-
-SLIP_INLINE int block_tokens(int group) { return kBlockRows / group > 0 ? kBlockRows / group : 1; }
-
-static PlanRoom plan_room(const Batch& batch, int group) {
-    PlanRoom room{0, batch.tokens, 0};
-    for (int r = 0; r < batch.requests; ++r) {
-        const int tokens = batch.query_starts[r + 1] - batch.query_starts[r];
-        room.blocks += (tokens + block_tokens(group) - 1) / block_tokens(group);
-        room.keys += batch.kv_lens[r];
-    }
-    return room;
-}
-
-static TokenView view_token(const Batch& batch, int token, const int64_t* slots, int64_t* tail) {
-    TokenView view{slots, tail, static_cast<uint64_t>(batch.ancestors[token]), static_cast<int32_t>(batch.kv_index[token]), 0, 0, 0};
-    view.tail_start = view.index > 63 ? view.index - 63 : 0;
-    view.regular = view.count = view.tail_start;
-    for (int key = view.tail_start; key <= view.index; ++key) {
-        if (!((view.bits >> (view.index - key)) & 1u)) continue;
-        if (view.count == key) view.regular = key + 1;
-        tail[view.count++ - view.tail_start] = slots[key];
-    }
-    return view;
-}
-
-static Plan make_plan(const Batch& batch, int group, int64_t* slots, int64_t* tails, TokenView* views, QueryBlock* blocks) {
-    Plan plan{views, blocks, 0, 0, 16, group};
-    for (int r = 0; r < batch.requests; ++r) {
-        const int32_t* pages = batch.page_table + r * batch.page_table_stride;
-        for (int key = 0; key < batch.kv_lens[r]; ++key)
-            slots[key] = static_cast<int64_t>(pages[key / batch.page_size]) * batch.page_size + key % batch.page_size;
-        const int begin = batch.query_starts[r], end = batch.query_starts[r + 1];
-        for (int t = begin; t < end; ++t) {
-            views[t] = view_token(batch, t, slots, tails + 64 * static_cast<int64_t>(t));
-            const int padded = (views[t].count + 15) / 16 * 16;
-            if (padded > plan.padded_keys) plan.padded_keys = padded;
-        }
-        for (int t = begin; t < end; t += block_tokens(group)) {
-            const int tokens = end - t < block_tokens(group) ? end - t : block_tokens(group);
-            QueryBlock block{t, tokens, views[t].regular, 0};
-            for (int i = t; i < t + tokens; ++i) {
-                block.shared = views[i].regular < block.shared ? views[i].regular : block.shared;
-                block.last = views[i].count > block.last ? views[i].count : block.last;
-            }
-            plan.blocks[plan.num_blocks++] = block;
-            if (tokens * group > plan.max_rows) plan.max_rows = tokens * group;
-        }
-        slots += batch.kv_lens[r];
-    }
-    return plan;
-}
 
 struct AttentionArgs {
     Plan plan;
@@ -158,104 +65,6 @@ struct Unit {
         return static_cast<const T*>(start) + slot * args.kv.slot_stride + kv_head * args.head_dim;
     }
 };
-
-#if SLIP_ISA == 2
-// Turn 16 rows of 16 words, row by row, into 16 vectors, column by column.
-SLIP_INLINE void transpose_words(__m512 (&a)[16]) {
-    __m512 b[16];
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; ++j) {
-            const __m512d x = _mm512_castps_pd(b[i + j]), y = _mm512_castps_pd(b[i + j + 2]);
-            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
-        }
-    for (int j = 0; j < 4; ++j) {
-        const __m512 low0 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88), high0 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xDD);
-        const __m512 low1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
-        const __m512 high1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xDD);
-        b[j] = _mm512_shuffle_f32x4(low0, low1, 0x88);
-        b[8 + j] = _mm512_shuffle_f32x4(low0, low1, 0xDD);
-        b[4 + j] = _mm512_shuffle_f32x4(high0, high1, 0x88);
-        b[12 + j] = _mm512_shuffle_f32x4(high0, high1, 0xDD);
-    }
-    for (int i = 0; i < 16; ++i) a[i] = b[i];
-}
-// Transpose `at` .. `at` + kSpan of 16 keys; a word of shorter keys holds two values.
-template <class T>
-constexpr int kSpan = sizeof(T) == 4 ? 16 : 32;
-SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
-    __m512 a[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows[i] + at);
-    transpose_words(a);
-    for (int i = 0; i < 16; ++i) vstore(out + 16 * i, a[i]);
-}
-SLIP_INLINE void transpose16(const Brain* const* rows, int at, float* out) {
-    __m512 a[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
-    transpose_words(a);
-    const __m512i high = _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
-    for (int i = 0; i < 16; ++i) {
-        const __m512i pair = _mm512_castps_si512(a[i]);
-        vstore(out + 32 * i, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
-        vstore(out + 32 * i + 16, _mm512_castsi512_ps(_mm512_and_si512(pair, high)));
-    }
-}
-// Sixteen words of 16 keys, their first halves before their second.
-template <class Store>
-SLIP_INLINE void transpose_halves(const Half* const* rows, int at, Store store) {
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i apart = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(even)),
-                                             _mm512_cvtepi32_epi16(_mm512_add_epi32(even, _mm512_set1_epi32(1))), 1);
-    __m512 a[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
-    transpose_words(a);
-    for (int i = 0; i < 16; ++i) {
-        store(i, _mm512_permutexvar_epi16(apart, _mm512_castps_si512(a[i])));
-    }
-}
-SLIP_INLINE void transpose16(const Half* const* rows, int at, float* out) {
-    transpose_halves(rows, at, [out](int i, __m512i halves) {
-        vstore(out + 32 * i, _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
-        vstore(out + 32 * i + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
-    });
-}
-SLIP_INLINE void transpose16(const Half* const* rows, int at, Half* out) {
-    transpose_halves(rows, at, [out](int i, __m512i halves) { _mm512_storeu_si512(out + 32 * i, halves); });
-}
-#else
-template <class T>
-constexpr int kSpan = 16;
-template <class T>
-SLIP_INLINE void transpose16(const T* const* rows, int at, float* out) {
-    alignas(32) float t[16][16];
-    for (int lane = 0; lane < 16; ++lane) vstore(t[lane], vload_any(rows[lane] + at));
-    for (int i = 0; i < 16; ++i)
-        for (int lane = 0; lane < 16; ++lane) out[16 * i + lane] = t[lane][i];
-}
-#endif
-
-// Keys by value, as floats or as they are.
-template <class T, class K>
-static void transpose_keys(const T* const* rows, int head_dim, K* out) {
-    int at = 0;
-    for (; at + kSpan<T> <= head_dim; at += kSpan<T>) transpose16(rows, at, out + 16 * at);
-    for (; at < head_dim; at += 16) {
-        const int left = head_dim - at < 16 ? head_dim - at : 16;
-        for (int lane = 0; lane < 16; ++lane) {
-            if constexpr (std::is_same<K, T>::value) {
-                for (int i = 0; i < left; ++i) out[16 * (at + i) + lane] = rows[lane][at + i];
-            } else {
-                alignas(64) float t[16];
-                vstore(t, vload_any_n(rows[lane] + at, left));
-                for (int i = 0; i < left; ++i) out[16 * (at + i) + lane] = t[i];
-            }
-        }
-    }
-}
 
 // A row to score: what is multiplied, and where its scores are.
 struct ScoredRow {
