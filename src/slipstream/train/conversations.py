@@ -113,7 +113,7 @@ class ConversationSource:
             raise ConfigError("No prompt files are given, so magpie, maths and passages must add up to 1.")
         self._files_left = self._shuffled_files()
         self._retry: deque[GenerationRequest] = deque()
-        self._passages: deque[list[int]] = deque(maxlen=_PASSAGES_KEPT)
+        self._passages: deque[Sequence[int]] = deque(maxlen=_PASSAGES_KEPT)
         self._open: dict[int, _Conversation] = {}
         self._next_key = 0
         self._seen: set[bytes] = set()
