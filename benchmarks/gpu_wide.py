@@ -11,33 +11,47 @@ import dataclasses
 import json
 import multiprocessing
 import time
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 import torch
-from benchmarks.gpu_tune import LLAMA, Shape, bits_differ, copies_of, graph_seconds, product_seconds, run_product
+from benchmarks.gpu_tune import (
+    LLAMA,
+    ROWS_CHECKED,
+    Shape,
+    bits_differ,
+    copies_of,
+    graph_seconds,
+    product_seconds,
+    run_product,
+)
 from torch import Tensor
 
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.products import Products, Weight
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning, WideConfig, architecture_of, read_tuning
+from slipstream.kernels.triton.wide_linear import fitted, row_pieces
 
 ROWS = (40, 64, 96, 128, 160, 256)
 TARGET_ROWS = 160
 LAUNCHES = 20
-TILES = (  # weight rows of a tile, whether two of them, warps, stages; each with and without the copy engine
-    (128, True, 8, 4),
-    (128, True, 8, 3),
-    (128, False, 8, 6),
-    (128, False, 8, 4),
-    (128, False, 8, 3),
-    (128, False, 4, 4),
-    (64, True, 4, 5),
-    (64, True, 8, 5),
-    (64, False, 4, 6),
-    (64, False, 4, 4),
-    (64, False, 4, 3),
+TILES = (  # weight rows of a tile, whether two of them, warps, stages, whether also without the copy engine
+    (128, True, 8, 4, True),
+    (128, True, 8, 3, False),
+    (128, False, 8, 6, False),
+    (128, False, 8, 4, True),
+    (128, False, 8, 3, False),
+    (128, False, 4, 4, False),
+    (64, True, 4, 5, False),
+    (64, True, 8, 5, False),
+    (64, False, 4, 6, False),
+    (64, False, 4, 4, True),
+    (64, False, 4, 3, False),
 )
 STEP_BYTES = (128, 256)
+KEPT = 3
+
+Tried = dict[tuple[str, Shape], list[WideConfig]]
 
 
 def main() -> None:
@@ -46,22 +60,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="leave the shapes that are not reached by then")
     parser.add_argument("--formats", default="dense,fp8")
-    parser.add_argument(
-        "--shapes", type=int, default=len(LLAMA), help="how many of a model's products, of a block first"
-    )
+    parser.add_argument("--shapes", type=int, default=len(LLAMA), help="how many products of a model; a block has four")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     device = torch.device("cuda")
     tuning = read_tuning(architecture_of(device))
     work = [(format, shape) for format in arguments.formats.split(",") for shape in LLAMA[: arguments.shapes]]
-    compile_all(tuning, work)
-    print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
+    with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
+        tried = {(f, s): candidates(tuning, f, s) for f, s in work}
+        compile_all(tuning, tried, (TARGET_ROWS,), pool)
+        print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
+        kept = {}
+        for (format, shape), configs in tried.items():
+            if time.monotonic() > deadline:
+                print(f"out of time before {format} {shape.name}")
+                break
+            kept[format, shape] = fastest(tuning, format, shape, configs, device)
+        compile_all(tuning, kept, ROWS, pool)
     best = dict(tuning.wide_linear)
-    for format, shape in work:
-        if time.monotonic() > deadline:
-            print(f"out of time before {format} {shape.name}")
-            continue
-        found = tune_shape(tuning, format, shape, device, deadline)
+    for (format, shape), configs in kept.items():
+        if time.monotonic() > deadline + 30:
+            print(f"out of time before the rows of {format} {shape.name}")
+            break
+        found = best_of(tuning, format, shape, configs, device)
         if found is not None:
             best[key_of(format, shape)] = found
     tuning = dataclasses.replace(tuning, wide_linear=best)
@@ -77,10 +98,10 @@ def key_of(format: str, shape: Shape) -> str:
     return f"{format}:{shape.outputs}:{shape.inputs}"
 
 
-def candidates(format: str, shape: Shape, narrow: LinearConfig) -> list[WideConfig]:
+def candidates(tuning: Tuning, format: str, shape: Shape) -> list[WideConfig]:
     """Return tiles worth trying: programs for a good part of the device, and steps that keep the bits."""
-    found = []
-    for block_n, pair, warps, stages in TILES:
+    found, narrow = [], narrow_of(tuning, format, shape)
+    for block_n, pair, warps, stages, both in TILES:
         for step_bytes in STEP_BYTES:
             block_k = step_bytes // (2 if format == "dense" else 1)
             if block_k > narrow.block_k or (format == "fp8" and block_k != 128):
@@ -91,8 +112,10 @@ def candidates(format: str, shape: Shape, narrow: LinearConfig) -> list[WideConf
             programs = -(-(shape.outputs // (2 if shape.silu else 1)) // width) * narrow.split_k
             if programs < 48 or (shape.silu and not pair):
                 continue
-            found += [WideConfig(block_n, pair, block_k, warps, stages, tma, from_rows=17) for tma in (True, False)]
-    return found
+            ways = (True, False) if both and step_bytes == STEP_BYTES[0] else (True,)
+            found += [WideConfig(block_n, pair, block_k, warps, stages, tma, from_rows=17) for tma in ways]
+    most, pieces = tuning.shared_bytes, row_pieces(TARGET_ROWS)
+    return list({fitted(config, pieces, format, shape.silu, most): config for config in reversed(found)}.values())
 
 
 def narrow_of(tuning: Tuning, format: str, shape: Shape) -> LinearConfig:
@@ -105,24 +128,22 @@ def tuned_with(tuning: Tuning, format: str, shape: Shape, config: WideConfig | N
     return dataclasses.replace(tuning, wide_linear={} if config is None else {key_of(format, shape): config})
 
 
-def compile_all(tuning: Tuning, work: list[tuple[str, Shape]]) -> None:
-    """Compile every candidate, in as many processes as there are cores, into Triton's cache."""
+def compile_all(tuning: Tuning, tried: Tried, rows: tuple[int, ...], pool: Pool) -> None:
+    """Compile configurations for passes of so many rows, in the pool's processes, into Triton's cache."""
     tasks = set()
-    for format, shape in work:
+    for (format, shape), configs in tried.items():
         narrow = narrow_of(tuning, format, shape)
-        for config in candidates(format, shape, narrow):
-            tasks.add((format, shape.silu, narrow.split_k, narrow.block_k, config))
+        tasks |= {(format, shape.silu, narrow.split_k, narrow.block_k, config, m) for config in configs for m in rows}
     start = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
-        failed = [error for error in pool.imap_unordered(compile_one, [(tuning, *t) for t in tasks], 4) if error]
+    failed = [error for error in pool.imap_unordered(compile_one, [(tuning, *t) for t in tasks], 2) if error]
     for error in failed:
         print(f"does not compile: {error}")
     print(f"compiled {len(tasks) - len(failed)} of {len(tasks)} in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def compile_one(task: tuple[Tuning, str, bool, int, int, WideConfig]) -> str:
+def compile_one(task: tuple[Tuning, str, bool, int, int, WideConfig, int]) -> str:
     """Run one configuration on a small weight with the specialisations of the large ones; return what went wrong."""
-    tuning, format, silu, split, block_k, config = task
+    tuning, format, silu, split, block_k, config, num_rows = task
     try:
         shape = Shape("small", 1024, 2 * block_k * split, silu)
         used = dataclasses.replace(
@@ -131,43 +152,52 @@ def compile_one(task: tuple[Tuning, str, bool, int, int, WideConfig]) -> str:
             wide_linear={key_of(format, shape): config},
         )
         with torch.no_grad():
-            for num_rows in ROWS:
-                run_product(used, format, shape, num_rows)
+            run_product(used, format, shape, num_rows)
     except Exception as error:  # noqa: BLE001 - anything a compiler may raise is a reason to skip the candidate
-        return (
-            f"{format} {dataclasses.astuple(config)}: {(str(error).splitlines() or [type(error).__name__])[-1][:160]}"
-        )
+        return f"{format} {short(config)} {num_rows}: {(str(error).splitlines() or [type(error).__name__])[-1][:160]}"
     return ""
 
 
-def tune_shape(tuning: Tuning, format: str, shape: Shape, device: torch.device, deadline: float) -> WideConfig | None:
-    """Print what a shape's candidates take, and return the best whose bits are right, if it beats having none."""
+def fastest(
+    tuning: Tuning, format: str, shape: Shape, configs: list[WideConfig], device: torch.device
+) -> list[WideConfig]:
+    """Time configurations over the pass that counts, and return the best few."""
     weights = copies_of(Products(tuning, device), format, shape, device)
-    x = torch.randn(300, shape.inputs, device=device).bfloat16()
+    x = torch.randn(TARGET_ROWS, shape.inputs, device=device).bfloat16()
+    timed = []
+    for config in configs:
+        try:
+            timed.append((product_seconds(tuned_with(tuning, format, shape, config), weights, x, shape), config))
+        except Exception as error:  # noqa: BLE001 - one failing configuration must not end the run
+            print(f"  skipped {format} {shape.name} {short(config)}: {str(error)[:120]!r}")
+    timed.sort(key=lambda pair: pair[0])
+    text = " ".join(f"{short(config)}={seconds * 1e6:.1f}" for seconds, config in timed)
+    print(f"{format:5} {shape.name:14} M={TARGET_ROWS}: {text}", flush=True)
+    return [config for _, config in timed[:KEPT]]
+
+
+def best_of(
+    tuning: Tuning, format: str, shape: Shape, configs: list[WideConfig], device: torch.device
+) -> WideConfig | None:
+    """Print what configurations take, and return the best whose bits are right, if it beats having none."""
+    weights = copies_of(Products(tuning, device), format, shape, device)
+    x = torch.randn(max(ROWS_CHECKED), shape.inputs, device=device).bfloat16()
     without = {m: product_seconds(tuned_with(tuning, format, shape, None), weights, x[:m], shape) for m in ROWS}
     show(format, shape, "without", without)
     if format == "dense":
         show(format, shape, "torch", {m: torch_seconds(weights, x[:m]) for m in ROWS})
-    timed = []
-    for config in candidates(format, shape, narrow_of(tuning, format, shape)):
-        if time.monotonic() > deadline:
-            break
+    winner, at_winner = None, without
+    for config in configs:
         used = tuned_with(tuning, format, shape, config)
         try:
-            timed.append((product_seconds(used, weights, x[:TARGET_ROWS], shape), config))
+            times = {m: product_seconds(used, weights, x[:m], shape) for m in ROWS}
+            wrong = bits_differ(used, weights[0], x, shape)
         except Exception as error:  # noqa: BLE001 - one failing configuration must not end the run
-            print(f"  skipped {format} {shape.name} {dataclasses.astuple(config)}: {str(error)[:120]!r}")
-    timed.sort(key=lambda pair: pair[0])
-    rest = " ".join(f"{short(config)}={seconds * 1e6:.0f}" for seconds, config in timed[3:])
-    winner, at_winner = None, without
-    for _, config in timed[:3]:
-        used = tuned_with(tuning, format, shape, config)
-        times = {m: product_seconds(used, weights, x[:m], shape) for m in ROWS}
-        wrong = bits_differ(used, weights[0], x, shape)
+            print(f"  skipped {format} {shape.name} {short(config)}: {str(error)[:120]!r}")
+            continue
         show(format, shape, short(config), times, f" BITS DIFFER at {wrong}" if wrong else "")
         if not wrong and times[TARGET_ROWS] < at_winner[TARGET_ROWS]:
             winner, at_winner = config, times
-    print(f"    others at {TARGET_ROWS}: {rest}", flush=True)
     if winner is None:
         return None
     better = [m for m in (40, 64) if at_winner[m] < 0.98 * without[m]]
