@@ -28,6 +28,7 @@ from benchmarks.gpu_tune import (
 from torch import Tensor
 
 from slipstream.kernels.triton.bandwidth import read_bandwidth
+from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.products import Products, Weight
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning, WideConfig, architecture_of, read_tuning
 from slipstream.kernels.triton.wide_linear import fitted, row_pieces
@@ -185,7 +186,9 @@ def best_of(
     without = {m: product_seconds(tuned_with(tuning, format, shape, None), weights, x[:m], shape) for m in ROWS}
     show(format, shape, "without", without)
     if format == "dense":
-        show(format, shape, "torch", {m: torch_seconds(weights, x[:m]) for m in ROWS})
+        show(
+            format, shape, "torch", {m: torch_seconds(weights, x[:m]) for m in ROWS}, torch_bits(tuning, weights[0], x)
+        )
     winner, at_winner = None, without
     for config in configs:
         used = tuned_with(tuning, format, shape, config)
@@ -222,6 +225,29 @@ def torch_seconds(weights: list[Weight], x: Tensor) -> float:
     return graph_seconds(
         lambda i: torch.nn.functional.linear(x, weights[i % len(weights)]), max(LAUNCHES, len(weights))
     )
+
+
+def torch_bits(tuning: Tuning, weight: Tensor, x: Tensor) -> str:
+    """Say how many numbers of torch's product are ours to the bit: stretch by stretch, and added in our order."""
+    narrow = tuning.linear_config("dense", *weight.shape, 2)
+    stretch = -(-weight.shape[1] // (narrow.block_k * narrow.split_k)) * narrow.block_k
+    products, shares = Products(tuning, x.device), []
+    for num_rows in (40, TARGET_ROWS):
+        rows = x[:num_rows]
+        ours = products.multiply(products.rows_for(weight, rows), weight, Epilogue())
+        starts = range(0, weight.shape[1], stretch)
+        try:
+            parts = [
+                torch.mm(rows[:, k : k + stretch], weight[:, k : k + stretch].t(), out_dtype=torch.float32)
+                for k in starts
+            ]
+        except Exception as error:  # noqa: BLE001 - a torch that cannot is only worth a word
+            return f" bits not compared: {str(error)[:80]!r}"
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        shares.append(f"{100 * (total.bfloat16() == ours).float().mean().item():.3f}% at M={num_rows}")
+    return f" bits as ours: {', '.join(shares)}"
 
 
 if __name__ == "__main__":

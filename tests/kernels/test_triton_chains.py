@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 from triton_samples import numbers, triton_ops
 
 from interpreted import DEVICE
+from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
 from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, cycle_ops
 from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.models.context import KvCache
+from tiny import tiny_draft, tiny_target
 
 OPS = triton_ops()
 TORCH = TorchChains(ReferenceOps(DEVICE))
@@ -98,3 +101,35 @@ def test_the_token_proposed_is_that_of_the_best_entry(warm, generator):
 def test_a_backend_without_such_kernels_leaves_them_to_torch():
     assert isinstance(cycle_ops(ReferenceOps(DEVICE)), TorchChains)
     assert cycle_ops(OPS) is OPS
+
+
+class WithoutChains:
+    """The Triton kernels, with a cycle's bookkeeping left to torch."""
+
+    def __getattr__(self, name):
+        if name in ("place_chains", "propose", "accept_chains"):
+            raise AttributeError(name)
+        return getattr(OPS, name)
+
+
+@pytest.mark.parametrize("kind", [CycleKind(2, 0), CycleKind(2, 1), CycleKind(2, 2, (0.9, 0.5))])
+def test_cycles_come_to_the_same_whoever_keeps_their_books(kind):
+    target = tiny_target(num_layers=1).to(DEVICE)
+    draft = tiny_draft(target, feedback="post_norm").to(DEVICE)
+    outs, states = [], []
+    for ops in (OPS, WithoutChains()):
+        kv, draft_kv = (KvCache.allocate(m.kv_shape, 12, PAGE_SIZE, torch.float32, DEVICE) for m in (target, draft))
+        models = CycleModels(ops, target, kv, (0, 1, 1), draft, draft_kv)
+        state = CycleState.allocate(models, 2, 6)
+        state.pages_RP[0], state.active_R[0], state.committed_R[0] = torch.arange(6, 12), 1, 3
+        state.drafts_until_R.fill_(100), state.seed_R.fill_(-5), state.temperature_R.fill_(0.8)
+        cycle = Cycle(models, state, kind)
+        emitted = []
+        for _ in range(2):
+            cycle.run()
+            emitted.append(cycle.out_RE.clone())
+        outs.append(torch.stack(emitted))
+        states.append(state)
+    assert torch.equal(*outs)
+    assert (outs[0][:, 0, 0] >= 1).all() and not outs[0][:, 1, 0].any()
+    assert_same(*states)
