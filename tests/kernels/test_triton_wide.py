@@ -7,7 +7,7 @@ from triton_samples import numbers, quantized, small_tuning
 from interpreted import DEVICE
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.products import Products
-from slipstream.kernels.triton.tuning import LinearConfig, WideConfig
+from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
 from slipstream.kernels.triton.wide_linear import fitted, row_pieces
 from slipstream.quant.packed import PackedWeight
 
@@ -17,8 +17,9 @@ FORMATS = ("dense", "fp8_per_channel", "w8a8_int8")
 
 
 def wide(**changes) -> dict[str, WideConfig]:
-    config = dataclasses.replace(WideConfig(64, False, 32, 4, 2, from_rows=17), **changes)
-    return {f"{format}:{OUTPUTS}:{INPUTS}": config for format in ("dense", "fp8", "int8")}
+    config = dataclasses.replace(WideConfig(64, False, 32, 4, 2), **changes)
+    shapes = [f"{format}:{OUTPUTS}:{INPUTS}" for format in ("dense", "fp8", "int8")]
+    return {name: config for shape in shapes for name in (shape, few_rows_name(shape))}
 
 
 def products(wide_linear: dict[str, WideConfig]) -> Products:

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.triton.launch import arrived_last, launch_options, wait_for_inputs
 from slipstream.kernels.triton.linear import Epilogue, prefetch_rows, residual_stride
-from slipstream.kernels.triton.tuning import WideConfig, read_tuning
+from slipstream.kernels.triton.tuning import WideConfig, few_rows_name, read_tuning
 from slipstream.kernels.triton.variants import Matrix, Variant
 
 
@@ -356,7 +356,8 @@ def variants(architecture: str) -> list[Variant]:
     for name, config in tuning.wide_linear.items():
         format = name.partition(":")[0]
         kind = "fp8_upcast" if format == "fp8" and not tuning.fp8_dot else format
-        for num_rows, silu in ((96, False), (160, False), (160, True), (256, True)):
+        many = ((96, False), (160, False), (160, True), (256, True))
+        for num_rows, silu in ((40, False), (64, True)) if name == few_rows_name(name.partition("/")[0]) else many:
             pieces = row_pieces(num_rows)
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
