@@ -9,6 +9,7 @@ from slipstream.kernels.triton import nibble_linear, quantize
 from slipstream.kernels.triton.linear import Epilogue, Launch, multiply, token_tile
 from slipstream.kernels.triton.quantize import Codes
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
+from slipstream.kernels.triton.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.scheme import by_row
 
@@ -94,8 +95,7 @@ class Products:
         """Return rows times the weight."""
         num_rows = rows.values_TK.shape[0]
         if not isinstance(weight, PackedWeight):
-            launch = self._launch("dense", weight.shape[0], weight.shape[1], weight.element_size(), num_rows)
-            return multiply(rows.values_TK, weight, None, "dense", epilogue, launch, rows.dtype)
+            return self._multiply_codes(rows, weight, None, "dense", epilogue)
         format = weight.format.removesuffix(SUFFIX)
         scale = weight.scales["scale"]
         if format in ("w4a8", "int4_per_channel", "int4_group"):
@@ -107,15 +107,39 @@ class Products:
             )
         kind = "int8" if format == "w8a8_int8" else "fp8" if self._tuning.fp8_dot else "fp8_upcast"
         assert rows.scale_T is not None, "codes come with their scales"
-        launch = self._launch(kind.removesuffix("_upcast"), weight.out_features, weight.in_features, 1, num_rows)
-        return multiply(rows.values_TK, weight.codes, (rows.scale_T, scale), kind, epilogue, launch, rows.dtype)
+        return self._multiply_codes(rows, weight.codes, (rows.scale_T, scale), kind, epilogue)
 
-    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
+    def _multiply_codes(
+        self, rows: Rows, weight_NK: Tensor, scales: tuple[Tensor, Tensor] | None, kind: str, epilogue: Epilogue
+    ) -> Tensor:
+        """Multiply by a weight that keeps one number to a code."""
+        format, num_rows = kind.removesuffix("_upcast"), rows.values_TK.shape[0]
+        (num_outputs, num_inputs), itemsize = weight_NK.shape, weight_NK.element_size()
         key = f"{format}:{num_outputs}:{num_inputs}"
+        narrow = self._narrow(key, format, num_outputs, num_inputs, itemsize)
+        wide = self._tuning.wide_linear_config(key, num_rows, num_outputs, narrow) if itemsize <= 2 else None
+        if wide is None:
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
+        pieces = row_pieces(num_rows)
+        wide = fitted(wide, pieces, kind, epilogue.silu, self._tuning.shared_bytes)
+        wide_launch = WideLaunch(
+            wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
+            self._tuning.instruction,
+        )  # fmt: skip
+        return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide_launch, rows.dtype)
+
+    def _narrow(self, key: str, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
+        """Return the configuration that fixes the order of a weight's columns."""
         config = self.configs.get(key)
         if config is None:
             config = self.configs[key] = self._tuning.linear_config(format, num_outputs, num_inputs, itemsize)
-        stretch = -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
+        return config
+
+    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
+        key = f"{format}:{num_outputs}:{num_inputs}"
+        config = self._narrow(key, format, num_outputs, num_inputs, itemsize)
+        stretch = _stretch(config, num_inputs)
         serial = num_rows > _SERIAL_ABOVE or config.split_k == 1
         wide = self._tuning.wide_config(format, config)
         num_tiles = -(-num_outputs // wide.block_n)
@@ -127,6 +151,11 @@ class Products:
             tile = token_tile(num_rows)
         config = self._tuning.fitted(config, tile, itemsize)
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+
+
+def _stretch(config: LinearConfig, num_inputs: int) -> int:
+    """Return the columns one partial sum covers."""
+    return -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
 
 
 def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:
