@@ -75,21 +75,21 @@ def _heads_kernel(
 ):  # fmt: skip
     """Multiply one head of some tokens by that head's weight; behind the outputs go ROPE rotated numbers of the input.
 
-    The whole of K is one product, so a row's bits are its own.
+    The whole of K is one product, so a row's bits are its own. The weight is read before the inputs are there.
     """
-    wait_for_inputs(PDL)
     head = tl.program_id(1).to(tl.int64)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    w_at = w_ptr + head * w_stride_h + outputs[:, None] * w_stride_n + column[None, :] * w_stride_k
+    w = tl.load(w_at, mask=(outputs < N)[:, None] & (column < K)[None, :], other=0.0)
+    wait_for_inputs(PDL)
     tokens = (tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     real = tokens < T
     x_at = x_ptr + tokens * x_stride_t + head * x_stride_h
     out_at = out_ptr + tokens * out_stride_t + head * out_stride_h
     dtype = out_ptr.dtype.element_ty
     if tl.program_id(0) * BLOCK_N < N:
-        outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        column = tl.arange(0, BLOCK_K)
         x = tl.load(x_at[None, :] + column[:, None], mask=real[None, :] & (column < K)[:, None], other=0.0)
-        w_at = w_ptr + head * w_stride_h + outputs[:, None] * w_stride_n + column[None, :] * w_stride_k
-        w = tl.load(w_at, mask=(outputs < N)[:, None] & (column < K)[None, :], other=0.0)
         y = tl.dot(w, x, input_precision="ieee")
         tl.store(out_at[None, :] + outputs[:, None], y.to(dtype), mask=(outputs < N)[:, None] & real[None, :])
     elif ROPE > 0:
