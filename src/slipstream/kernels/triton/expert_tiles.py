@@ -46,8 +46,10 @@ class ExpertTiles:
         tiles = self
         for name, value in settings.items():
             stage, _, knob = name.rpartition(".")
-            if name in ("block_t", "words"):
-                tiles = replace(tiles, **{name: value})
+            if name == "block_t":
+                tiles = replace(tiles, block_t=value)
+            elif name == "words":
+                tiles = replace(tiles, words=bool(value))
             elif stage in ("stage1", "stage2") and knob in {field.name for field in fields(StageTiles)}:
                 changed: dict[str, Any] = {stage: replace(getattr(tiles, stage), **{knob: value})}
                 tiles = replace(tiles, **changed)

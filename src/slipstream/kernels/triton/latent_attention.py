@@ -57,9 +57,8 @@ class LatentTiles:
 
     def pieces(self, num_keys: int) -> int:
         """Return how many pieces so many keys are cut in."""
-        return triton.cdiv(min(num_keys, self.near_keys), self.near) + triton.cdiv(
-            max(num_keys - self.near_keys, 0), self.split
-        )
+        near, far = min(num_keys, self.near_keys), max(num_keys - self.near_keys, 0)
+        return -(-near // self.near) + -(-far // self.split)
 
 
 @triton.jit
