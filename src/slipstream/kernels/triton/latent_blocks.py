@@ -13,7 +13,7 @@ from slipstream.kernels.triton import norm_rope, router
 from slipstream.kernels.triton.expert_tiles import expert_tiles
 from slipstream.kernels.triton.experts import ExpertOptions, experts, row_codes
 from slipstream.kernels.triton.latent_attention import attend_pieces
-from slipstream.kernels.triton.latent_heads import heads_linear, split_and_write
+from slipstream.kernels.triton.latent_heads import heads_linear, query_and_write
 from slipstream.kernels.triton.latent_merge import merge_values
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.norm_rope import Norm, Rope
@@ -80,8 +80,8 @@ class LatentBlocks:
         rope = Rope(ctx.slots_T, ctx.positions_T, layer.rotary.cos_Pr, layer.rotary.sin_Pr)
         squeezed_TC = self._multiply(self._normed(hidden_TD, layer.input_layernorm), own.qkv_a_proj)
         norms = (_norm(own.q_a_layernorm), _norm(own.kv_a_layernorm))
-        q_Tq = split_and_write(squeezed_TC, norms, rope, kv, dependent)
-        q_THd = self._multiply(q_Tq, own.q_b_proj).view(-1, own.num_heads, spec.head_dim)
+        q_TN = query_and_write(squeezed_TC, norms, own.q_b_proj.weight, rope, kv, dependent)
+        q_THd = q_TN.view(-1, own.num_heads, spec.head_dim)
         up_HNc = own.kv_b_proj.weight.view(own.num_heads, -1, spec.kv_rank)
         q_THC = heads_linear(q_THd, up_HNc[:, : spec.nope_dim].transpose(1, 2), rope, dependent)
         pieces = attend_pieces(q_THC, kv, ctx.batch, spec.scale, spec.kv_rank, dependent=dependent)
