@@ -110,6 +110,22 @@ def rows_kernel(x_ptr, codes_ptr, scale_ptr, ids_ptr, pairs_ptr, tiles_ptr, num_
 
 
 @triton.jit
+def quantize_kernel(x_ptr, codes_ptr, scale_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write a token's row as INT8."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+    write_row(x, row, width, codes_ptr, scale_ptr, "int8", BLOCK)
+
+
+@triton.jit
+def activated(gate, up, TYPE: tl.constexpr):
+    """Return silu(gate) * up, rounded once."""
+    return (tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up).to(TYPE)
+
+
+@triton.jit
 def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, ids_ptr, codes_ptr, scale_ptr, num_pairs, width,
                     TOP_K: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, INPUT: tl.constexpr,
                     TYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -137,8 +153,7 @@ def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, ids_ptr, codes_ptr, scal
             x_scale = tl.load(x_scale_ptr + pair // TOP_K)
             gate_scale, up_scale = x_scale * gate_scale, x_scale * up_scale
         gate, up = gate * gate_scale, up * up_scale
-    hidden = (tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up).to(TYPE).to(tl.float32)
-    write_row(hidden, pair, width, codes_ptr, scale_ptr, INPUT, BLOCK)
+    write_row(activated(gate, up, TYPE).to(tl.float32), pair, width, codes_ptr, scale_ptr, INPUT, BLOCK)
 
 
 @triton.jit
