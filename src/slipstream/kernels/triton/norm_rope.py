@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import KvLayer
-from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.launch import launch_options, wait_for_inputs, wait_then_let_start
 from slipstream.kernels.triton.quantize import CODE_DTYPES, Codes, encode, row_scale
 from slipstream.kernels.triton.variants import Variant
 
@@ -97,7 +97,7 @@ def _rope_kernel(
     QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Take one head of one token: rotate a query, or rotate a key and write it, or write a value."""
-    wait_for_inputs(PDL)
+    wait_then_let_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
