@@ -1,12 +1,14 @@
 """Products with every kind of weight: how it is prepared, what rows it wants, and which kernel multiplies."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.triton import nibble_linear, quantize
-from slipstream.kernels.triton.linear import Epilogue, Launch, multiply, token_tile
+from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, token_tile
+from slipstream.kernels.triton.narrow_products import MOST_ROWS, multiply_narrow, rope_fits
+from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
 from slipstream.kernels.triton.quantize import Codes
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
 from slipstream.quant.packed import PackedWeight
@@ -24,19 +26,11 @@ _INPUTS: dict[str, Codes | None] = {
     "int4_group": None,
 }
 """Formats these kernels multiply, and the codes their rows are turned into."""
+_NIBBLES = ("w4a8", "int4_per_channel", "int4_group")
 _DENSE = (torch.bfloat16, torch.float16, torch.float32)
 _SERIAL_ABOVE = 256  # rows; from here on tiles fill the device without more programs to a tile
 
 Weight = Tensor | PackedWeight
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows on their way into a product: numbers, or codes and a scale for each row."""
-
-    values_TK: Tensor
-    scale_T: Tensor | None
-    dtype: torch.dtype
 
 
 class Products:
@@ -93,13 +87,14 @@ class Products:
     def multiply(self, rows: Rows, weight: Weight, epilogue: Epilogue) -> Tensor:
         """Return rows times the weight."""
         num_rows = rows.values_TK.shape[0]
+        launch = self._launch(*_described(weight), num_rows)
         if not isinstance(weight, PackedWeight):
-            launch = self._launch("dense", weight.shape[0], weight.shape[1], weight.element_size(), num_rows)
+            if self._is_narrow(num_rows):
+                return multiply_narrow(rows, weight, None, "dense", epilogue, launch)
             return multiply(rows.values_TK, weight, None, "dense", epilogue, launch, rows.dtype)
         format = weight.format.removesuffix(SUFFIX)
         scale = weight.scales["scale"]
-        if format in ("w4a8", "int4_per_channel", "int4_group"):
-            launch = self._launch(format, weight.out_features, weight.in_features, 0.5, num_rows)
+        if format in _NIBBLES:
             half = _half(weight)
             assert half is not None, "only weights whose columns fit are prepared"
             return nibble_linear.multiply_nibbles(
@@ -107,8 +102,31 @@ class Products:
             )
         kind = "int8" if format == "w8a8_int8" else "fp8" if self._tuning.fp8_dot else "fp8_upcast"
         assert rows.scale_T is not None, "codes come with their scales"
-        launch = self._launch(kind.removesuffix("_upcast"), weight.out_features, weight.in_features, 1, num_rows)
+        if self._is_narrow(num_rows):
+            return multiply_narrow(rows, weight.codes, scale, kind, epilogue, launch)
         return multiply(rows.values_TK, weight.codes, (rows.scale_T, scale), kind, epilogue, launch, rows.dtype)
+
+    def folds_norm(self, weight: Weight, num_rows: int) -> bool:
+        """Tell whether a product can apply the norm before it, in a pass of so many rows."""
+        dense = not isinstance(weight, PackedWeight)
+        return dense and self._is_narrow(num_rows) and num_rows <= self._tuning.fold_rows
+
+    def leaves_squares(self, weight: Weight, num_rows: int) -> bool:
+        """Tell whether a product can leave sums of squares of its outputs for the norm after it."""
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows):
+            return False
+        return self._launch(*described, num_rows).config.block_n % SQUARED == 0
+
+    def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
+        """Tell whether a product of queries, keys and values can rotate and write them itself."""
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows) or num_rows > self._tuning.fold_rows:
+            return False
+        return rope_fits(write, self._launch(*described, num_rows).config, dtype)
+
+    def _is_narrow(self, num_rows: int) -> bool:
+        return self._tuning.weights_first and num_rows <= MOST_ROWS
 
     def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
         key = f"{format}:{num_outputs}:{num_inputs}"
@@ -125,8 +143,19 @@ class Products:
         else:
             config = self._tuning.many_config(key, config) if num_rows > 16 else config
             tile = token_tile(num_rows)
-        config = self._tuning.fitted(config, tile, itemsize)
+        if format == "fp8" and not self._is_narrow(num_rows):
+            config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
+        config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+
+
+def _described(weight: Weight) -> tuple[str, int, int, float]:
+    """Return what tiles depend on: the format, outputs, inputs, and the bytes of a number."""
+    if not isinstance(weight, PackedWeight):
+        return "dense", weight.shape[0], weight.shape[1], weight.element_size()
+    format = weight.format.removesuffix(SUFFIX)
+    name = "int8" if format == "w8a8_int8" else "fp8" if format in _FP8 else format
+    return name, weight.out_features, weight.in_features, 0.5 if format in _NIBBLES else 1
 
 
 def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:
