@@ -50,7 +50,7 @@ def test_fp8_sums_are_made_whole_at_the_same_columns_in_wide_steps(generator):
     x = numbers(200, 768, generator=generator, dtype=torch.bfloat16)
     stored = quantized("fp8_per_channel", 64, 768, generator)
     by_256, by_128 = (
-        products(linear={"fp8:64:768": LinearConfig(64, block_k, 1, 4, 3)}, weights_first=True)
+        products(linear={"fp8:64:768": LinearConfig(64, block_k, 1, 4, 3)}, weights_first=True, fp8_dot=True)
         for block_k in (256, 128)
     )
     weight = by_256.prepare(stored)

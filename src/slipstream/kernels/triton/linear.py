@@ -115,7 +115,7 @@ def _stretch(
             acc = tl.dot(w, x, acc, out_dtype=tl.int32)
         elif KIND == "fp8":
             # Hopper keeps few bits inside an FP8 sum: whole float32 sums are made every 128 columns, in tiles of any.
-            acc = tl.dot(w, x, acc, max_num_imprecise_acc=128)
+            acc = tl.dot(w, x, acc, max_num_imprecise_acc=128 if BLOCK_K > 128 else BLOCK_K)
         elif KIND == "fp8_upcast":
             acc = tl.dot(w.to(tl.bfloat16), x.to(tl.bfloat16), acc)
         else:
