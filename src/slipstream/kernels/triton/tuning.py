@@ -23,13 +23,19 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches."""
+    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches.
+
+    Args:
+        ahead: lines (128 bytes) of each weight row to ask for, behind the stages, before the inputs are there; a power
+            of two, or 0 for none.
+    """
 
     block_n: int
     block_k: int
     split_k: int
     num_warps: int
     num_stages: int
+    ahead: int = 8
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class AttentionConfig:
     Args:
         rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
         serial_from: from so many queries a request on, one program walks all splits instead of one each.
+        programs: where there are more splits than this, a program takes several; that changes no bits.
     """
 
     split: int = 256
@@ -67,6 +74,7 @@ class AttentionConfig:
     serial_from: int = 65
     num_warps: int = 4
     num_stages: int = 2
+    programs: int = 1056
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class Tuning:
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
         instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
+        weights_first: whether products of up to 32 rows start on their weights before their rows are there.
+        fold_rows: up to so many rows, norms and rotations are part of those products.
     """
 
     architecture: str
@@ -99,6 +109,8 @@ class Tuning:
     fp8_dot: bool = False
     instruction: int = 0
     dependent_launch: bool = False
+    weights_first: bool = False
+    fold_rows: int = 0
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
         """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""
@@ -141,10 +153,16 @@ class Tuning:
             return None
         return replace(config, block_k=min(config.block_k, narrow.block_k))
 
-    def fitted(self, config: LinearConfig, tile: int, itemsize: float) -> LinearConfig:
-        """Return the configuration with as many stages as fit beside a token tile; stages change no bits."""
-        step_bytes = int((config.block_n + tile) * config.block_k * itemsize)
-        most = self.shared_bytes // step_bytes if self.shared_bytes else config.num_stages
+    def fitted(self, config: LinearConfig, tile: int, itemsize: float, *, staged_rows: bool = True) -> LinearConfig:
+        """Return the configuration with as many stages as fit beside a token tile; stages change no bits.
+
+        Args:
+            staged_rows: whether each stage holds a token tile too, or one is all there is.
+        """
+        tile_bytes = int(tile * config.block_k * itemsize)
+        step_bytes = int(config.block_n * config.block_k * itemsize) + tile_bytes * staged_rows
+        room = self.shared_bytes - tile_bytes * (not staged_rows)
+        most = room // step_bytes if self.shared_bytes else config.num_stages
         return replace(config, num_stages=max(min(config.num_stages, most), 1))
 
 
