@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from late_device import LateDevice
+
 from slipstream.engine.engine import Engine
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.speculation.sampling import SamplingParams
