@@ -25,9 +25,10 @@ def test_silu_times_up_is_the_references(generator):
     torch.testing.assert_close(OPS.silu_mul(x), REFERENCE.silu_mul(x))
 
 
+@pytest.mark.parametrize("width", [300, 17000])
 @pytest.mark.parametrize("codes", ["fp8", "int8"])
-def test_rows_are_quantized_to_the_formats_own_codes(codes, generator):
-    x = numbers(4, 300, generator=generator, dtype=torch.bfloat16)
+def test_rows_are_quantized_to_the_formats_own_codes(codes, width, generator):
+    x = numbers(4, width, generator=generator, dtype=torch.bfloat16)
     x[2] = 0
     got, scale = quantize_rows(x, codes, None, False)
     # On a GPU torch divides by a number as it multiplies by its inverse; on a CPU it divides.

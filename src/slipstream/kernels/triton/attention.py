@@ -116,16 +116,16 @@ class AttentionLaunch:
     Args:
         counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
         dependent: whether the kernel may start while the one before it drains.
+        instruction: see `launch_options`.
         early: whether it may then read the batch's description at once: the kernel before must wait for its own
             inputs before it lets this one start (`wait_then_let_start`).
-        instruction: see `launch_options`.
     """
 
     config: AttentionConfig
     counters: Tensor
     dependent: bool
-    early: bool = False
     instruction: int = 0
+    early: bool = False
 
 
 def attention(

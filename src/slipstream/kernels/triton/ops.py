@@ -47,7 +47,7 @@ class TritonOps:
         self._products = Products(self._tuning, device)
         self._dependent = self._tuning.dependent_launch
         self._launch = AttentionLaunch(
-            self._tuning.attention, self._products.counters, self._dependent, instruction=self._tuning.instruction
+            self._tuning.attention, self._products.counters, self._dependent, self._tuning.instruction
         )
         self._blocks = Blocks(self._products, replace(self._launch, early=True))
         self._latent_blocks = LatentBlocks(self._products, moe or MoeOptions())
