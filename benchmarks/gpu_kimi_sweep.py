@@ -29,7 +29,7 @@ from slipstream.quant.packed import ExpertWeights
 ARCHITECTURE = "sm_90"
 WORD_STAGES = (
     [StageTiles(4, 8192), StageTiles(8, 8192), StageTiles(8, 8192, warps=8), StageTiles(2, 8192), StageTiles(8, 4096)],
-    [StageTiles(32, 256), StageTiles(32, 256, warps=8), StageTiles(16, 256), StageTiles(64, 256, warps=8)],
+    [StageTiles(32, 256), StageTiles(32, 256, warps=8), StageTiles(16, 256), StageTiles(16, 256, warps=2)],
 )
 MATRIX_STAGES = (
     [StageTiles(n, k, splits, warps, stages)

@@ -98,11 +98,13 @@ def test_word_by_word_the_bits_are_those_of_the_matrix_kernels(dtype):
     ids[1, 0] = -1
     ids[2, :] = -1
     rest = torch.randn(3, 168).to(dtype).to(DEVICE)
+    shared = torch.randn(3, 24).to(dtype).to(DEVICE), torch.randn(168, 24).to(dtype).to(DEVICE)
     words, matrix = (
-        experts(x, gate_up, down, ids, weights, options=ExpertOptions(tiles, rest)) for tiles in (WORDS, SMALL)
+        experts(x, gate_up, down, ids, weights, options=ExpertOptions(tiles, rest, shared=shared))
+        for tiles in (WORDS, SMALL)
     )
     assert torch.equal(words, matrix)
-    assert torch.equal(words[2], rest[2])
+    assert relative_error(words[2], rest[2] + shared[0][2] @ shared[1].T) < 1e-2
 
 
 def test_an_expert_chosen_by_more_tokens_than_a_tile_holds_serves_them_all():

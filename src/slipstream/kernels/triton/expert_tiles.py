@@ -40,6 +40,8 @@ class ExpertTiles:
     def __post_init__(self) -> None:
         if self.stage2.splits != 1:
             raise ConfigError("stage2.splits is 1: its sums are weighted where they are made. Split stage 1 only.")
+        if self.words and self.stage2.block_n not in (16, 32):
+            raise ConfigError("stage2.block_n is 16 or 32 word by word: a shared expert's sums keep one instruction.")
 
     def changed(self, settings: Mapping[str, int]) -> "ExpertTiles":
         """Return the tiles with some values replaced, by name: `block_t`, `stage1.block_n`, `stage2.block_k`, ..."""

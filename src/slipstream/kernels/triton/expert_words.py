@@ -17,11 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from slipstream.kernels.triton.expert_rows import activated, round_even
+from slipstream.kernels.triton.expert_rows import SHARED_TOKENS, activated, finished, round_even, shared_rows
 from slipstream.kernels.triton.expert_tiles import ExpertTiles
 from slipstream.kernels.triton.launch import wait_for_inputs
+from slipstream.kernels.triton.linear import prefetch_rows
 from slipstream.quant.packed import ExpertWeights
 
+Rest = tuple[Tensor | None, Tensor | None, Tensor | None]
 COLUMNS_PER_WORD = 8
 _INT8_MAX = tl.constexpr(127.0)
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -111,9 +113,10 @@ def _row_words(row_at, here, WORDS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_W: 
 
 
 @triton.jit
-def words_down_kernel(hidden_ptr, w_ptr, w_scale_ptr, ids_ptr, weights_ptr, add_ptr, out_ptr, D, WORDS: tl.constexpr,
-                      TOP_K: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr,
-                      BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def words_down_kernel(hidden_ptr, w_ptr, w_scale_ptr, ids_ptr, weights_ptr, add_ptr, inner_ptr, shared_ptr,
+                      out_ptr, D, WORDS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
+                      SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+                      ASSEMBLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Multiply all of one token's pairs by BLOCK_N rows of their experts' down, and add them up in the order of k.
 
     Which experts they are was known before stage 1 began, and it let this kernel start no sooner: the codes are read
@@ -131,6 +134,9 @@ def words_down_kernel(hidden_ptr, w_ptr, w_scale_ptr, ids_ptr, weights_ptr, add_
     w_at = w_ptr + weight_row[:, :, None] * WORDS + word[None, None, :]
     codes = tl.load(w_at, mask=real[:, :, None] & (word < WORDS)[None, None, :], other=0)
     w_scale = tl.load(w_scale_ptr + weight_row, mask=real, other=0).to(tl.float32)
+    if PDL and SHARED:
+        shared_at = shared_ptr + tl.minimum(output, D - 1).to(tl.int64)[:, None] * SHARED
+        prefetch_rows(shared_at, 0, SHARED, 64)
     wait_for_inputs(PDL)
     row_at = hidden_ptr + pair * (8 * WORDS)  # eight columns to a word
     low, high, scale = _row_words(row_at, here, WORDS, TOP_K, BLOCK_W)
@@ -142,11 +148,15 @@ def words_down_kernel(hidden_ptr, w_ptr, w_scale_ptr, ids_ptr, weights_ptr, add_
     total = tl.zeros([BLOCK_N], tl.float32)
     for k in tl.static_range(TOP_K):  # in the order of k: of each sum here all but one number is zero
         total += tl.sum(tl.where(slot[:, None] == k, rows, 0.0), 0)
-    out = total.to(out_ptr.dtype.element_ty)
-    if ADD:
-        more = tl.load(add_ptr + token * D + output, mask=output < D, other=0.0).to(tl.float32)
-        out = (out.to(tl.float32) + more).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * D + output, out, mask=output < D)
+    shared = total
+    if SHARED:
+        lane = tl.arange(0, BLOCK_T)  # the token is the first row of a tile
+        tokens = token + lane
+        tile = shared_rows(inner_ptr, shared_ptr, tokens, lane == 0, output, D, SHARED, BLOCK_T, BLOCK_N)
+        shared = tl.sum(tl.where(lane[None, :] == 0, tile, 0.0), 1)
+    at = token * D + output
+    out = finished(total, shared, add_ptr, at, output < D, SHARED > 0, ADD, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=output < D)
 
 
 def fits(gate_up: ExpertWeights, down: ExpertWeights) -> bool:
@@ -157,20 +167,20 @@ def fits(gate_up: ExpertWeights, down: ExpertWeights) -> bool:
 
 
 def run_words(
-    codes_TD: Tensor, scale_T: Tensor, weights: tuple[ExpertWeights, ExpertWeights], chosen: tuple[Tensor, Tensor],
-    tiles: ExpertTiles, out_TD: Tensor, launch: dict[str, Any],
+    rows: tuple[Tensor, Tensor], weights: tuple[ExpertWeights, ExpertWeights], chosen: tuple[Tensor, Tensor],
+    tiles: ExpertTiles, rest: Rest, out_TD: Tensor, launch: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """Write the weighted sum of each token's experts into `out_TD` and return it.
 
     Args:
-        codes_TD: INT8 rows, even columns before odd ones (`write_row`), and their scales.
+        rows: in INT8, even columns before odd ones (`write_row`), and their scales.
         chosen: experts and weights, [T, K] each.
-        launch: further arguments of each launch: PDL, ASSEMBLY, `add_ptr` among them.
+        rest: what is added: the residual, and a shared expert's inner rows and weight; None where there is none.
+        launch: further arguments of each launch.
     """
-    (gate_up, down), (ids_TK, weights_TK) = weights, chosen
+    (gate_up, down), (ids_TK, weights_TK), (codes_TD, scale_T) = weights, chosen, rows
     num_tokens, top_k = ids_TK.shape
     inner = down.in_features
-    add_TD = launch.pop("add_TD")
     hidden_PI = out_TD.new_empty(num_tokens * top_k, inner)
     words = gate_up.in_features // COLUMNS_PER_WORD
     stage = tiles.stage1
@@ -181,8 +191,9 @@ def run_words(
     )  # fmt: skip
     width, words, stage = down.out_features, inner // COLUMNS_PER_WORD, tiles.stage2
     words_down_kernel[(triton.cdiv(width, stage.block_n), num_tokens)](
-        hidden_PI, down.codes.view(torch.int32), down.scales["scale"], ids_TK, weights_TK, add_TD, out_TD, width,
-        WORDS=words, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), ADD=add_TD is not None, BLOCK_N=stage.block_n,
+        hidden_PI, down.codes.view(torch.int32), down.scales["scale"], ids_TK, weights_TK, *rest, out_TD, width,
+        WORDS=words, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), ADD=rest[0] is not None,
+        SHARED=0 if rest[2] is None else rest[2].shape[1], BLOCK_T=SHARED_TOKENS, BLOCK_N=stage.block_n,
         BLOCK_W=triton.next_power_of_2(words), num_warps=stage.warps, **launch,
     )  # fmt: skip
     return out_TD

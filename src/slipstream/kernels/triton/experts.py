@@ -18,6 +18,8 @@ from slipstream.kernels.triton import expert_words
 from slipstream.kernels.triton.expert_products import nibble_kernel, number_kernel
 from slipstream.kernels.triton.expert_rows import (
     PAIRS_PER_STEP,
+    SHARED_OUTPUTS,
+    SHARED_TOKENS,
     activate_kernel,
     combine_kernel,
     quantize_kernel,
@@ -68,7 +70,8 @@ class ExpertOptions:
 
     Args:
         tiles: tile shapes; the shipped ones for the device and the number of pairs if None.
-        add_TD: added after rounding, in x's type: the residual, a shared expert's output, or both.
+        add_TD: added after rounding, in x's type: the residual.
+        shared: a shared expert's inner rows [T, i] and down weight [D, i]; its output is added with `add_TD`.
         codes: the rows as INT8 and their scales (see `row_codes`), where whoever chose the experts made them already.
         dependent: whether kernels may start while the one before them drains (`launch_options`).
     """
@@ -77,6 +80,7 @@ class ExpertOptions:
     add_TD: Tensor | None = None
     dependent: bool = False
     codes: tuple[Tensor, Tensor] | None = None
+    shared: tuple[Tensor, Tensor] | None = None
 
 
 def row_codes(x_TD: Tensor, weights: ExpertWeights) -> tuple[Tensor, Tensor] | None:
@@ -146,7 +150,7 @@ class _Run:
         self._ids_TK = ids_TK
         self._top_k = ids_TK.shape[1]
         self._arithmetic = arithmetic
-        self._add_TD = options.add_TD
+        self._rest = options.add_TD, *(options.shared or (None, None))
         self._codes = None if options.codes is None else _Rows(*options.codes)
         instruction = matrix_instruction(architecture_of(x_TD.device))
         self._launch: dict[str, Any] = {"PDL": options.dependent, **launch_options(options.dependent, instruction)}
@@ -178,9 +182,9 @@ class _Run:
                 num_warps=8, **self._launch,
             )  # fmt: skip
         assert rows.scale is not None
-        launch = {"add_TD": self._add_TD, "ASSEMBLY": _assembly(self._x_TD), **self._launch}
+        launch, chosen = {"ASSEMBLY": _assembly(self._x_TD), **self._launch}, (self._ids_TK, weights_TK)
         out_TD = torch.empty_like(self._x_TD)
-        return run_words(rows.codes, rows.scale, weights, (self._ids_TK, weights_TK), tiles, out_TD, launch)
+        return run_words((rows.codes, rows.scale), weights, chosen, tiles, self._rest, out_TD, launch)
 
     def product(self, rows: _Rows, plan: _Plan, weight: ExpertWeights, tiles: StageTiles, by_token: bool) -> Tensor:
         """Return sums [splits, pairs, outputs]: of tokens' rows before any scale, or of pairs' rows as numbers."""
@@ -226,10 +230,11 @@ class _Run:
         """Add up each token's experts."""
         num_tokens, width = self._x_TD.shape[0], rows_PD.shape[1]
         out_TD = self._x_TD.new_empty(num_tokens, width)
-        block = min(1024, triton.next_power_of_2(width))
-        combine_kernel[(num_tokens, triton.cdiv(width, block))](
-            rows_PD, self._ids_TK, weights_TK, self._add_TD, out_TD, width,
-            TOP_K=self._top_k, ADD=self._add_TD is not None, BLOCK=block, **self._launch,
+        add_TD, _, shared_DI = self._rest
+        combine_kernel[(triton.cdiv(width, SHARED_OUTPUTS), triton.cdiv(num_tokens, SHARED_TOKENS))](
+            rows_PD, self._ids_TK, weights_TK, *self._rest, out_TD, num_tokens, width, TOP_K=self._top_k,
+            ADD=add_TD is not None, SHARED=0 if shared_DI is None else shared_DI.shape[1], BLOCK_T=SHARED_TOKENS,
+            BLOCK_N=SHARED_OUTPUTS, **self._launch,
         )  # fmt: skip
         return out_TD
 

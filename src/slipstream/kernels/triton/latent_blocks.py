@@ -1,4 +1,7 @@
-"""Decoder blocks of latent attention and experts as nineteen kernels each (eleven where the feed-forward is dense).
+"""Decoder blocks of latent attention and experts as twelve kernels each, fifteen with many rows, ten if dense.
+
+Norm, squeeze, query and latent, absorb, attend, merge and values, output; norm, scores and shared expert, choice and
+INT8 rows, gate and up, down and sum. Many rows are first listed by expert; activation and sum are then on their own.
 
 Modules lie a package higher than kernels, so blocks are read by the attributes they share (see `slipstream.models`).
 """
@@ -104,11 +107,10 @@ class LatentBlocks:
         chosen = routed.ids_TK, routed.weights_TK
         if self._options.on_choice is not None:
             self._options.on_choice(routed.ids_TK)
-        rest_TD = hidden_TD
-        if routed.shared_TI is not None:
-            rest_TD = self._multiply(routed.shared_TI, shared.down_proj, hidden_TD)
         tiles = expert_tiles(self._architecture, gate_up.format, routed.ids_TK.numel()).changed(self._options.settings)
-        return experts(x_TD, gate_up, down, *chosen, ExpertOptions(tiles, rest_TD, self._products.dependent, codes))
+        inner = None if routed.shared_TI is None else (routed.shared_TI, shared.down_proj.weight)
+        options = ExpertOptions(tiles, hidden_TD, self._products.dependent, codes, inner)
+        return experts(x_TD, gate_up, down, *chosen, options)
 
     def _gated(self, mlp: Any, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         return self._multiply(self._multiply(x_TD, mlp.gate_up_proj, silu=True), mlp.down_proj, residual_TD)

@@ -196,7 +196,7 @@ def route_rows(x_TD: Tensor, gate: Gate, codes: tuple[Tensor, Tensor] | None, de
         total, width, routing.scale, TOP_K=routing.top_k, NORMALISE=routing.normalise, SPLITS=_SPLITS,
         BLOCK=triton.next_power_of_2(num_experts), SLOTS=triton.next_power_of_2(routing.top_k),
         BLOCK_D=triton.next_power_of_2(width), BLOCK_H=triton.next_power_of_2(max(num_shared // 2, 1)),
-        SHARED=num_shared > 0, CODES=codes is not None, PDL=dependent, num_warps=4, **launch_options(dependent),
+        SHARED=num_shared > 0, CODES=codes is not None, PDL=dependent, num_warps=8, **launch_options(dependent),
     )  # fmt: skip
     return Routed(ids_TK, weights_TK, shared_TI)
 
@@ -226,6 +226,6 @@ def variants(architecture: str) -> list[Variant]:
     return [
         *(Variant(f"router scores, {tokens} tokens", _scores_kernel, scores, blocks | {"BLOCK_T": tokens}, 4,
                   _stages(tokens, architecture), "bf16", aligned) for tokens in (16, 64)),
-        Variant("router choice", _choose_kernel, choose, choice, 4, 2, divisible=("parts_ptr", "x_ptr", "codes_ptr",
+        Variant("router choice", _choose_kernel, choose, choice, 8, 2, divisible=("parts_ptr", "x_ptr", "codes_ptr",
                                                                                   "E", "N", "D")),
     ]  # fmt: skip
