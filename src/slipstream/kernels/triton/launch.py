@@ -46,6 +46,13 @@ def wait_then_let_start(PDL: tl.constexpr):
 
 
 @triton.jit
+def keep_order(PDL: tl.constexpr):
+    """Keep loads before this point before it; a barrier the compiler knows of would end the pipelining of its loop."""
+    if PDL:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def prefetch(at):
     """Ask for the lines that hold these addresses; they come into the cache all processors share."""
     tl.inline_asm_elementwise(
