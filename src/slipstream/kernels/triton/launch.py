@@ -21,8 +21,8 @@ def let_next_start(PDL: tl.constexpr):
 def wait_for_previous(PDL: tl.constexpr):
     """Wait until the kernel before has written everything; it waited for the one before itself, and so on.
 
-    Every program of a kernel launched with PDL must call this, before its first read or write of what the kernels
-    before may still touch.
+    At least one program of a kernel launched with PDL must call this, and every one before its first read or write of
+    what the kernels before may still touch.
     """
     if PDL:
         gdc_wait()
