@@ -11,6 +11,7 @@ from slipstream.kernels.triton.narrow_products import MOST_ROWS, multiply_narrow
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
 from slipstream.kernels.triton.quantize import Codes
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
+from slipstream.kernels.triton.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.scheme import by_row
 
@@ -86,25 +87,46 @@ class Products:
 
     def multiply(self, rows: Rows, weight: Weight, epilogue: Epilogue) -> Tensor:
         """Return rows times the weight."""
-        num_rows = rows.values_TK.shape[0]
-        launch = self._launch(*_described(weight), num_rows)
         if not isinstance(weight, PackedWeight):
-            if self._is_narrow(num_rows):
-                return multiply_narrow(rows, weight, None, "dense", epilogue, launch)
-            return multiply(rows.values_TK, weight, None, "dense", epilogue, launch, rows.dtype)
+            return self._multiply_codes(rows, weight, None, "dense", epilogue)
         format = weight.format.removesuffix(SUFFIX)
         scale = weight.scales["scale"]
         if format in _NIBBLES:
             half = _half(weight)
             assert half is not None, "only weights whose columns fit are prepared"
+            launch = self._launch(*_described(weight), rows.values_TK.shape[0])
             return nibble_linear.multiply_nibbles(
                 rows.values_TK, (weight.codes, scale), half, rows.scale_T, epilogue, launch, rows.dtype
             )
         kind = "int8" if format == "w8a8_int8" else "fp8" if self._tuning.fp8_dot else "fp8_upcast"
-        assert rows.scale_T is not None, "codes come with their scales"
+        return self._multiply_codes(rows, weight.codes, scale, kind, epilogue)
+
+    def _multiply_codes(
+        self, rows: Rows, weight_NK: Tensor, scale_N: Tensor | None, kind: str, epilogue: Epilogue
+    ) -> Tensor:
+        """Multiply by a weight that keeps one number to a code: few rows, many, or as many as there may be."""
+        format, num_rows = kind.removesuffix("_upcast"), rows.values_TK.shape[0]
+        (num_outputs, num_inputs), itemsize = weight_NK.shape, weight_NK.element_size()
         if self._is_narrow(num_rows):
-            return multiply_narrow(rows, weight.codes, scale, kind, epilogue, launch)
-        return multiply(rows.values_TK, weight.codes, (rows.scale_T, scale), kind, epilogue, launch, rows.dtype)
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply_narrow(rows, weight_NK, scale_N, kind, epilogue, launch)
+        scales = None
+        if scale_N is not None:
+            assert rows.scale_T is not None, "codes come with their scales"
+            scales = (rows.scale_T, scale_N)
+        key = f"{format}:{num_outputs}:{num_inputs}"
+        narrow = self._narrow(key, format, num_outputs, num_inputs, itemsize)
+        wide = self._tuning.wide_linear_config(key, num_rows, num_outputs, narrow) if itemsize <= 2 else None
+        if wide is None:
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
+        pieces = row_pieces(num_rows)
+        wide = fitted(wide, pieces, kind, epilogue.silu, self._tuning.shared_bytes)
+        wide_launch = WideLaunch(
+            wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
+            self._tuning.instruction,
+        )  # fmt: skip
+        return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide_launch, rows.dtype)
 
     def folds_norm(self, weight: Weight, num_rows: int) -> bool:
         """Tell whether a product can apply the norm before it, in a pass of so many rows."""
@@ -128,12 +150,17 @@ class Products:
     def _is_narrow(self, num_rows: int) -> bool:
         return self._tuning.weights_first and num_rows <= MOST_ROWS
 
-    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
-        key = f"{format}:{num_outputs}:{num_inputs}"
+    def _narrow(self, key: str, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
+        """Return the configuration that fixes the order of a weight's columns."""
         config = self.configs.get(key)
         if config is None:
             config = self.configs[key] = self._tuning.linear_config(format, num_outputs, num_inputs, itemsize)
-        stretch = -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
+        return config
+
+    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
+        key = f"{format}:{num_outputs}:{num_inputs}"
+        config = self._narrow(key, format, num_outputs, num_inputs, itemsize)
+        stretch = _stretch(config, num_inputs)
         serial = num_rows > _SERIAL_ABOVE or config.split_k == 1
         wide = self._tuning.wide_config(format, config)
         num_tiles = -(-num_outputs // wide.block_n)
@@ -147,6 +174,11 @@ class Products:
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+
+
+def _stretch(config: LinearConfig, num_inputs: int) -> int:
+    """Return the columns one partial sum covers."""
+    return -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
 
 
 def _described(weight: Weight) -> tuple[str, int, int, float]:
