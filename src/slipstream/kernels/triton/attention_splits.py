@@ -85,7 +85,10 @@ def splits_kernel(
     if EARLY:
         if PDL and busy:
             _prefetch_block(k_at, v_at, at, WIDTH)
-        wait_for_previous(PDL)
+        # Programs past a context's end leave at once, to make room; the first of a tile waits even so, that whoever
+        # waits for this kernel has waited for those before.
+        if busy | (tl.program_id(2) == 0):
+            wait_for_previous(PDL)
     if busy:
         column = tl.arange(0, D)
         q_at = (token.to(tl.int64) * HEADS + group * REPEATS + row % REPEATS)[:, None] * WIDTH + column[None, :]

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from slipstream.kernels.triton.launch import (
     arrived_last,
+    keep_order,
     let_next_start,
     prefetch,
     wait_for_previous,
@@ -101,8 +102,9 @@ def _stretch(
             if TWICE:
                 second_x = _rows(x_at, k + BLOCK_K, real_M, k + BLOCK_K < K, KIND)
             if NORM:
-                factor = _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M, PARTS, LEVELS)
                 norm = _rows(norm_at, k, real_M, k < K, "dense")
+                keep_order(PDL)  # or the assembler asks for these rows only when the sums are there
+                factor = _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M, PARTS, LEVELS)
         ahead = k + STEP
         more = step + 1 < steps
         rows = x
@@ -129,9 +131,22 @@ def _rope_rows(n_tile, N, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _places(
+    n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Return each token's slot, and the angles of a tile's columns at its position [BLOCK_M, BLOCK_N / 2]."""
+    token = tl.arange(0, BLOCK_M)
+    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
+    column = n_tile * (BLOCK_N // 2) % HALF + tl.arange(0, BLOCK_N // 2)
+    angle = position[:, None] * HALF + column[None, :]
+    return slot, tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+
+
+@triton.jit
 def _rotate_and_store(
-    total, n_tile, bias_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
-    M, N, q_stride, slot_stride,
+    total, slot, cos, sin, n_tile, bias_ptr, q_ptr, keys_ptr, values_ptr, M, N, q_stride, slot_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
@@ -146,15 +161,11 @@ def _rotate_and_store(
     first, second = tl.split(tl.permute(tl.reshape(total, (2, PAIRS, BLOCK_M)), (2, 1, 0)))
     first, second = first.to(dtype), second.to(dtype)
     head, column = n_tile * PAIRS // HALF, n_tile * PAIRS % HALF + tl.arange(0, PAIRS)
-    token = tl.arange(0, BLOCK_M)
-    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
     if head < HEADS + GROUPS:
-        position = tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
-        angle = position[:, None] * HALF + column[None, :]
-        cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
         x, partner = first.to(tl.float32), second.to(tl.float32)
         first = (x * cos + -1.0 * partner * sin).to(dtype)
         second = (partner * cos + 1.0 * x * sin).to(dtype)
+    token = tl.arange(0, BLOCK_M)
     target = q_ptr + token.to(tl.int64) * q_stride + head * (2 * HALF)
     if head >= HEADS + GROUPS:
         target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * (2 * HALF)
@@ -211,9 +222,10 @@ def narrow_kernel(
             x_scale = tl.load(x_scale_ptr + rows_M)
             sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
         if END == "rope":
+            slot, cos, sin = _places(n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M, BLOCK_M, BLOCK_N, HALF)
             _rotate_and_store(
-                sums, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
-                M, N, y_stride, slot_stride, BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
+                sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
+                BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
             )  # fmt: skip
         else:
             out = store_outputs(
