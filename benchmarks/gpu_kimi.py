@@ -1,11 +1,12 @@
 """Kimi-K2.5's kernels on a GPU: right, how fast with which tiles, and one tensor-parallel rank at full size.
 
-    PYTHONPATH=src python -m benchmarks.gpu_kimi --out FOLDER [--only correct,tiles,latent,products,rank,profile] [--tiny]
+    PYTHONPATH=src python -m benchmarks.gpu_kimi --out FOLDER [--only correct,tiles,latent,rank] [--tiny]
         [--seconds 60] [--install] [--vllm FILE] [--routing spread,clustered]
 
-Needs torch and triton alone. A section that fails prints why, and the others still run; figures go to
-FOLDER/kimi.json after every section, the tiles that won to FOLDER/experts_sm_90.json, and with --install also to
-where the sections after read them. `--tiny` shrinks everything, to see that the script itself works.
+Sections are correct, tiles, latent, products, rank and profile. Needs torch and triton alone. A section that fails
+prints why, and the others still run; figures go to FOLDER/kimi.json after every section, the tiles that won to
+FOLDER/experts_sm_90.json, and with --install also to where the sections after read them. `--tiny` shrinks everything,
+to see that the script itself works.
 """
 
 import argparse
