@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 
 HOST_ONLY = ("test_cpu_", "test_triton_compile", "test_late_device", "test_load_moe", "test_rank")
-"""Files of tests that learn nothing from a GPU: CPU kernels, compiling for GPUs, a stand-in for one, files, commands."""
+"""Files of tests that learn nothing from a GPU: CPU kernels, compiling, a stand-in for a device, files, commands."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
