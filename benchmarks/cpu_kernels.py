@@ -1,6 +1,6 @@
-"""Time the CPU kernels' products on the shapes of SmolLM2-135M, beside torch's and the time memory alone would take.
+"""Time the CPU kernels' products and attention on the shapes of SmolLM2-135M, beside torch's and memory's own time.
 
-    python benchmarks/cpu_kernels.py [--threads 2]
+    python benchmarks/cpu_kernels.py [--threads 2] [--only products|attention]
 
 Each figure is the median of repeated calls over enough copies of a weight that none stays in cache between calls.
 """
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from slipstream.kernels import AttentionBatch, KvLayer
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.quant.gguf_blocks import BLOCK_BYTES
 from slipstream.quant.packed import PackedWeight
@@ -20,20 +21,71 @@ from slipstream.quant.packed import PackedWeight
 ROWS = (1, 2, 4, 8, 16)
 SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576), (576, 49152))  # columns, outputs
 FORMATS = ("q4_1", "q4_0", "q8_0", "w8a8_int8", "w4a8", "bfloat16", "float32")
+KEYS = (torch.float32, torch.bfloat16, torch.float16)
+ATTENTION = ((1, 1, 200), (1, 4, 200), (1, 4, 1000), (8, 1, 200), (8, 4, 200))  # requests, rows, tokens before
+LAYERS = 30
 COLD_BYTES = 150_000_000
 REPEATS = 5
 W = TypeVar("W")
 
 
 def main() -> None:
-    """Print one table per shape."""
+    """Print a table for attention and one per shape of a product."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
-    threads = parser.parse_args().threads
-    torch.set_num_threads(threads)
-    ops = CpuOps(threads)
+    parser.add_argument("--only", choices=("products", "attention"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    ops = CpuOps(args.threads)
     bandwidth = read_bandwidth()
     print(f"{ops.promise}; reading {bandwidth / 1e9:.1f} GB/s")
+    if args.only != "products":
+        print_attention(ops)
+    if args.only != "attention":
+        print_products(ops, bandwidth)
+
+
+def print_attention(ops: CpuOps) -> None:
+    """Print attention's microseconds a layer by the type of keys and values, the types taking turns."""
+    print("\nattention of 9 heads over 3, of 64 values: microseconds a layer")
+    for requests, rows, context in ATTENTION:
+        caches = {dtype: [kv_layer(requests * (context + rows), dtype) for _ in range(LAYERS)] for dtype in KEYS}
+        q = torch.randn(requests * rows, 9, 64)
+        batch = attention_batch(requests, rows, context)
+        rounds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in KEYS}
+        for _ in range(10 * REPEATS):
+            for dtype, layers in caches.items():
+                rounds[dtype].append(timed(lambda case=(q, layers, batch): attend(ops, *case)))
+        times = (f"{str(dtype)[6:]} {statistics.median(rounds[dtype]) / LAYERS * 1e6:7.1f}" for dtype in KEYS)
+        print(f"  {requests} requests of {rows} rows after {context} tokens: " + ", ".join(times))
+
+
+def attend(ops: CpuOps, q: torch.Tensor, layers: list[KvLayer], batch: AttentionBatch) -> None:
+    """Attend over every layer once."""
+    for layer in layers:
+        ops.attention(q, layer, batch, 0.125, None)
+
+
+def kv_layer(slots: int, dtype: torch.dtype) -> KvLayer:
+    """Return random keys and values."""
+    return KvLayer(torch.randn(slots, 3, 64).to(dtype), torch.randn(slots, 3, 64).to(dtype))
+
+
+def attention_batch(requests: int, rows: int, context: int) -> AttentionBatch:
+    """Return requests of as many keys, each with its last rows as queries."""
+    keys = context + rows
+    return AttentionBatch(
+        torch.arange(requests + 1, dtype=torch.int32) * rows,
+        torch.full((requests,), keys, dtype=torch.int32),
+        torch.arange(requests * keys, dtype=torch.int32).view(requests, keys),
+        torch.arange(context, keys).repeat(requests),
+        torch.full((requests * rows,), -1),
+        1,
+    )
+
+
+def print_products(ops: CpuOps, bandwidth: float) -> None:
+    """Print one table per shape."""
     for columns, outputs in SHAPES:
         print(f"\n{columns} x {outputs}: microseconds a call for {', '.join(f'M={m}' for m in ROWS)}; floor at M=1")
         for format in FORMATS:

@@ -32,14 +32,23 @@ def test_attention_matches_the_reference(cpu_ops, generator, head_dim, window):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 40, 5, 80])
 @pytest.mark.parametrize("requests", [1, 6])
-def test_bfloat16_keys_give_the_bits_of_the_same_numbers_in_float32(cpu_ops, generator, head_dim, requests):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_short_keys_give_the_bits_of_the_same_numbers_in_float32(cpu_ops, generator, head_dim, requests, dtype):
     counts, before = [3, 1, 40, 2, 7, 1][:requests], [90, 3, 0, 33, 64, 200][:requests]
     q, layer, batch, _, _ = random_case(counts, before, 16, generator, head_dim=head_dim)
-    short = KvLayer(layer.keys_SGd.bfloat16(), layer.values_SGd.bfloat16())
+    short = KvLayer(layer.keys_SGd.to(dtype), layer.values_SGd.to(dtype))
     long = KvLayer(short.keys_SGd.float(), short.values_SGd.float())
     got = cpu_ops.attention(q, short, batch, 0.2, None)
     assert torch.equal(got, cpu_ops.attention(q, long, batch, 0.2, None))
     assert not torch.equal(got, cpu_ops.attention(q, layer, batch, 0.2, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_short_keys_match_the_reference(cpu_ops, generator, dtype):
+    q, layer, batch, _, _ = random_case([1, 5, 40, 0], [90, 3, 0, 8], 16, generator)
+    short = KvLayer(layer.keys_SGd.to(dtype), layer.values_SGd.to(dtype))
+    expected = REFERENCE.attention(q, short, batch, 0.2, None)
+    assert torch.allclose(cpu_ops.attention(q, short, batch, 0.2, None), expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)

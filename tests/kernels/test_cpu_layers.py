@@ -15,6 +15,7 @@ from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
+KEYS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = dict(  # noqa: C408
     vocab_size=90,
     hidden_size=64,
@@ -107,7 +108,7 @@ def test_the_draft_in_one_call_matches_the_reference(cpu_ops, generator, caplog,
     assert not caplog.records
 
 
-@pytest.mark.parametrize("keys", [torch.float32, torch.bfloat16], ids=["float32-keys", "bfloat16-keys"])
+@pytest.mark.parametrize("keys", KEYS, ids=[f"{str(dtype).removeprefix('torch.')}-keys" for dtype in KEYS])
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "q4_1", "q8_0", "w8a8_int8", "w4a8"])
 def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, format, keys):
     model = make_target(generator)
@@ -129,7 +130,7 @@ def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, form
                 assert torch.equal(torch.cat([part.captured[0] for part in parts]), whole.captured[0])
 
 
-@pytest.mark.parametrize("keys", [torch.float32, torch.bfloat16], ids=["float32-keys", "bfloat16-keys"])
+@pytest.mark.parametrize("keys", KEYS, ids=[f"{str(dtype).removeprefix('torch.')}-keys" for dtype in KEYS])
 def test_blocks_one_by_one_give_the_bits_of_one_call(cpu_ops, generator, keys):
     fast_ops, model = cpu_ops, make_target(generator)
     ids = torch.randint(0, 90, (20,), generator=generator)
@@ -139,6 +140,21 @@ def test_blocks_one_by_one_give_the_bits_of_one_call(cpu_ops, generator, keys):
     for layer in model.layers:
         hidden = layer(hidden, ctx)
     assert torch.equal(hidden, whole.last_TD)
+
+
+@pytest.mark.parametrize("dtype", KEYS[1:], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 1.0, 3e4, 1e9])
+def test_short_keys_are_kept_as_the_reference_rounds_them(cpu_ops, generator, dtype, size):
+    model = make_target(generator, num_layers=1, head_dim=24, rope=RopeSpec(10000.0, 24))
+    model.layers[0].self_attn.qkv_proj.weight.mul_(size)
+    ids = torch.randint(0, 90, (40,), generator=generator)
+    long, short, expected = (cache(model, dtype=kind) for kind in (torch.float32, dtype, dtype))
+    for kv in (long, short):
+        model(ids, context(cpu_ops, kv, 0, 40, 16))
+    REFERENCE.write_kv(expected.layers[0], long.layers[0].keys_SGd, long.layers[0].values_SGd, torch.arange(256))
+    assert torch.equal(short.layers[0].keys_SGd, expected.layers[0].keys_SGd)
+    assert torch.equal(short.layers[0].values_SGd, expected.layers[0].values_SGd)
+    assert short.layers[0].keys_SGd.isfinite().all()
 
 
 def test_weights_replaced_after_a_pass_are_used_by_the_next(fast_ops, generator):
@@ -153,7 +169,7 @@ def test_weights_replaced_after_a_pass_are_used_by_the_next(fast_ops, generator)
 def test_blocks_that_do_not_fit_run_one_by_one_and_say_so_once(fast_ops, generator, caplog):
     model = make_target(generator)
     ids = torch.randint(0, 90, (4,), generator=generator)
-    kv = KvCache.allocate(model.kv_shape, 16, 16, torch.float16, torch.device("cpu"))
+    kv = KvCache.allocate(model.kv_shape, 16, 16, torch.float64, torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             got = model(ids, context(fast_ops, kv, 0, 4, 16)).last_TD

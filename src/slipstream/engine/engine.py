@@ -217,7 +217,9 @@ class Engine:
             return self._pipeline.advance(self._simulated, self.stats)
 
     def _run_plan(self, plan: Sequence[Scheduled]) -> list[Emission]:
-        """Run one ordinary step."""
+        """Run one ordinary step; one without work does nothing."""
+        if not plan:
+            return []
         with self._ending_on_failure([work.request for work in plan]):
             tree_batch = self._propose(plan)
             trees = tree_batch.unpack()

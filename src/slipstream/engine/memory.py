@@ -111,9 +111,10 @@ def explained_out_of_memory(doing: str) -> Iterator[None]:
 
 
 def kv_dtype(target: Target | Eagle3Draft) -> torch.dtype:
-    """Return the type of keys and values: the target's own, or bfloat16 beside weights kept in a GGUF's blocks.
+    """Return the type of keys and values: the target's own, or float16 beside weights kept in a GGUF's blocks.
 
-    Such weights have four to eight bits and activations eight, so eight of a key's digits are plenty, and reading half
-    the bytes is a quarter of a step at a few hundred tokens of context.
+    Such weights have four to eight bits and activations eight, so eleven digits of a key are plenty (bfloat16's eight
+    changed texts), and reading half the bytes is a quarter of a step at a few hundred tokens of context. A number
+    beyond 65504 is kept as 65504; the embedded model's keys go to about 20.
     """
-    return torch.bfloat16 if target.embed_tokens.packed is not None else target.embed_tokens.dtype
+    return torch.float16 if target.embed_tokens.packed is not None else target.embed_tokens.dtype

@@ -7,8 +7,10 @@ from typing import Literal, get_args
 import torch
 
 from slipstream.errors import KernelError
+from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows, CycleOps
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.ops import AttentionBatch, ChainOps, ChainStart, KvLayer, Ops, RowSampling
+from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.threads import torch_threads
 
@@ -16,11 +18,16 @@ __all__ = [
     "KERNEL_CHOICES",
     "AttentionBatch",
     "ChainOps",
+    "ChainOutcome",
+    "ChainPlaces",
+    "ChainRows",
     "ChainStart",
+    "CycleOps",
     "KernelChoice",
     "KvLayer",
     "Ops",
     "RowSampling",
+    "cycle_ops",
     "one_pool",
     "select",
 ]
@@ -69,6 +76,11 @@ def _triton(device: torch.device, choice: KernelChoice) -> Ops:
         )
         return ReferenceOps(device)
     return TritonOps(device)
+
+
+def cycle_ops(ops: Ops) -> CycleOps:
+    """Return what does a cycle's bookkeeping beside a backend: the backend itself, or torch."""
+    return ops if isinstance(ops, CycleOps) else TorchChains(ops)
 
 
 def one_pool(ops: Ops) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.kernels.cpu.library import FORMATS, NativeBatch, NativeKv
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 
-_FORMATS = {torch.float32: FORMATS["f32"], torch.bfloat16: FORMATS["bf16"]}
+_FORMATS = {torch.float32: FORMATS["f32"], torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["f16"]}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def describe_batch(batch: AttentionBatch, slots_T: Tensor | None, positions_T: T
 
 
 def kv_is_plain(layer: KvLayer) -> bool:
-    """Tell whether the library can use these keys and values: float32 or bfloat16, heads side by side."""
+    """Tell whether the library can use these keys and values: float32, bfloat16 or float16, heads side by side."""
     keys_SGd, values_SGd = layer.keys_SGd, layer.values_SGd
     plain_strides = keys_SGd.stride()[1:] == (keys_SGd.shape[2], 1)
     return (

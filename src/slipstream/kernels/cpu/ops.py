@@ -185,7 +185,7 @@ class CpuOps:
         """Attend over the pages of each request."""
         if not kv_is_plain(layer):
             self._say_once(
-                f"The CPU kernels attend over contiguous float32 or bfloat16 keys and values, not "
+                f"The CPU kernels attend over contiguous float32, bfloat16 or float16 keys and values, not "
                 f"{layer.keys_SGd.dtype}; torch attends: slower, and bits may change with the batch."
             )
             q = q_THd.to(layer.keys_SGd.dtype)

@@ -7,7 +7,7 @@ from slipstream.kernels.ops import AttentionBatch, KvLayer
 
 
 def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
-    """Attend over the pages of each request; see `AttentionBatch` for what a token may see."""
+    """Attend over the pages of each request, in the queries' type; see `AttentionBatch` for what a token may see."""
     out_THd = torch.empty_like(q_THd)
     starts = batch.query_starts_R1.tolist()
     kv_lens = batch.kv_lens_R.tolist()
@@ -19,8 +19,8 @@ def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float
         visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, window)
         out_THd[tokens] = torch.nn.functional.scaled_dot_product_attention(
             q_THd[tokens].transpose(0, 1).unsqueeze(0),
-            layer.keys_SGd[slots_K].transpose(0, 1).unsqueeze(0),
-            layer.values_SGd[slots_K].transpose(0, 1).unsqueeze(0),
+            layer.keys_SGd[slots_K].to(q_THd.dtype).transpose(0, 1).unsqueeze(0),
+            layer.values_SGd[slots_K].to(q_THd.dtype).transpose(0, 1).unsqueeze(0),
             attn_mask=visible_QK,
             scale=scale,
             enable_gqa=True,
@@ -41,6 +41,17 @@ def latent_attention(q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale
             scores_HK = q_THC[token].float() @ latent_KC.t() * scale
             out_THc[token] = (scores_HK.softmax(-1) @ latent_KC[:, :value_width]).to(q_THC.dtype)
     return out_THc
+
+
+def as_kept(rows_TGd: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values in the type they are kept in; what half precision cannot say becomes its largest number.
+
+    A key of infinite size would turn all that attends to it into no number at all; one of 65504 is merely too small.
+    """
+    if dtype == torch.float16 and rows_TGd.dtype != torch.float16:
+        largest = torch.finfo(torch.float16).max
+        rows_TGd = rows_TGd.clamp(-largest, largest)
+    return rows_TGd.to(dtype)
 
 
 def _slots(batch: AttentionBatch, row: int, kv_len: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
-from slipstream.kernels.reference.attention import attention, latent_attention
+from slipstream.kernels.reference.attention import as_kept, attention, latent_attention
 from slipstream.kernels.reference.experts import choose_experts, experts
 from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel
 from slipstream.kernels.reference.packed import PACKED_LINEARS, PACKED_ROWS
@@ -83,8 +83,8 @@ class ReferenceOps:
 
     def write_kv(self, layer: KvLayer, keys_TGd: Tensor, values_TGd: Tensor, slots_T: Tensor) -> None:
         """Write keys and values into their slots, in place."""
-        layer.keys_SGd.index_copy_(0, slots_T, keys_TGd.to(layer.keys_SGd.dtype))
-        layer.values_SGd.index_copy_(0, slots_T, values_TGd.to(layer.values_SGd.dtype))
+        layer.keys_SGd.index_copy_(0, slots_T, as_kept(keys_TGd, layer.keys_SGd.dtype))
+        layer.values_SGd.index_copy_(0, slots_T, as_kept(values_TGd, layer.values_SGd.dtype))
 
     def move_kv(self, layer: KvLayer, from_slots: Tensor, to_slots: Tensor) -> None:
         """Copy slots to slots; both are read before either is written, as values may be a view of the keys."""

@@ -1,7 +1,7 @@
 """What lies between products: RMSNorm, rotary positions with the write of keys and values, and SiLU times up."""
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202, PLR0913
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
 from dataclasses import dataclass
 
@@ -11,15 +11,28 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import KvLayer
-from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.launch import launch_options, wait_for_inputs, wait_then_let_start
 from slipstream.kernels.triton.quantize import CODE_DTYPES, Codes, encode, row_scale
 from slipstream.kernels.triton.variants import Variant
+
+SQUARED = 64
+"""How many numbers of a row share a sum of squares where a product leaves them for the norm."""
+SQUARES = tl.constexpr(SQUARED)
+SQUARES_LEVELS = tl.constexpr(SQUARED.bit_length() - 1)
+
+
+@triton.jit
+def pair_sums(x, LEVELS: tl.constexpr):
+    """Add neighbours [M, n] -> [M, n / 2], so many times: one order of a sum, whatever threads hold the numbers."""
+    for _ in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    return x
 
 
 @triton.jit
 def _norm_kernel(
     x_ptr, other_ptr, weight_ptr, other_weight_ptr, out_ptr, scale_ptr, width, x_stride, other_stride, out_stride, eps,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalise a row of `x`, or in the grid's second column one of `other`, which goes behind it in the output."""
     wait_for_inputs(PDL)
@@ -32,7 +45,8 @@ def _norm_kernel(
         source, weight_at = other_ptr + row * other_stride, other_weight_ptr
     x = tl.load(source + at, mask=real, other=0.0).to(tl.float32)
     weight = tl.load(weight_at + at, mask=real, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    squares = pair_sums(tl.reshape(x * x, (1, BLOCK)), LEVELS)
+    rstd = tl.rsqrt(tl.sum(tl.reshape(squares, (1,)), 0) / width + eps)
     dtype = x_ptr.dtype.element_ty
     # Rounded where torch rounds: after the norm, and after the weight.
     normed = ((x * rstd).to(dtype).to(tl.float32) * weight).to(dtype)
@@ -82,9 +96,10 @@ def _launch_norm(
 ) -> None:  # fmt: skip
     num_rows, width = rows[0].shape
     assert norms[0].eps == norms[1].eps
+    block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows, parts)](
         *rows, norms[0].weight_D, norms[1].weight_D, out, scale_T, width, rows[0].stride(0), rows[1].stride(0),
-        out.stride(0), norms[0].eps, BLOCK=triton.next_power_of_2(width), CODES=codes, PDL=dependent,
+        out.stride(0), norms[0].eps, BLOCK=block, LEVELS=block.bit_length() - 1, CODES=codes, PDL=dependent,
         num_warps=8 if width > 1024 else 4, **launch_options(dependent),
     )  # fmt: skip
 
@@ -97,7 +112,7 @@ def _rope_kernel(
     QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Take one head of one token: rotate a query, or rotate a key and write it, or write a value."""
-    wait_for_inputs(PDL)
+    wait_then_let_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -144,17 +159,22 @@ class Rope:
     sin_Pr: Tensor
 
 
-def rope_and_write(
-    qkv_TC: Tensor, heads: tuple[int, int], rope: Rope, layer: KvLayer, qk_norm: tuple[Norm, Norm] | None,
-    dependent: bool,
-) -> Tensor:  # fmt: skip
+@dataclass(frozen=True)
+class RopeWrite:
+    """What becomes of queries, keys and values: the `heads` of queries and of keys in a row, and where they go."""
+
+    heads: tuple[int, int]
+    rope: Rope
+    layer: KvLayer
+
+
+def rope_and_write(qkv_TC: Tensor, write: RopeWrite, qk_norm: tuple[Norm, Norm] | None, dependent: bool) -> Tensor:
     """Return rotated queries [T, H, d], having written rotated keys, and values, into their slots.
 
     Args:
-        heads: how many heads of queries and of keys a row of `qkv_TC` holds.
         qk_norm: norms of each head's query and key before they are rotated.
     """
-    num_heads, num_groups = heads
+    (num_heads, num_groups), rope, layer = write.heads, write.rope, write.layer
     width = layer.keys_SGd.shape[2]
     assert layer.keys_SGd.stride() == layer.values_SGd.stride() and layer.keys_SGd.stride(1) == width
     q = torch.empty(qkv_TC.shape[0], num_heads, width, dtype=qkv_TC.dtype, device=qkv_TC.device)
@@ -213,7 +233,7 @@ def variants(architecture: str) -> list[Variant]:
 
     norms = [
         Variant(f"norm {codes}", _norm_kernel, {**norm, "out_ptr": pointer},
-                {"BLOCK": 4096, "CODES": codes, "PDL": False}, 8, 2, divisible=whole(norm))
+                {"BLOCK": 4096, "LEVELS": 12, "CODES": codes, "PDL": False}, 8, 2, divisible=whole(norm))
         for codes, pointer in (("none", "*bf16"), ("fp8", "*fp8e4nv"), ("int8", "*i8"))
     ]  # fmt: skip
     ropes = [

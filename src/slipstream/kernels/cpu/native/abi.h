@@ -58,7 +58,7 @@ struct Batch {
     int32_t reserved;
 };
 
-// The keys and values of one layer, F32 or BF16: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
+// The keys and values of one layer, F32, BF16 or F16: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
 struct Kv {
     void* keys;
     void* values;

@@ -114,7 +114,7 @@ struct AttentionArgs {
     float* inverse;
 };
 
-// One kv head's rows of one block of queries; row = token * group + head within the group. T: float, or uint16_t for bf16.
+// One kv head's rows of one block of queries; row = token * group + head within the group. T: float, Brain or Half.
 template <class T>
 struct Unit {
     const AttentionArgs& args;
@@ -181,7 +181,7 @@ SLIP_INLINE void transpose_words(__m512 (&a)[16]) {
     }
     for (int i = 0; i < 16; ++i) a[i] = b[i];
 }
-// Transpose `at` .. `at` + kSpan of 16 keys; a word of bf16 keys holds two values.
+// Transpose `at` .. `at` + kSpan of 16 keys; a word of shorter keys holds two values.
 template <class T>
 constexpr int kSpan = sizeof(T) == 4 ? 16 : 32;
 SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
@@ -190,7 +190,7 @@ SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
     transpose_words(a);
     for (int i = 0; i < 16; ++i) vstore(out + 16 * i, a[i]);
 }
-SLIP_INLINE void transpose16(const uint16_t* const* rows, int at, float* out) {
+SLIP_INLINE void transpose16(const Brain* const* rows, int at, float* out) {
     __m512 a[16];
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
     transpose_words(a);
@@ -201,13 +201,28 @@ SLIP_INLINE void transpose16(const uint16_t* const* rows, int at, float* out) {
         vstore(out + 32 * i + 16, _mm512_castsi512_ps(_mm512_and_si512(pair, high)));
     }
 }
+SLIP_INLINE void transpose16(const Half* const* rows, int at, float* out) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i apart = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(even)),
+                                             _mm512_cvtepi32_epi16(_mm512_add_epi32(even, _mm512_set1_epi32(1))), 1);
+    __m512 a[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
+    transpose_words(a);
+    for (int i = 0; i < 16; ++i) {
+        const __m512i pairs = _mm512_permutexvar_epi16(apart, _mm512_castps_si512(a[i]));
+        vstore(out + 32 * i, _mm512_cvtph_ps(_mm512_castsi512_si256(pairs)));
+        vstore(out + 32 * i + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(pairs, 1)));
+    }
+}
 #else
 template <class T>
 constexpr int kSpan = 16;
 template <class T>
 SLIP_INLINE void transpose16(const T* const* rows, int at, float* out) {
+    alignas(32) float t[16][16];
+    for (int lane = 0; lane < 16; ++lane) vstore(t[lane], vload_any(rows[lane] + at));
     for (int i = 0; i < 16; ++i)
-        for (int lane = 0; lane < 16; ++lane) out[16 * i + lane] = as_float(rows[lane][at + i]);
+        for (int lane = 0; lane < 16; ++lane) out[16 * i + lane] = t[lane][i];
 }
 #endif
 
@@ -215,8 +230,14 @@ template <class T>
 static void transpose_keys(const T* const* rows, int head_dim, float* out) {
     int at = 0;
     for (; at + kSpan<T> <= head_dim; at += kSpan<T>) transpose16(rows, at, out + 16 * at);
-    for (; at < head_dim; ++at)
-        for (int lane = 0; lane < 16; ++lane) out[16 * at + lane] = as_float(rows[lane][at]);
+    for (; at < head_dim; at += 16) {
+        const int left = head_dim - at < 16 ? head_dim - at : 16;
+        for (int lane = 0; lane < 16; ++lane) {
+            alignas(64) float t[16];
+            vstore(t, vload_any_n(rows[lane] + at, left));
+            for (int i = 0; i < left; ++i) out[16 * (at + i) + lane] = t[i];
+        }
+    }
 }
 
 template <int R, class T>
@@ -456,7 +477,8 @@ static void attend_over(const AttentionArgs& args, bool together, float* transpo
 }
 
 static void attend(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
-    if (args.kv.format == BF16) attend_over<uint16_t>(args, together, transposed_room, team);
+    if (args.kv.format == BF16) attend_over<Brain>(args, together, transposed_room, team);
+    else if (args.kv.format == F16) attend_over<Half>(args, together, transposed_room, team);
     else attend_over<float>(args, together, transposed_room, team);
 }
 

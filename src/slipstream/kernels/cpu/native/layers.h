@@ -103,7 +103,8 @@ struct Walk {
     }
 
     void rotate_and_write(const Layer& layer, const Kv& kv) {
-        if (kv.format == BF16) rotate_into(layer, kv, static_cast<uint16_t*>(kv.keys), static_cast<uint16_t*>(kv.values));
+        if (kv.format == BF16) rotate_into(layer, kv, static_cast<Brain*>(kv.keys), static_cast<Brain*>(kv.values));
+        else if (kv.format == F16) rotate_into(layer, kv, static_cast<Half*>(kv.keys), static_cast<Half*>(kv.values));
         else rotate_into(layer, kv, static_cast<float*>(kv.keys), static_cast<float*>(kv.values));
     }
 

@@ -14,6 +14,15 @@ namespace SLIP_NAMESPACE {
 
 #define SLIP_INLINE static inline __attribute__((always_inline))
 
+// Numbers of 16 bits, told apart by type: bfloat16, and IEEE half precision.
+struct Brain {
+    uint16_t bits;
+};
+struct Half {
+    uint16_t bits;
+};
+constexpr float kHalfMax = 65504.0f;
+
 #if SLIP_ISA == 2
 
 using V = __m512;
@@ -45,6 +54,9 @@ SLIP_INLINE V vload_bf16(const uint16_t* p) {
 }
 SLIP_INLINE V vload_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+SLIP_INLINE void vstore_f16(uint16_t* p, V x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 using CodeSum = __m512i;
 SLIP_INLINE CodeSum no_codes() { return _mm512_setzero_si512(); }
@@ -106,6 +118,10 @@ SLIP_INLINE V vload_f16(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
+SLIP_INLINE void vstore_f16(uint16_t* p, V x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
 using CodeSum = __m256i;
 SLIP_INLINE CodeSum no_codes() { return _mm256_setzero_si256(); }
 SLIP_INLINE CodeSum vstore_codes(int8_t* p, V x, CodeSum sum) {
@@ -165,6 +181,20 @@ SLIP_INLINE float half_to_float(uint16_t half) {
     return bits_to_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 SLIP_INLINE V vload_f16(const uint16_t* p) { SLIP_EACH(half_to_float(p[i])); }
+SLIP_INLINE uint16_t float_to_half(float x) {  // half to even, as the instruction rounds
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+    const uint32_t size = bits & 0x7FFFFFFFu;
+    if (size > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u | ((size >> 13) & 0x3FFu));
+    if (size >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);  // nearer to 65536 than to 65504
+    if (size < 0x38800000u)  // below 2^-14: whole multiples of 2^-24
+        return static_cast<uint16_t>(sign | static_cast<uint32_t>(__builtin_nearbyintf(__builtin_fabsf(x) * 16777216.0f)));
+    return static_cast<uint16_t>(sign | ((size + 0xFFFu + ((size >> 13) & 1u) - 0x38000000u) >> 13));
+}
+SLIP_INLINE void vstore_f16(uint16_t* p, const V& a) {
+    for (int i = 0; i < 16; ++i) p[i] = float_to_half(a.x[i]);
+}
 using CodeSum = int;
 SLIP_INLINE CodeSum no_codes() { return 0; }
 SLIP_INLINE int total(CodeSum sum) { return sum; }
@@ -186,25 +216,33 @@ SLIP_INLINE uint16_t to_bf16(float x) {  // half to even, as torch rounds
     return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Sixteen values of either type as floats; n of them, the rest zero.
+// Sixteen values of any type as floats; n of them, the rest zero.
 SLIP_INLINE V vload_any(const float* p) { return vload(p); }
-SLIP_INLINE V vload_any(const uint16_t* p) { return vload_bf16(p); }
+SLIP_INLINE V vload_any(const Brain* p) { return vload_bf16(&p->bits); }
+SLIP_INLINE V vload_any(const Half* p) { return vload_f16(&p->bits); }
 SLIP_INLINE V vload_any_n(const float* p, int n) { return vload_n(p, n); }
-SLIP_INLINE V vload_any_n(const uint16_t* p, int n) {
-    uint16_t t[16] = {0};
-    std::memcpy(t, p, sizeof(uint16_t) * static_cast<size_t>(n < 16 ? n : 16));
-    return vload_bf16(t);
+template <class T>
+SLIP_INLINE V vload_any_n(const T* p, int n) {
+    T t[16] = {};
+    std::memcpy(t, p, sizeof(T) * static_cast<size_t>(n < 16 ? n : 16));
+    return vload_any(t);
 }
 SLIP_INLINE void store_span(float* to, const float* from, int n) { std::memcpy(to, from, sizeof(float) * static_cast<size_t>(n)); }
-SLIP_INLINE void store_span(uint16_t* to, const float* from, int n) {
-    for (int i = 0; i < n; ++i) to[i] = to_bf16(from[i]);
+SLIP_INLINE void store_span(Brain* to, const float* from, int n) {
+    for (int i = 0; i < n; ++i) to[i].bits = to_bf16(from[i]);
 }
-SLIP_INLINE float as_float(float x) { return x; }
-SLIP_INLINE float as_float(uint16_t x) {
-    const uint32_t bits = static_cast<uint32_t>(x) << 16;
-    float y;
-    std::memcpy(&y, &bits, 4);
-    return y;
+// Numbers beyond half precision become its largest; the limits come first, so that what is no number stays none.
+SLIP_INLINE V within_half(V x) { return vmax(vset(-kHalfMax), vmin(vset(kHalfMax), x)); }
+SLIP_INLINE void store_span(Half* to, const float* from, int n) {
+    for (int i = 0; i < n; i += 16) {
+        if (n - i >= 16) {
+            vstore_f16(&to[i].bits, within_half(vload(from + i)));
+        } else {
+            uint16_t t[16];
+            vstore_f16(t, within_half(vload_n(from + i, n - i)));
+            std::memcpy(to + i, t, sizeof(uint16_t) * static_cast<size_t>(n - i));
+        }
+    }
 }
 
 // The one tree: lane i with i + 8, then + 4, + 2, + 1.
