@@ -21,7 +21,7 @@ from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.expert_tiles import matrix_instruction, shipped
 from slipstream.kernels.triton.latent_merge import Pieces, merge
 from slipstream.kernels.triton.latent_merge import variants as merge_variants
-from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.launch import launch_options, prefetch, wait_for_inputs
 from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.kernels.triton.variants import Variant
 
@@ -34,7 +34,7 @@ class LatentTiles:
 
     Args:
         near: keys of each piece among the first `near_keys`, where programs are few; `split` keys of each one beyond.
-        block: keys a step.
+        block: keys a step; with `ahead` those of the step after the next are asked for meanwhile (CUDA only).
         rows: (token, head) rows of a tile at most; 8 heads of a rank times 4 tokens of a verified chain are 32.
     """
 
@@ -45,6 +45,7 @@ class LatentTiles:
     rows: int = 32
     warps: int = 8
     stages: int = 2
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         if self.near_keys % self.near or self.near % self.block or self.split % self.block:
@@ -79,11 +80,24 @@ def _query(q_at, real, FROM: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.cons
 
 
 @triton.jit
+def _ask_for(latent_ptr, first_slot, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Ask for a block of latents that lie one behind the other, to be in the cache when it is loaded."""
+    line: tl.constexpr = 128 // (latent_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    lines = tl.minimum(tl.arange(0, 16) * line, STRIDE - 1)
+    prefetch(latent_ptr + first_slot * STRIDE + (tl.arange(0, BLOCK)[:, None] * STRIDE + lines[None, :]))
+
+
+@triton.jit
+def _page(table_at, start, end, page_size):
+    return tl.load(table_at + start // page_size, mask=start < end, other=0).to(tl.int64)
+
+
+@triton.jit
 def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr, ancestors_ptr, acc_ptr, stats_ptr,
                    scale, table_width, page_size, num_pieces, H, WIDTH: tl.constexpr, ROPE: tl.constexpr,
                    WIDTH_P: tl.constexpr, ROPE_P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                    NEAR: tl.constexpr, NEAR_KEYS: tl.constexpr, SPLIT: tl.constexpr,
-                   STRIDE: tl.constexpr, ONE_PAGE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   STRIDE: tl.constexpr, ONE_PAGE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Attend the rows of one tile over one piece of keys; latents are the left side, rows the right, of each product.
 
     `scale` is in base 2. The first WIDTH columns of a latent are both key and value; ROPE further ones are key only.
@@ -113,13 +127,22 @@ def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([WIDTH_P, ROWS], tl.float32)
-    page = tl.load(table_at + first // page_size)
+    if ONE_PAGE:
+        page = _page(table_at, first, end, page_size)
+        next_page = _page(table_at, first + BLOCK, end, page_size)
+        far_page = _page(table_at, first + 2 * BLOCK, end, page_size)
+        if AHEAD:
+            _ask_for(latent_ptr, next_page * page_size + (first + BLOCK) % page_size, BLOCK, STRIDE)
     for start in range(first, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         known = key < end
         if ONE_PAGE:
-            slots = page.to(tl.int64) * page_size + start % page_size + tl.arange(0, BLOCK)
-            page = tl.load(table_at + (start + BLOCK) // page_size, mask=start + BLOCK < end, other=0)
+            slots = page * page_size + start % page_size + tl.arange(0, BLOCK)
+            if AHEAD:  # past the end it is page 0 that is asked for: harmless, and no branch
+                _ask_for(latent_ptr, far_page * page_size + (start + 2 * BLOCK) % page_size, BLOCK, STRIDE)
+            page = tl.maximum(next_page, 0)  # plain handing on would keep the compiler from overlapping steps
+            next_page = tl.maximum(far_page, 0)
+            far_page = _page(table_at, start + 3 * BLOCK, end, page_size)
         else:
             pages = tl.load(table_at + key // page_size, mask=known, other=0)
             slots = pages.to(tl.int64) * page_size + key % page_size
@@ -187,7 +210,8 @@ def attend_pieces(
         index_T, batch.ancestors_T.contiguous(), acc, stats, scale * _LOG2E, table_width, batch.page_size, num_pieces,
         num_heads, **_widths(value_width, width - value_width), ROWS=rows, BLOCK=tiles.block, NEAR=tiles.near,
         NEAR_KEYS=tiles.near_keys, SPLIT=tiles.split, STRIDE=layer.keys_SGd.stride(0),
-        ONE_PAGE=batch.page_size % tiles.block == 0, num_warps=tiles.warps, num_stages=tiles.stages, PDL=dependent,
+        ONE_PAGE=batch.page_size % tiles.block == 0, AHEAD=tiles.ahead and architecture.startswith("sm_"),
+        num_warps=tiles.warps, num_stages=tiles.stages, PDL=dependent,
         **launch_options(dependent, matrix_instruction(architecture)),
     )  # fmt: skip
     return Pieces(acc, stats, index_T, num_heads, tiles.cut)
@@ -214,7 +238,7 @@ def variants(architecture: str) -> list[Variant]:
     }  # fmt: skip
     constants = _widths(512, 64) | {
         "BLOCK": tiles.block, "NEAR": tiles.near, "NEAR_KEYS": tiles.near_keys, "SPLIT": tiles.split, "STRIDE": 576,
-        "PDL": False,
+        "AHEAD": tiles.ahead and architecture.startswith("sm_"), "PDL": False,
     }  # fmt: skip
     aligned = ("q_ptr", "latent_ptr", "acc_ptr", "page_size")
     return [
