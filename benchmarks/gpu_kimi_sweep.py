@@ -159,7 +159,7 @@ def latent(bench: Bench) -> dict[str, object]:
 
 
 def _is_right(bench: Bench, shape: LatentTiles) -> bool:
-    """Tell whether a shape gives the reference's numbers; Triton 3.6 gets some loops wrong that it does not pipeline."""
+    """Tell whether a shape gives the reference's numbers; Triton 3.6 gets loops wrong that it does not pipeline."""
     q, layer, batch = latent_case(bench.device, 2, min(1536, 2 * max(bench.sizes.contexts)), 4)
     expected = plain_latent_attention(q.float(), layer, batch, 0.1, LATENT)
     try:

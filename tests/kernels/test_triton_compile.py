@@ -51,7 +51,7 @@ def test_every_kernel_links_fits_and_hardly_spills(architecture, capsys):
 
 
 def test_latent_attention_loads_a_block_while_another_is_multiplied():
-    # Triton 3.6 gets such a loop wrong on sm_90 where it does not pipeline it; two blocks in shared memory show it does.
+    # Triton 3.6 gets such a loop wrong on sm_90 where it does not pipeline it; two blocks in shared memory are proof.
     rows = [row for row in compiled("sm_90") if re.fullmatch(r"latent attention, \d+ rows.*", row["name"])]
     assert rows
     assert all(row["shared"] > 2 * 64 * 576 * 2 for row in rows), rows
