@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10}
 SPILLS = {"sm_90": 48}  # bytes of stack: 8 in the attention of whole prompts, 32 in a latent's values by head
-ADDRESSES = {"latent attention": 784}  # what its steps share lies on the stack (descriptors, addresses), sums do not
 
 
 @functools.cache
@@ -48,10 +48,14 @@ def test_every_kernel_links_fits_and_hardly_spills(architecture, capsys):
         assert row["bytes"] > 0, row
         assert row["shared"] <= SHARED_BYTES[architecture], row
         assert row["matrix_found"], f"no {row['matrix']} matrix instruction: {row}"
-        allowed = SPILLS.get(architecture, 0)
-        if architecture == "sm_90":
-            allowed = ADDRESSES.get(row["name"].split(",")[0], allowed)
-        assert row["spills"] <= allowed and not row["scalar_spills"], row
+        assert row["spills"] <= SPILLS.get(architecture, 0) and not row["scalar_spills"], row
+
+
+def test_latent_attention_loads_a_block_while_another_is_multiplied():
+    # Triton 3.6 gets such a loop wrong on sm_90 where it does not pipeline it; two blocks in shared memory are proof.
+    rows = [row for row in compiled("sm_90") if re.fullmatch(r"latent attention, \d+ rows.*", row["name"])]
+    assert rows
+    assert all(row["shared"] > 2 * 64 * 576 * 2 for row in rows), rows
 
 
 def test_attention_folds_no_product_into_a_sum():
