@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10}
-SPILLS = {"sm_90": 48}  # bytes of stack: 8 in the attention of whole prompts, 32 in a latent's values by head
+SPILLS = {"sm_90": 64}  # bytes of stack: 8 in whole prompts' attention, 32 in latents, 64 in FP8 over 256 rows
 
 
 @functools.cache
