@@ -23,19 +23,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches.
-
-    Args:
-        ahead: lines (128 bytes) of each weight row to ask for, behind the stages, before the inputs are there; a power
-            of two, or 0 for none.
-    """
+    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches."""
 
     block_n: int
     block_k: int
     split_k: int
     num_warps: int
     num_stages: int
-    ahead: int = 8
 
 
 @dataclass(frozen=True)
