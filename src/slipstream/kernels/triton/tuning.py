@@ -86,7 +86,7 @@ class Tuning:
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
         instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
-        weights_first: whether products of up to 32 rows start on their weights before their rows are there.
+        weights_first: whether products of up to 16 rows start on their weights before their rows are there.
         fold_rows: up to so many rows, norms and rotations are part of those products.
     """
 
