@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import statistics
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.gpu_kimi_bench import LATENT, ROPE, TOP_K, Bench, Sizes, latent_case
+from benchmarks.gpu_tune import Shape, compile_all, tune_products
 
 from slipstream.engine.rank_models import random_experts
 from slipstream.kernels import AttentionBatch, KvLayer
@@ -24,6 +26,7 @@ from slipstream.kernels.triton import expert_tiles as shipped_tables
 from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, expert_tiles, shipped
 from slipstream.kernels.triton.experts import ExpertOptions, experts
 from slipstream.kernels.triton.latent_attention import LatentTiles, latent_attention, shipped_tiles
+from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.quant.packed import ExpertWeights
 
 ARCHITECTURE = "sm_90"
@@ -36,6 +39,10 @@ MATRIX_STAGES = (
      for n, k, warps, stages in ((64, 256, 4, 4), (64, 512, 4, 3), (128, 256, 4, 4)) for splits in (1, 2, 4)],
     [StageTiles(64, 256, 1, 4, 2), StageTiles(128, 256, 1, 4, 2), StageTiles(64, 128, 1, 4, 3),
      StageTiles(128, 128, 1, 4, 3), StageTiles(256, 256, 1, 8, 2)],
+)  # fmt: skip
+DENSE_SHAPES = (
+    Shape("kimi qkv_a", 2112, 7168), Shape("kimi o", 7168, 1024), Shape("kimi lm_head", 20480, 7168),
+    Shape("kimi gate_up", 4608, 7168, silu=True), Shape("kimi down", 7168, 2304),
 )  # fmt: skip
 LATENT_SHAPES = [
     LatentTiles(), LatentTiles(near=128), LatentTiles(split=256), LatentTiles(split=1024), LatentTiles(near_keys=2048),
@@ -140,8 +147,22 @@ def latent(bench: Bench) -> dict[str, object]:
     for shape, mean in means.items():
         print(f"{mean:7.1f} us in the mean of all: {shape}")
     best = min(means, key=lambda shape: means[shape])
+    if means[best] == float("inf"):
+        return {"timed": found}  # nobody got to run through all cases
     _write(bench, {"latent_attention": asdict(best)})
     return {"timed": found, "best": asdict(best)}
+
+
+def products(bench: Bench) -> dict[str, object]:
+    """Find the tiles of the rank's dense products, as `gpu_tune` finds Llama's, and write the table they belong to."""
+    tuning = read_tuning(ARCHITECTURE)
+    work = [("dense", shape) for shape in DENSE_SHAPES]
+    compile_all(tuning, work)
+    tuning = tune_products(tuning, work, bench.bandwidth, bench.device, time.monotonic() + bench.seconds_left)
+    data = {name: value for name, value in asdict(tuning).items() if name != "architecture"}
+    _write_file(bench, f"{ARCHITECTURE}.json", json.dumps(data, indent=1, sort_keys=True) + "\n")
+    keys = [f"dense:{shape.outputs}:{shape.inputs}" for shape in DENSE_SHAPES]
+    return {key: asdict(tuning.linear[key]) for key in keys if key in tuning.linear}
 
 
 def _attempt(bench: Bench, calls: list[Callable[[], object]], name: str) -> float:
@@ -225,10 +246,15 @@ def _write(bench: Bench, changed: dict[str, object]) -> None:
         for name, rows in table["experts"].items()
     )
     text = f'{{\n "experts": {{\n{formats}\n }},\n "latent_attention": {json.dumps(table["latent_attention"])}\n}}\n'
+    _write_file(bench, name, text)
+    if bench.arguments.install:
+        shipped_tables.shipped.cache_clear()
+        shipped_tables.shipped_tiles.cache_clear()
+
+
+def _write_file(bench: Bench, name: str, text: str) -> None:
     bench.arguments.out.mkdir(parents=True, exist_ok=True)
-    written.write_text(text)
+    (bench.arguments.out / name).write_text(text)
     if bench.arguments.install:
         with resources.as_file(resources.files("slipstream.kernels.triton") / "configs" / name) as path:
             Path(path).write_text(text)
-        shipped_tables.shipped.cache_clear()
-        shipped_tables.shipped_tiles.cache_clear()
