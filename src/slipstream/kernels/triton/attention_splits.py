@@ -122,7 +122,7 @@ def splits_kernel(
     k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
     at = key_offsets(pages_at, slot_stride, tl.minimum(from_split * SPLIT, tl.maximum(end - 1, 0)), end, BLOCK, PAGE)
     if EARLY:
-        if PDL and busy:
+        if PDL and busy and not WHOLE:
             _prefetch_block(k_at, v_at, at, WIDTH)
         # Programs past a context's end leave at once, to make room; the first of a tile waits even so, that whoever
         # waits for this kernel has waited for those before.
