@@ -1,6 +1,6 @@
 """Find the tiles of products whose programs take all of a pass's rows, on this GPU, and write them down.
 
-    PYTHONPATH=src python -m benchmarks.gpu_wide --out out/configs [--seconds 100] [--formats dense,fp8] [--shapes 4]
+    PYTHONPATH=src python -m benchmarks.gpu_wide --out out/configs [--seconds 100] [--formats dense] [--shapes qkv,o]
 
 Every candidate is timed at 160 rows, the best three at 96 to 256, beside the tiles without them and torch's product;
 and likewise at 40 rows and 32 to 64. A candidate counts only if a row's bits are the same for 1 to 300 rows. One that
@@ -53,6 +53,7 @@ TILES = (  # weight rows of a tile, whether two of them, warps, stages, whether 
     (128, False, 8, 3, False),
     (128, False, 4, 4, False),
     (64, True, 4, 5, False),
+    (64, True, 4, 3, False),
     (64, True, 8, 5, False),
     (64, False, 4, 6, False),
     (64, False, 4, 4, True),
@@ -94,14 +95,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="leave the shapes that are not reached by then")
     parser.add_argument("--formats", default="dense,fp8")
-    parser.add_argument("--shapes", type=int, default=len(LLAMA), help="how many products of a model; a block has four")
+    parser.add_argument("--shapes", default=",".join(shape.name for shape in LLAMA))
     parser.add_argument("--rows", default="many,few")
+    parser.add_argument("--split", default="", help="stretches to try for shapes: dense:6144:4096=2,...")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     device = torch.device("cuda")
     tuning = read_tuning(architecture_of(device))
+    for name, splits in (pair.split("=") for pair in arguments.split.split(",") if pair):
+        changed = dataclasses.replace(tuning.linear[name], split_k=int(splits))
+        tuning = dataclasses.replace(tuning, linear={**tuning.linear, name: changed})
     passes = [{"many": MANY, "few": FEW}[name] for name in arguments.rows.split(",")]
-    shapes = LLAMA[: arguments.shapes]
+    shapes = [shape for shape in LLAMA if shape.name in arguments.shapes.split(",")]
     cases = [Case(f, shape, rows) for f in arguments.formats.split(",") for rows in passes for shape in shapes]
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
         tried = {case: candidates(tuning, case) for case in cases}
@@ -141,11 +146,13 @@ def candidates(tuning: Tuning, case: Case) -> list[WideConfig]:
             if step_bytes == 256 and stages > 4:
                 continue
             width = block_n * (2 if pair and not shape.silu else 1)
-            programs = -(-(shape.outputs // (2 if shape.silu else 1)) // width) * narrow.split_k
-            if programs < 48 or (shape.silu and not pair):
+            tiles = -(-(shape.outputs // (2 if shape.silu else 1)) // width)
+            if tiles * narrow.split_k < 48 or (shape.silu and not pair):
                 continue
             ways = (True, False) if both and step_bytes == STEP_BYTES[0] else (True,)
             found += [WideConfig(block_n, pair, block_k, warps, stages, tma) for tma in ways]
+            if narrow.split_k > 1 and tiles >= 48 and not pair:
+                found.append(WideConfig(block_n, pair, block_k, warps, stages, tma=True, serial=True))
     most, pieces = tuning.shared_bytes, row_pieces(case.rows[0])
     return list({fitted(config, pieces, case.format, shape.silu, most): config for config in reversed(found)}.values())
 
@@ -199,7 +206,7 @@ def fastest(tuning: Tuning, case: Case, configs: list[WideConfig], device: torch
     timed.sort(key=lambda pair: pair[0])
     text = " ".join(f"{short(config)}={seconds * 1e6:.1f}" for seconds, config in timed)
     print(f"{case} M={case.rows[0]}: {text}", flush=True)
-    return [config for _, config in timed[:KEPT]]
+    return [dataclasses.replace(config, ahead=ahead) for _, config in timed[:KEPT] for ahead in (True, False)]
 
 
 def best_of(tuning: Tuning, case: Case, configs: list[WideConfig], device: torch.device) -> WideConfig | None:
@@ -232,7 +239,8 @@ def best_of(tuning: Tuning, case: Case, configs: list[WideConfig], device: torch
 def short(config: WideConfig) -> str:
     """Return a configuration in a word."""
     tiles = f"{'2x' if config.pair else ''}{config.block_n}x{config.block_k}"
-    return f"{tiles}/w{config.num_warps}s{config.num_stages}{'' if config.tma else '-ptr'}"
+    ways = f"{'' if config.tma else '-ptr'}{'-serial' if config.serial else ''}{'' if config.ahead else '-now'}"
+    return f"{tiles}/w{config.num_warps}s{config.num_stages}{ways}"
 
 
 def show(case: Case, name: str, times: dict[int, float], say: str = "") -> None:

@@ -34,9 +34,9 @@ def weight_of(format: str, prepared_by: Products, generator) -> torch.Tensor | P
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("tma", [False, True])
-def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, generator):
-    narrow, all_rows = products({}), products(wide(pair=pair, tma=tma))
+@pytest.mark.parametrize(("tma", "serial"), [(False, False), (True, False), (False, True)])
+def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, serial, generator):
+    narrow, all_rows = products({}), products(wide(pair=pair, tma=tma, serial=serial))
     weight = weight_of(format, narrow, generator)
     x = numbers(160, INPUTS, generator=generator, dtype=torch.bfloat16)
     residual = numbers(160, OUTPUTS, generator=generator, dtype=torch.bfloat16)

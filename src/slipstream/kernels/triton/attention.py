@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention_blocks import (
+    DESCRIPTION,
     SPLITS_IN_GROUP,
     attend_block,
     find_request,
@@ -64,7 +65,7 @@ def _attend_split(
     return best, tl.max(total, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "pages_stride", "window"], do_not_specialize_on_alignment=DESCRIPTION)
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, num_requests, slot_stride,
     pages_stride, scale, window,
@@ -204,7 +205,8 @@ def variants(architecture: str) -> list[Variant]:
     shipped = []
     for rows, kernel, signature, whole in kinds:
         serial = kernel is _attention_kernel
-        divisible = tuple(name for name in signature if name.endswith("_ptr") or name == "slot_stride")
+        divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
+        divisible += ("slot_stride",)
         for heads, groups, width in ((32, 8, 128), (9, 3, 64)):
             constants = {
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,

@@ -40,6 +40,8 @@ class WideConfig:
         block_n: weight rows of a tile.
         pair: whether a program takes two tiles, which share the rows it loads.
         tma: whether tiles are fetched by the copy engine (NVIDIA from sm_90 on).
+        serial: whether a program takes all stretches of its tile, one after another, instead of one each.
+        ahead: whether programs ask for the first lines of their weights before the inputs are there.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
 
@@ -49,6 +51,8 @@ class WideConfig:
     num_warps: int
     num_stages: int
     tma: bool = False
+    serial: bool = False
+    ahead: bool = True
     from_rows: int = 17
 
 

@@ -21,7 +21,7 @@ class WideLaunch:
     Args:
         config: tiles that fit the pass (see `fitted`).
         pieces: widths of the two pieces of the token tile; the second may be 0.
-        splits: the stretches columns are cut in, each a program's.
+        splits: the stretches columns are cut in, each a program's unless one program takes all.
         stretch: the columns of one of them.
         counters: zeros, as in `slipstream.kernels.triton.linear.Launch`.
         dependent: whether the kernel may start while the one before it drains.
@@ -40,7 +40,7 @@ class WideLaunch:
         """Return programs over outputs, tokens and stretches of columns."""
         outputs = num_outputs // 2 if silu else num_outputs
         width = self.config.block_n * (2 if self.config.pair and not silu else 1)
-        return -(-outputs // width), -(-num_rows // sum(self.pieces)), self.splits
+        return -(-outputs // width), -(-num_rows // sum(self.pieces)), 1 if self.config.serial else self.splits
 
 
 def row_pieces(num_rows: int) -> tuple[int, int]:
@@ -54,8 +54,9 @@ def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, s
 
     With SiLU a program needs the pair: tiles of its own are cut in gates and the rows `up`.
     """
-    # An FP8 product keeps two sums of every number: the matrix unit's, and the whole one they go into.
-    most_sums = 80 if kind == "fp8" else 160
+    # An FP8 product keeps two sums of every number: the matrix unit's, and the whole one they go into. So does a
+    # program that adds up stretches.
+    most_sums = 160 // (1 + (kind == "fp8")) // (1 + config.serial)
     if silu and not config.pair:
         config = replace(config, pair=True, block_n=max(config.block_n // 2, 64))
     while config.block_n * (1 + config.pair) * sum(pieces) > most_sums * 32 * config.num_warps:
@@ -83,7 +84,7 @@ def multiply_wide(
     grid = launch.grid(num_rows, num_outputs, silu)
     y = torch.empty(num_rows, num_outputs // 2 if silu else num_outputs, dtype=out_dtype, device=x_TK.device)
     partial = y
-    if launch.splits > 1:
+    if grid[2] > 1:
         assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"
         size = grid[0] * grid[1] * grid[2] * config.block_n * (1 + config.pair) * (first + second)
         partial = torch.empty(size, dtype=torch.int32 if kind == "int8" else torch.float32, device=y.device)
@@ -97,8 +98,9 @@ def multiply_wide(
         num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
         residual_stride(epilogue), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        SPLITS=launch.splits, EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
-        HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None, PDL=launch.dependent,
+        SPLITS=launch.splits, SERIAL=config.serial, EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma,
+        KIND=kind, SILU=silu, HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
+        AHEAD=config.ahead, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
@@ -148,8 +150,9 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
     }  # fmt: skip
     constants = {
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "SPLITS": 1 if silu else 4, "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
-        "HAS_RESIDUAL": not silu, "PDL": False,
+        "SPLITS": 1 if silu else 4, "SERIAL": config.serial, "EVEN_K": True, "TMA": config.tma, "KIND": kind,
+        "SILU": silu, "HAS_BIAS": False,
+        "HAS_RESIDUAL": not silu, "AHEAD": config.ahead, "PDL": False,
     }  # fmt: skip
     tiles = f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', split'}"
     divisible = tuple(

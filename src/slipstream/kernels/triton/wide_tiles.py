@@ -175,13 +175,39 @@ def _finish_piece(
             )  # fmt: skip
 
 
+@triton.jit
+def _stretch(
+    x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Multiply one stretch of columns, `steps` tiles long: the first piece of the rows and the rest, by both tiles."""
+    REST: tl.constexpr = SECOND if SECOND > 0 else 16
+    one, one_rest = _zeros(BLOCK_N, FIRST, KIND), _zeros(BLOCK_N, REST, KIND)
+    two, two_rest = _zeros(BLOCK_N, FIRST, KIND), _zeros(BLOCK_N, REST, KIND)
+    for step in range(steps):
+        k = (split * steps + step) * BLOCK_K
+        w = _tile(w_tiles, n_first, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+        x = _tile(x_first, m_first, M, x_stride, k, K, FIRST, BLOCK_K, TMA, EVEN_K)
+        one = _dot(w, x, one, KIND)
+        if SECOND > 0:
+            rest = _tile(x_second, m_first + FIRST, M, x_stride, k, K, SECOND, BLOCK_K, TMA, EVEN_K)
+            one_rest = _dot(w, rest, one_rest, KIND)
+        if PAIR:
+            w = _tile(w_tiles, n_second, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+            two = _dot(w, x, two, KIND)
+            if SECOND > 0:
+                two_rest = _dot(w, rest, two_rest, KIND)
+    return one, one_rest, two, two_rest
+
+
 @triton.jit(do_not_specialize=["M", "steps"])
 def wide_kernel(
     x_first, x_second, w_tiles, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr,
     counter_ptr, M, N, K, steps, x_stride, residual_stride, y_stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr, SILU: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SERIAL: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
+    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up."""
     n_tile, m_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -192,7 +218,7 @@ def wide_kernel(
     WIDTH: tl.constexpr = BLOCK_N if SILU or not PAIR else 2 * BLOCK_N
     n_first = n_tile * WIDTH
     n_second = n_first + (num_outputs if SILU else BLOCK_N)
-    if PDL:
+    if PDL and AHEAD:
         LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
         rows_N = tl.minimum(n_first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
         prefetch_rows(w_ptr + rows_N * K, split * steps * BLOCK_K, K, LINE)
@@ -200,21 +226,21 @@ def wide_kernel(
             rows_N = tl.minimum(n_second + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
             prefetch_rows(w_ptr + rows_N * K, split * steps * BLOCK_K, K, LINE)
     wait_for_inputs(PDL)
-    one, one_rest = _zeros(BLOCK_N, FIRST, KIND), _zeros(BLOCK_N, REST, KIND)
-    two, two_rest = _zeros(BLOCK_N, FIRST, KIND), _zeros(BLOCK_N, REST, KIND)
-    for step in range(steps):
-        k = (split * steps + step) * BLOCK_K
-        w = _tile(w_tiles, n_first, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
-        x = _tile(x_first, m_first, M, x_stride, k, K, FIRST, BLOCK_K, TMA, EVEN_K)
-        one = _dot(w, x, one, KIND)
-        if SECOND > 0:
-            rest = _tile(x_second, m_second, M, x_stride, k, K, SECOND, BLOCK_K, TMA, EVEN_K)
-            one_rest = _dot(w, rest, one_rest, KIND)
-        if PAIR:
-            w = _tile(w_tiles, n_second, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
-            two = _dot(w, x, two, KIND)
-            if SECOND > 0:
-                two_rest = _dot(w, rest, two_rest, KIND)
+    one, one_rest, two, two_rest = _stretch(
+        x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
+        FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND,
+    )  # fmt: skip
+    if SERIAL:
+        for other in range(1, SPLITS):
+            more, more_rest, next_two, next_rest = _stretch(
+                x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, other, steps,
+                FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND,
+            )  # fmt: skip
+            one += more
+            one_rest += more_rest
+            two += next_two
+            two_rest += next_rest
+    KEPT: tl.constexpr = 1 if SERIAL else SPLITS
     finished = True
     TILES: tl.constexpr = 2 if PAIR else 1
     AFTER_ONE: tl.constexpr = BLOCK_N * FIRST
@@ -222,7 +248,7 @@ def wide_kernel(
     tile = m_tile * tl.num_programs(0) + n_tile
     stride = (tl.num_programs(0) * tl.num_programs(1)).to(tl.int64) * (TILES * AFTER_REST)
     at = tile.to(tl.int64) * (TILES * AFTER_REST)
-    if SPLITS > 1:
+    if KEPT > 1:
         own = at + split * stride
         _keep(one, partial_ptr, own, BLOCK_N, FIRST)
         if SECOND > 0:
@@ -231,16 +257,16 @@ def wide_kernel(
             _keep(two, partial_ptr, own + AFTER_REST, BLOCK_N, FIRST)
             if SECOND > 0:
                 _keep(two_rest, partial_ptr, own + AFTER_REST + AFTER_ONE, BLOCK_N, REST)
-        finished = arrived_last(counter_ptr + tile, SPLITS)
+        finished = arrived_last(counter_ptr + tile, KEPT)
     if finished:
         _finish_piece(
             one, two, partial_ptr, at, stride, m_first, n_first, n_second, x_scale_ptr, w_scale_ptr, bias_ptr,
-            residual_ptr, y_ptr, M, N, residual_stride, y_stride, FIRST, BLOCK_N, PAIR, AFTER_REST, SPLITS, KIND, SILU,
+            residual_ptr, y_ptr, M, N, residual_stride, y_stride, FIRST, BLOCK_N, PAIR, AFTER_REST, KEPT, KIND, SILU,
             HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
         if SECOND > 0:
             _finish_piece(
                 one_rest, two_rest, partial_ptr, at + AFTER_ONE, stride, m_second, n_first, n_second, x_scale_ptr,
                 w_scale_ptr, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride, REST, BLOCK_N, PAIR,
-                AFTER_REST, SPLITS, KIND, SILU, HAS_BIAS, HAS_RESIDUAL,
+                AFTER_REST, KEPT, KIND, SILU, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
