@@ -177,11 +177,17 @@ def attention(
     cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
+    shape["num_warps"] = _split_warps(config, rows)
     splits_kernel[(num_groups, num_tiles, -(-num_splits // each))](
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters, num_requests,
         num_splits, each, *strides, WHOLE=each > 1, EARLY=launch.early, **shape,
     )  # fmt: skip
     return out
+
+
+def _split_warps(config: AttentionConfig, rows: int) -> int:
+    """Return the warps of programs that share a tile: wide ones hold two sums of values each; warps change no bits."""
+    return config.num_warps * 2 if rows > _NARROW_ROWS else config.num_warps
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -216,6 +222,15 @@ def variants(architecture: str) -> list[Variant]:
             }  # fmt: skip
             name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
             shipped.append(
-                Variant(name, kernel, signature, constants, config.num_warps, config.num_stages, "bf16", divisible)
+                Variant(
+                    name,
+                    kernel,
+                    signature,
+                    constants,
+                    config.num_warps if serial else _split_warps(config, rows),
+                    config.num_stages,
+                    "bf16",
+                    divisible,
+                )
             )
     return shipped
