@@ -95,8 +95,8 @@ CASES = {
 }
 NUM_LAYERS = {"llama": 8, "fp8": 12, "smollm": 30}
 ATTENTION = [  # split, block, num_warps, num_stages
-    (256, 128, 4, 2), (256, 128, 4, 3), (256, 128, 8, 2), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 2),
-    (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2),
+    (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (256, 128, 8, 2), (256, 64, 4, 3),
+    (64, 64, 4, 3), (64, 64, 2, 2), (128, 64, 2, 3), (64, 32, 2, 3), (128, 32, 2, 4),
 ]  # fmt: skip
 
 
@@ -300,6 +300,11 @@ def tune(name: str, tuning: Tuning, device: torch.device, deadline: float) -> Tu
     print(f"{layers.case.name}: best {judge.timed('best', judge.best):.1f} us for both", flush=True)
     try:
         profile(layers, judge.best, BATCHES[0])
+        if name == "llama":
+            del layers
+            long = Layers(dataclasses.replace(CASES[name], name="Llama-8B at 10,240 keys", context=10240), 4, device)
+            Judge(long, judge.best, deadline)
+            profile(long, judge.best, BATCHES[0])
     except Exception as error:  # noqa: BLE001 - figures are worth more than where they come from
         print(f"  no profile: {error!r}")
     return judge.best

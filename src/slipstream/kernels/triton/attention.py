@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer
-from slipstream.kernels.triton.attention_blocks import DESCRIPTION, attend_block, find_request, key_offsets, merge
+from slipstream.kernels.triton.attention_blocks import (
+    DESCRIPTION,
+    SPLITS_IN_GROUP,
+    attend_block,
+    find_request,
+    key_offsets,
+    merge,
+    nothing,
+)
 from slipstream.kernels.triton.attention_splits import splits_kernel
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
@@ -63,7 +71,7 @@ def _attention_kernel(
     pages_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
+    IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
@@ -93,16 +101,17 @@ def _attention_kernel(
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
         if first_split < last_split:
-            best, total, acc = _attend_split(
-                q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, first_split * SPLIT,
-                tl.minimum(first_split * SPLIT + SPLIT, end), scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
-            )  # fmt: skip
-            for other in range(first_split + 1, last_split):
+            best, total, acc = nothing(ROWS, D)
+            group_best, group_total, group_acc = nothing(ROWS, D)
+            for split in range(first_split, last_split):
                 best_s, total_s, acc_s = _attend_split(
-                    q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, other * SPLIT,
-                    tl.minimum(other * SPLIT + SPLIT, end), scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
+                    q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, split * SPLIT,
+                    tl.minimum(split * SPLIT + SPLIT, end), scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
                 )  # fmt: skip
-                best, total, acc = merge(best, total, acc, best_s, total_s, acc_s)
+                group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
+                if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):
+                    best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
+                    group_best, group_total, group_acc = nothing(ROWS, D)
             out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             is_row = q_first + row // REPEATS <= last_token
             is_out = is_row[:, None] & (column < WIDTH)[None, :]
@@ -150,7 +159,7 @@ def attention(
     shape = {
         "HEADS": num_heads, "GROUPS": num_groups, "WIDTH": width, "D": head_block, "ROWS": rows, "TOKENS": tokens,
         "REQUESTS": triton.next_power_of_2(num_requests), "SPLIT": config.split, "BLOCK": config.block,
-        "PAGE": batch.page_size, "HAS_WINDOW": window is not None, "PDL": launch.dependent,
+        "PAGE": batch.page_size, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": window is not None, "PDL": launch.dependent,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     }  # fmt: skip
@@ -160,16 +169,25 @@ def attention(
         )
         return out
     num_splits = max(-(-most_keys // config.split), 1)
-    each = max(num_groups * num_requests * num_splits // config.programs, 1)
+    programs = num_groups * num_requests * num_splits
+    each = 1
+    if programs > config.programs:  # whole groups
+        each = max(round(programs / (config.programs * SPLITS_IN_GROUP)), 1) * SPLITS_IN_GROUP
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
+    shape["num_warps"] = _split_warps(config, rows)
     splits_kernel[(num_groups, num_tiles, -(-num_splits // each))](
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters, num_requests,
-        num_splits, each, *strides, EARLY=launch.early, **shape,
+        num_splits, each, *strides, WHOLE=each > 1, EARLY=launch.early, **shape,
     )  # fmt: skip
     return out
+
+
+def _split_warps(config: AttentionConfig, rows: int) -> int:
+    """Return the warps of programs that share a tile: wide ones hold two sums of values each; warps change no bits."""
+    return config.num_warps * 2 if rows > _NARROW_ROWS else config.num_warps
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -183,13 +201,15 @@ def variants(architecture: str) -> list[Variant]:
     numbers = {
         "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
     }  # fmt: skip
+    split = {**pointers, **shared, **numbers, "num_splits": "i32", "each": "i32"}
     kinds = (
-        (_NARROW_ROWS, splits_kernel, {**pointers, **shared, **numbers, "num_splits": "i32", "each": "i32"}),
-        (config.rows_wide, splits_kernel, {**pointers, **shared, **numbers, "num_splits": "i32", "each": "i32"}),
-        (config.rows_wide, _attention_kernel, {**pointers, **numbers}),
+        (_NARROW_ROWS, splits_kernel, split, False),
+        (_NARROW_ROWS, splits_kernel, split, True),
+        (config.rows_wide, splits_kernel, split, True),
+        (config.rows_wide, _attention_kernel, {**pointers, **numbers}, True),
     )
     shipped = []
-    for rows, kernel, signature in kinds:
+    for rows, kernel, signature, whole in kinds:
         serial = kernel is _attention_kernel
         divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
         divisible += ("slot_stride",)
@@ -197,10 +217,20 @@ def variants(architecture: str) -> list[Variant]:
             constants = {
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
                 "TOKENS": rows // (heads // groups), "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
-                "PAGE": 16, "HAS_WINDOW": False, "PDL": False, **({} if serial else {"EARLY": True}),
+                "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
+                **({} if serial else {"WHOLE": whole, "EARLY": True}),
             }  # fmt: skip
-            name = f"attention {rows} rows, heads of {width}{', serial' if serial else ''}"
+            name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
             shipped.append(
-                Variant(name, kernel, signature, constants, config.num_warps, config.num_stages, "bf16", divisible)
+                Variant(
+                    name,
+                    kernel,
+                    signature,
+                    constants,
+                    config.num_warps if serial else _split_warps(config, rows),
+                    config.num_stages,
+                    "bf16",
+                    divisible,
+                )
             )
     return shipped

@@ -1,7 +1,8 @@
 """What attention is made of: whose queries a tile holds, a block of keys, and the merging of results.
 
-A split's result is a maximum, a sum and a weighted sum of values. A split, a block or a key that a row does not see
-changes none of its bits, so they depend on the row's own keys alone.
+A split's result is a maximum, a sum and a weighted sum of values. Results are merged in the order of splits, those of a
+group first, then those of groups. A split, a block or a key that a row does not see changes none of its bits,
+so they depend on the row's own keys alone.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,6 +16,14 @@ DESCRIPTION = ["starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_pt
 
 It may be read before a kernel has waited, and is then read past the nearest cache (.cg), which might hold old lines.
 """
+SPLITS_IN_GROUP = 4
+"""Splits whose results are merged among themselves first: those from a multiple of this number on."""
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, D: tl.constexpr):
+    """Return the result of no keys."""
+    return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
 
 
 @triton.jit

@@ -10,7 +10,14 @@ it, and asks for its first keys and values, while that kernel still runs.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.attention_blocks import DESCRIPTION, attend_block, find_request, key_offsets, merge
+from slipstream.kernels.triton.attention_blocks import (
+    DESCRIPTION,
+    attend_block,
+    find_request,
+    key_offsets,
+    merge,
+    nothing,
+)
 from slipstream.kernels.triton.launch import arrived_last, let_next_start, prefetch, wait_for_previous
 
 
@@ -24,9 +31,9 @@ def _prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _stored(sums_at, part_at, place, count, real, ROWS: tl.constexpr, D: tl.constexpr):
-    """Return the result of a split as another program has stored it; past the last one, of a split nobody sees."""
-    is_there = real & (place < count)
+def _stored(sums_at, part_at, place, first, count, real, ROWS: tl.constexpr, D: tl.constexpr):
+    """Return a result as another program has stored it; before the first and past the last, that of no keys."""
+    is_there = real & (place >= first) & (place < count)
     best = tl.load(sums_at + place * (2 * ROWS), mask=is_there, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(sums_at + place * (2 * ROWS) + ROWS, mask=is_there, other=0.0, cache_modifier=".cg")
     acc = tl.load(part_at + place * (ROWS * D), mask=is_there[:, None], other=0.0, cache_modifier=".cg")
@@ -34,18 +41,53 @@ def _stored(sums_at, part_at, place, count, real, ROWS: tl.constexpr, D: tl.cons
 
 
 @triton.jit
-def _merge_stored(sums_at, part_at, count, real, ROWS: tl.constexpr, D: tl.constexpr):
-    """Merge the results of `count` splits in their order; four are read at a time."""
-    best, total, acc = _stored(sums_at, part_at, 0, count, real, ROWS, D)
-    for place in range(1, count, 4):
-        best_0, total_0, acc_0 = _stored(sums_at, part_at, place, count, real, ROWS, D)
-        best_1, total_1, acc_1 = _stored(sums_at, part_at, place + 1, count, real, ROWS, D)
-        best_2, total_2, acc_2 = _stored(sums_at, part_at, place + 2, count, real, ROWS, D)
-        best_3, total_3, acc_3 = _stored(sums_at, part_at, place + 3, count, real, ROWS, D)
+def _store(best, total, acc, sums_at, part_at, place, real, ROWS: tl.constexpr, D: tl.constexpr):
+    tl.store(sums_at + place * (2 * ROWS), best, mask=real)
+    tl.store(sums_at + place * (2 * ROWS) + ROWS, total, mask=real)
+    tl.store(part_at + place * (ROWS * D), acc, mask=real[:, None])
+
+
+@triton.jit
+def _merge_four(best, total, acc, sums_at, part_at, place, first, count, real, ROWS: tl.constexpr, D: tl.constexpr):
+    """Merge four stored results in their order, all read at once where registers allow it."""
+    if ROWS > 16:
+        for other in range(place, place + 4):
+            best_0, total_0, acc_0 = _stored(sums_at, part_at, other, first, count, real, ROWS, D)
+            best, total, acc = merge(best, total, acc, best_0, total_0, acc_0)
+    else:
+        best_0, total_0, acc_0 = _stored(sums_at, part_at, place, first, count, real, ROWS, D)
+        best_1, total_1, acc_1 = _stored(sums_at, part_at, place + 1, first, count, real, ROWS, D)
+        best_2, total_2, acc_2 = _stored(sums_at, part_at, place + 2, first, count, real, ROWS, D)
+        best_3, total_3, acc_3 = _stored(sums_at, part_at, place + 3, first, count, real, ROWS, D)
         best, total, acc = merge(best, total, acc, best_0, total_0, acc_0)
         best, total, acc = merge(best, total, acc, best_1, total_1, acc_1)
         best, total, acc = merge(best, total, acc, best_2, total_2, acc_2)
         best, total, acc = merge(best, total, acc, best_3, total_3, acc_3)
+    return best, total, acc
+
+
+@triton.jit
+def _merge_stored(
+    sums_at, part_at, first_split, last_split, real,
+    ROWS: tl.constexpr, D: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Merge all results, of groups (WHOLE) or of splits, in their order; places count from the first's group on."""
+    best, total, acc = nothing(ROWS, D)
+    first_group, end_group = first_split // IN_GROUP, tl.cdiv(last_split, IN_GROUP)
+    if WHOLE:
+        for place in range(0, end_group - first_group, 4):
+            best, total, acc = _merge_four(
+                best, total, acc, sums_at, part_at, place, 0, end_group - first_group, real, ROWS, D
+            )
+    else:
+        before = first_group * IN_GROUP
+        for place in range(0, last_split - before, IN_GROUP):
+            group_best, group_total, group_acc = nothing(ROWS, D)
+            group_best, group_total, group_acc = _merge_four(
+                group_best, group_total, group_acc, sums_at, part_at, place, first_split - before,
+                last_split - before, real, ROWS, D,
+            )  # fmt: skip
+            best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
     return best, total, acc
 
 
@@ -58,9 +100,12 @@ def splits_kernel(
     counter_ptr, num_requests, num_splits, each, slot_stride, pages_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend to `each` consecutive splits of a tile's request; EARLY: look things up before the inputs are there."""
+    """Attend to `each` consecutive splits of a tile's request: one, or with WHOLE some groups.
+
+    EARLY: look things up before the inputs are there.
+    """
     let_next_start(PDL)
     if not EARLY:
         wait_for_previous(PDL)
@@ -79,14 +124,15 @@ def splits_kernel(
     if HAS_WINDOW:
         first_split = tl.maximum(tl.min(own, 0) - window + 1, 0) // SPLIT
     last_split = tl.cdiv(end, SPLIT)
-    from_split = first_split + tl.program_id(2) * each
-    to_split = tl.minimum(from_split + each, last_split)
+    aligned = first_split // each * each
+    to_split = tl.minimum(aligned + (tl.program_id(2) + 1) * each, last_split)
+    from_split = tl.maximum(aligned + tl.program_id(2) * each, first_split)
     busy = (q_first < q_to) & (from_split < to_split)
     pages_at = pages_ptr + request.to(tl.int64) * pages_stride
     k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
     at = key_offsets(pages_at, slot_stride, tl.minimum(from_split * SPLIT, tl.maximum(end - 1, 0)), end, BLOCK, PAGE)
     if EARLY:
-        if PDL and busy:
+        if PDL and busy and not WHOLE:
             _prefetch_block(k_at, v_at, at, WIDTH)
         # Programs past a context's end leave at once, to make room; the first of a tile waits even so, that whoever
         # waits for this kernel has waited for those before.
@@ -99,9 +145,9 @@ def splits_kernel(
         cell = tile.to(tl.int64) * GROUPS + group
         sums_at = sums_ptr + cell * num_splits * (2 * ROWS) + row
         part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + column[None, :])
-        best = tl.full([ROWS], float("-inf"), tl.float32)
+        best, _, acc = nothing(ROWS, D)
+        group_best, group_total, group_acc = nothing(ROWS, D)
         total = tl.zeros([ROWS, 16], tl.float32)
-        acc = tl.zeros([ROWS, D], tl.float32)
         for start in range(from_split * SPLIT, tl.minimum(to_split * SPLIT, end), BLOCK):
             # Queries are read along with the keys: before the loop they would hold the keys up.
             if D == WIDTH:
@@ -115,15 +161,20 @@ def splits_kernel(
             )  # fmt: skip
             at = next_at
             if ((start + BLOCK) % SPLIT == 0) | (start + BLOCK >= end):
-                place = start // SPLIT - first_split
-                tl.store(sums_at + place * (2 * ROWS), best, mask=real)
-                tl.store(sums_at + place * (2 * ROWS) + ROWS, tl.max(total, 1), mask=real)
-                tl.store(part_at + place * (ROWS * D), acc, mask=real[:, None])
-                best = tl.full([ROWS], float("-inf"), tl.float32)
+                split, sums = start // SPLIT, tl.max(total, 1)
+                if WHOLE:
+                    group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best, sums, acc)
+                    if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):
+                        place = split // IN_GROUP - first_split // IN_GROUP
+                        _store(group_best, group_total, group_acc, sums_at, part_at, place, real, ROWS, D)
+                        group_best, group_total, group_acc = nothing(ROWS, D)
+                else:
+                    place = split - first_split // IN_GROUP * IN_GROUP
+                    _store(best, sums, acc, sums_at, part_at, place, real, ROWS, D)
+                best, sums, acc = nothing(ROWS, D)
                 total = tl.zeros([ROWS, 16], tl.float32)
-                acc = tl.zeros([ROWS, D], tl.float32)
-        if arrived_last(counter_ptr + cell, tl.cdiv(last_split - first_split, each)):
-            best, sums, acc = _merge_stored(sums_at, part_at, last_split - first_split, real, ROWS, D)
+        if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):
+            best, sums, acc = _merge_stored(sums_at, part_at, first_split, last_split, real, ROWS, D, IN_GROUP, WHOLE)
             out = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]
             is_out = real[:, None] & (column < WIDTH)[None, :]
             tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=is_out)

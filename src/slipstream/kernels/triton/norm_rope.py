@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -108,31 +109,32 @@ def _launch_norm(
 def _rope_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     qkv_stride, slot_stride, eps,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    QK_NORM: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, TAKEN: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Take one head of one token: rotate a query, or rotate a key and write it, or write a value."""
+    """Take TAKEN heads of one token: rotate queries, or rotate keys and write them, or write values."""
     wait_then_let_start(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    real = at < WIDTH
+    first = tl.program_id(1) * TAKEN
+    head = (first + tl.arange(0, TAKEN))[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    real = (at < WIDTH) & (head >= 0)
     source = qkv_ptr + token * qkv_stride + head * WIDTH
     dtype = qkv_ptr.dtype.element_ty
     x = tl.load(source + at, mask=real, other=0.0)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    if head >= HEADS + GROUPS:
+    if first >= HEADS + GROUPS:
         target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * WIDTH + at
         tl.store(target, x.to(values_ptr.dtype.element_ty), mask=real)
     else:
         mate = tl.where(at < HALF, at + HALF, at - HALF)
         turned = at < 2 * HALF
-        partner = tl.load(source + mate, mask=turned, other=0.0)
+        partner = tl.load(source + mate, mask=turned & real, other=0.0)
         if QK_NORM:
             x_f32 = x.to(tl.float32)
-            rstd = tl.rsqrt(tl.sum(x_f32 * x_f32, 0) / WIDTH + eps)
-            norm_at = q_norm_ptr if head < HEADS else k_norm_ptr
-            own = tl.load(norm_at + at, mask=real, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(x_f32 * x_f32, 1) / WIDTH + eps)[:, None]
+            norm_at = q_norm_ptr if first < HEADS else k_norm_ptr
+            own = tl.load(norm_at + at, mask=at < WIDTH, other=0.0).to(tl.float32)
             other = tl.load(norm_at + mate, mask=turned, other=0.0).to(tl.float32)
             x = ((x_f32 * rstd).to(dtype).to(tl.float32) * own).to(dtype)
             partner = ((partner.to(tl.float32) * rstd).to(dtype).to(tl.float32) * other).to(dtype)
@@ -142,7 +144,7 @@ def _rope_kernel(
         sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
         sign = tl.where(at < HALF, -1.0, 1.0)
         rotated = x.to(tl.float32) * cos + sign * partner.to(tl.float32) * sin
-        if head < HEADS:
+        if first < HEADS:
             tl.store(q_ptr + (token * HEADS + head) * WIDTH + at, rotated.to(dtype), mask=real)
         else:
             target = keys_ptr + slot * slot_stride + (head - HEADS) * WIDTH + at
@@ -179,14 +181,21 @@ def rope_and_write(qkv_TC: Tensor, write: RopeWrite, qk_norm: tuple[Norm, Norm] 
     assert layer.keys_SGd.stride() == layer.values_SGd.stride() and layer.keys_SGd.stride(1) == width
     q = torch.empty(qkv_TC.shape[0], num_heads, width, dtype=qkv_TC.dtype, device=qkv_TC.device)
     norms = qk_norm or (Norm(q, 0.0), Norm(q, 0.0))
-    _rope_kernel[(qkv_TC.shape[0], num_heads + 2 * num_groups)](
+    taken = _heads_taken(num_heads, num_groups)
+    _rope_kernel[(qkv_TC.shape[0], (num_heads + 2 * num_groups) // taken)](
         qkv_TC, q, layer.keys_SGd, layer.values_SGd, rope.slots_T, rope.positions_T, rope.cos_Pr, rope.sin_Pr,
         norms[0].weight_D, norms[1].weight_D, qkv_TC.stride(0), layer.keys_SGd.stride(0), norms[0].eps,
-        HEADS=num_heads, GROUPS=num_groups, WIDTH=width, HALF=rope.cos_Pr.shape[1],
-        BLOCK=triton.next_power_of_2(width), QK_NORM=qk_norm is not None, PDL=dependent, num_warps=1,
+        HEADS=num_heads, GROUPS=num_groups, TAKEN=taken, WIDTH=width, HALF=rope.cos_Pr.shape[1],
+        BLOCK=triton.next_power_of_2(width), QK_NORM=qk_norm is not None, PDL=dependent,
+        num_warps=1 if taken < 4 else 4,
         **launch_options(dependent),
     )  # fmt: skip
     return q
+
+
+def _heads_taken(num_heads: int, num_groups: int) -> int:
+    """Return how many heads a program takes: a power of two that divides those of queries and those of keys."""
+    return math.gcd(num_heads, num_groups, 8)
 
 
 @triton.jit
@@ -226,7 +235,7 @@ def variants(architecture: str) -> list[Variant]:
         "k_norm_ptr": "*bf16", "qkv_stride": "i32", "slot_stride": "i32", "eps": "fp32",
     }  # fmt: skip
     silu = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32", "x_stride": "i32"}
-    heads = {"HEADS": 32, "GROUPS": 8, "WIDTH": 128, "HALF": 64, "BLOCK": 128, "PDL": False}
+    heads = {"HEADS": 32, "GROUPS": 8, "TAKEN": 8, "WIDTH": 128, "HALF": 64, "BLOCK": 128, "PDL": False}
 
     def whole(signature: dict[str, str]) -> tuple[str, ...]:
         return tuple(name for name, kind in signature.items() if kind != "fp32")
@@ -237,7 +246,7 @@ def variants(architecture: str) -> list[Variant]:
         for codes, pointer in (("none", "*bf16"), ("fp8", "*fp8e4nv"), ("int8", "*i8"))
     ]  # fmt: skip
     ropes = [
-        Variant(f"rope, qk norm {on}", _rope_kernel, rope, {**heads, "QK_NORM": on}, 1, 2, divisible=whole(rope))
+        Variant(f"rope, qk norm {on}", _rope_kernel, rope, {**heads, "QK_NORM": on}, 4, 2, divisible=whole(rope))
         for on in (False, True)
     ]
     return [*norms, *ropes, Variant("silu_mul", _silu_mul_kernel, silu, {"BLOCK": 1024, "PDL": False}, 4, 2,

@@ -63,7 +63,7 @@ class AttentionConfig:
     Args:
         rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
         serial_from: from so many queries a request on, one program walks all splits instead of one each.
-        programs: where there are more splits than this, a program takes several; that changes no bits.
+        programs: where there would be more programs than this, each takes groups of splits; that changes no bits.
     """
 
     split: int = 256
@@ -72,7 +72,7 @@ class AttentionConfig:
     serial_from: int = 65
     num_warps: int = 4
     num_stages: int = 2
-    programs: int = 1056
+    programs: int = 528
 
 
 @dataclass(frozen=True)
