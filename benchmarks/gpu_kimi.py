@@ -1,11 +1,12 @@
 """Kimi-K2.5's kernels on a GPU: right, how fast with which tiles, and one tensor-parallel rank at full size.
 
-    PYTHONPATH=src python -m benchmarks.gpu_kimi --out FOLDER [--only correct,tiles,latent,rank,profile] [--tiny]
+    PYTHONPATH=src python -m benchmarks.gpu_kimi --out FOLDER [--only correct,tiles,latent,rank] [--tiny]
         [--seconds 60] [--install] [--vllm FILE] [--routing spread,clustered]
 
-Needs torch and triton alone. A section that fails prints why, and the others still run; figures go to
-FOLDER/kimi.json after every section, the tiles that won to FOLDER/experts_sm_90.json, and with --install also to
-where the sections after read them. `--tiny` shrinks everything, to see that the script itself works.
+Sections are correct, tiles, latent, products, rank and profile. Needs torch and triton alone. A section that fails
+prints why, and the others still run; figures go to FOLDER/kimi.json after every section, the tiles that won to
+FOLDER/experts_sm_90.json, and with --install also to where the sections after read them. `--tiny` shrinks everything,
+to see that the script itself works.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.gpu_kimi_bench import LATENT, PAGE, TOP_K, Bench, latent_case
-from benchmarks.gpu_kimi_sweep import latent, tiles
+from benchmarks.gpu_kimi_sweep import latent, products, tiles
 
 from slipstream.engine.rank import Rank, StepFigures, captured, rank_kernels
 from slipstream.engine.rank_models import random_experts, rank_of
@@ -151,7 +152,8 @@ def profile(bench: Bench) -> dict[str, list[tuple[str, float]]]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             graph.replay()
             torch.cuda.synchronize()
-        kernels = sorted((event.time_range.end, event.time_range.start, event.name) for event in profiler.events())
+        kernels = sorted((event.time_range.end, event.time_range.start, event.name) for event in profiler.events()
+                         if event.device_type == torch.autograd.DeviceType.CUDA)  # fmt: skip
         name = f"batch {batch} width {width} context {context}"
         layer = found[name] = _by_place(kernels)
         total = sum(us for _, us in layer)
@@ -173,7 +175,9 @@ def _by_place(kernels: list[tuple[float, float, str]]) -> list[tuple[str, float]
     return [(names[middle + n].strip("_")[:16], mean) for n, mean in enumerate(means)]
 
 
-SECTIONS = {"correct": correct, "tiles": tiles, "latent": latent, "rank": rank, "profile": profile}
+SECTIONS = {
+    "correct": correct, "tiles": tiles, "latent": latent, "products": products, "rank": rank, "profile": profile
+}  # fmt: skip
 
 
 def main() -> None:

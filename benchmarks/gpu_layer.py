@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,8 +41,8 @@ SMOLLM = dataclasses.replace(
     LLAMA_8B, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
     vocab_size=49152, rope=RopeSpec(100000.0, 64),
 )  # fmt: skip
-Tiles = tuple[int, int, int, int, int]
-"""block_n, block_k, split_k, num_stages, ahead"""
+Tiles = tuple[int, int, int, int]
+"""block_n, block_k, split_k, num_stages"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,39 +62,32 @@ class Case:
         return f"{self.spec.vocab_size}:{self.spec.hidden_size}"
 
 
-def _ahead(tiles: Iterable[tuple[int, int, int, int]], *lines: int) -> list[Tiles]:
-    return [(*tile, ahead) for tile in tiles for ahead in lines]
-
-
-LLAMA_TILES = {
-    "28672:4096": _ahead([(64, 128, 1, 3), (64, 128, 1, 4), (64, 128, 1, 5), (64, 128, 1, 6), (64, 256, 1, 3),
-                          (128, 64, 1, 6), (128, 128, 1, 3)], 8) + _ahead([(64, 128, 1, 5), (64, 128, 1, 3)], 0, 16),
-    "4096:14336": _ahead([(64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 128, 2, 12), (64, 256, 2, 6),
-                          (64, 128, 8, 3), (64, 128, 8, 4), (128, 64, 4, 6)], 8)
-    + _ahead([(64, 128, 4, 6), (64, 128, 4, 5)], 0, 16),
-    "6144:4096": _ahead([(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 2, 5), (64, 128, 2, 6), (64, 256, 2, 3),
-                         (64, 128, 1, 12)], 8) + _ahead([(64, 128, 4, 4), (64, 128, 2, 6)], 0, 16),
-    "4096:4096": _ahead([(64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 128, 2, 12), (64, 256, 2, 6),
-                         (64, 128, 2, 6)], 8) + _ahead([(64, 128, 4, 6), (64, 128, 2, 12)], 0, 16),
+LLAMA_TILES: dict[str, list[Tiles]] = {
+    "28672:4096": [(64, 128, 1, 2), (64, 128, 1, 3), (64, 256, 1, 2), (64, 256, 1, 3), (128, 64, 1, 3), (128, 64, 1, 4),
+                   (128, 128, 1, 2), (128, 128, 1, 3), (64, 64, 1, 4), (64, 64, 1, 6), (64, 128, 2, 3)],
+    "4096:14336": [(64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 256, 4, 2),
+                   (64, 256, 2, 3), (64, 256, 2, 6), (64, 64, 4, 6), (128, 64, 8, 3), (128, 128, 8, 2)],
+    "6144:4096": [(64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6),
+                  (64, 128, 2, 4), (64, 128, 2, 6), (64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 4, 2)],
+    "4096:4096": [(64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 2, 4), (64, 256, 2, 6), (64, 128, 2, 4), (64, 128, 2, 6),
+                  (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 4, 6), (64, 64, 4, 6), (64, 256, 4, 3)],
 }  # fmt: skip
-FP8_TILES = {
-    "28672:4096": _ahead([(128, 128, 1, 4), (128, 128, 1, 6), (128, 256, 1, 3), (64, 256, 1, 5), (64, 256, 1, 6),
-                          (64, 128, 1, 8)], 8) + _ahead([(128, 128, 1, 6), (64, 256, 1, 5)], 0, 16),
-    "4096:14336": _ahead([(64, 256, 4, 4), (64, 256, 4, 6), (64, 256, 2, 12), (64, 256, 8, 3), (64, 128, 4, 6),
-                          (128, 128, 4, 6), (128, 128, 8, 4)], 8) + _ahead([(64, 256, 4, 6)], 0, 16),
-    "6144:4096": _ahead([(64, 256, 2, 4), (64, 256, 2, 6), (64, 256, 4, 3), (64, 128, 4, 6), (64, 256, 1, 12)], 8)
-    + _ahead([(64, 256, 2, 6)], 0, 16),
-    "4096:4096": _ahead([(64, 256, 2, 4), (64, 256, 2, 6), (64, 256, 4, 4), (64, 128, 4, 8), (64, 256, 1, 12)], 8)
-    + _ahead([(64, 256, 2, 6)], 0),
+FP8_TILES: dict[str, list[Tiles]] = {
+    "28672:4096": [(128, 256, 1, 2), (128, 256, 1, 3), (128, 128, 1, 3), (128, 128, 1, 4), (64, 256, 1, 2),
+                   (64, 256, 1, 3), (64, 256, 1, 4), (64, 256, 2, 3)],
+    "4096:14336": [(64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 4, 6), (64, 256, 8, 2), (64, 256, 8, 3),
+                   (128, 256, 4, 2), (128, 256, 8, 2), (64, 256, 2, 6)],
+    "6144:4096": [(64, 256, 2, 3), (64, 256, 2, 4), (64, 256, 2, 6), (64, 256, 4, 2), (64, 256, 4, 3), (64, 128, 4, 4)],
+    "4096:4096": [(64, 256, 2, 3), (64, 256, 2, 4), (64, 256, 2, 6), (64, 256, 4, 2), (64, 256, 4, 3), (64, 256, 4, 4)],
 }  # fmt: skip
-SMOLLM_TILES = {
-    "3072:576": [(64, 128, 1, 5, 0), (64, 64, 1, 9, 0), (64, 256, 1, 3, 0), (64, 128, 1, 3, 0)],
-    "576:1536": [(64, 128, 1, 12, 0), (64, 256, 1, 6, 0), (64, 128, 2, 6, 0), (64, 128, 4, 3, 0), (64, 128, 1, 5, 0)],
-    "960:576": [(64, 128, 1, 5, 0), (64, 64, 1, 9, 0), (64, 256, 1, 3, 0)],
-    "576:576": [(64, 128, 1, 5, 0), (64, 64, 1, 9, 0), (64, 256, 1, 3, 0)],
-}  # fmt: skip
-LLAMA_HEAD = _ahead([(64, 128, 1, 5), (128, 128, 1, 3), (64, 128, 1, 3), (128, 64, 1, 6), (64, 256, 1, 3)], 8)
-SMOLLM_HEAD = _ahead([(64, 128, 1, 5), (128, 64, 1, 5), (64, 64, 1, 9), (128, 128, 1, 5), (64, 128, 1, 3)], 0)
+SMOLLM_TILES: dict[str, list[Tiles]] = {
+    "3072:576": [(64, 256, 1, 3), (64, 256, 1, 2), (64, 128, 1, 5), (64, 128, 1, 3)],
+    "576:1536": [(64, 128, 4, 3), (64, 128, 3, 4), (64, 256, 2, 3), (64, 256, 3, 2), (64, 256, 6, 2), (64, 256, 1, 6)],
+    "960:576": [(64, 256, 1, 3), (64, 256, 1, 2), (64, 128, 1, 5), (64, 128, 2, 3)],
+    "576:576": [(64, 256, 1, 3), (64, 256, 1, 2), (64, 128, 1, 5), (64, 128, 2, 3)],
+}
+LLAMA_HEAD: list[Tiles] = [(64, 256, 1, 3), (128, 128, 1, 3), (64, 128, 1, 3), (64, 128, 1, 4), (128, 64, 1, 4)]
+SMOLLM_HEAD: list[Tiles] = [(64, 128, 1, 3), (128, 64, 1, 5), (64, 128, 1, 2), (64, 256, 1, 3)]
 CASES = {
     "llama": Case("Llama-8B BF16", LLAMA_8B, "dense", 1024, LLAMA_TILES, LLAMA_HEAD),
     "fp8": Case("Llama-8B FP8", LLAMA_8B, "fp8", 1024, FP8_TILES, []),
@@ -102,8 +95,8 @@ CASES = {
 }
 NUM_LAYERS = {"llama": 8, "fp8": 12, "smollm": 30}
 ATTENTION = [  # split, block, num_warps, num_stages
-    (256, 128, 4, 3), (128, 128, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 3), (128, 32, 4, 4),
-    (128, 64, 8, 3), (64, 32, 4, 3), (256, 64, 4, 4),
+    (256, 128, 4, 2), (256, 128, 4, 3), (256, 128, 8, 2), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 2),
+    (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2),
 ]  # fmt: skip
 
 
@@ -200,8 +193,8 @@ def ways(tuning: Tuning) -> dict[str, Tuning]:
 
 def with_tiles(tuning: Tuning, format: str, shape: str, tiles: Tiles) -> Tuning:
     """Return a tuning in which a product has these tiles."""
-    block_n, block_k, split_k, stages, ahead = tiles
-    config = LinearConfig(block_n, block_k, split_k, 4, stages, ahead)
+    block_n, block_k, split_k, stages = tiles
+    config = LinearConfig(block_n, block_k, split_k, 4, stages)
     return dataclasses.replace(tuning, linear={**tuning.linear, f"{format}:{shape}": config})
 
 
@@ -299,12 +292,38 @@ def tune(name: str, tuning: Tuning, device: torch.device, deadline: float) -> Tu
             judge.try_out(f"attention {fields}", with_attention(judge.best, fields))
         elif name == "smollm":
             judge.timed(f"attention {fields}", with_attention(judge.best, fields))
-    for shape, tiles in layers.case.tiles.items():
-        for tile in tiles:
-            judge.try_out(f"{shape} {tile}", with_tiles(judge.best, layers.case.format, shape, tile))
+    for number in (1, 2):  # twice: what is best for one product depends on its neighbours
+        for shape, tiles in layers.case.tiles.items():
+            for tile in tiles:
+                judge.try_out(f"{number}: {shape} {tile}", with_tiles(judge.best, layers.case.format, shape, tile))
     judge.choose_head(layers.case.head)
     print(f"{layers.case.name}: best {judge.timed('best', judge.best):.1f} us for both", flush=True)
+    try:
+        profile(layers, judge.best, BATCHES[0])
+    except Exception as error:  # noqa: BLE001 - figures are worth more than where they come from
+        print(f"  no profile: {error!r}")
     return judge.best
+
+
+def profile(layers: Layers, tuning: Tuning, batch: int) -> None:
+    """Print what each kernel of a layer costs: the time from the end of the one before to its own."""
+    graph = torch.cuda.CUDAGraph()
+    step = layers.pass_of(tuning, batch)
+    step()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        graph.replay()
+        torch.cuda.synchronize()
+    kernels = sorted((e.time_range.end, e.name) for e in found.events() if "kernel" in e.name)
+    marks = [i for i, (_, name) in enumerate(kernels) if "splits" in name]
+    each = marks[-1] - marks[-2]
+    for place in range(1, each + 1):
+        ends = [(kernels[m + place][0] - kernels[m + place - 1][0], kernels[m + place][1]) for m in marks[1:-1]]
+        text = statistics.median(cost for cost, _ in ends)
+        print(f"  {layers.case.name} B={batch} after attention, {place}: {text:6.2f} us {ends[0][1][:40]}", flush=True)
 
 
 def check_bits(tuning: Tuning, names: list[str], device: torch.device) -> None:

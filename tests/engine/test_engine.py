@@ -105,7 +105,6 @@ def test_a_step_without_work_does_nothing(device_cycle):
     engine.check_invariants()
 
 
-
 def test_statistics_add_up():
     engine = engine_of(TARGET, follower_draft(TARGET), TreeShape(depth=3, width=3, budget=9))
     params = SamplingParams(max_tokens=30, temperature=0.8)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer
-from slipstream.kernels.triton.attention_blocks import attend_block, find_request, key_offsets, merge
+from slipstream.kernels.triton.attention_blocks import DESCRIPTION, attend_block, find_request, key_offsets, merge
 from slipstream.kernels.triton.attention_splits import splits_kernel
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
@@ -57,7 +57,7 @@ def _attend_split(
     return best, tl.max(total, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "pages_stride", "window"], do_not_specialize_on_alignment=DESCRIPTION)
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, num_requests, slot_stride,
     pages_stride, scale, window,
@@ -191,7 +191,8 @@ def variants(architecture: str) -> list[Variant]:
     shipped = []
     for rows, kernel, signature in kinds:
         serial = kernel is _attention_kernel
-        divisible = tuple(name for name in signature if name.endswith("_ptr") or name == "slot_stride")
+        divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
+        divisible += ("slot_stride",)
         for heads, groups, width in ((32, 8, 128), (9, 3, 64)):
             constants = {
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,

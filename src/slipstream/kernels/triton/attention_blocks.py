@@ -10,6 +10,12 @@ changes none of its bits, so they depend on the row's own keys alone.
 import triton
 import triton.language as tl
 
+DESCRIPTION = ["starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr"]
+"""What tells a kernel whose queries and keys there are. Few numbers, so their alignment makes no kernels of its own.
+
+It may be read before a kernel has waited, and is then read past the nearest cache (.cg), which might hold old lines.
+"""
+
 
 @triton.jit
 def find_request(starts_ptr, tile, num_requests, TOKENS: tl.constexpr, REQUESTS: tl.constexpr):
@@ -18,8 +24,8 @@ def find_request(starts_ptr, tile, num_requests, TOKENS: tl.constexpr, REQUESTS:
     Request r's tiles start at starts[r] // TOKENS + r.
     """
     r = tl.arange(0, REQUESTS)
-    starts = tl.load(starts_ptr + r, mask=r < num_requests, other=2147480000)
-    ends = tl.load(starts_ptr + r + 1, mask=r < num_requests, other=0)
+    starts = tl.load(starts_ptr + r, mask=r < num_requests, other=2147480000, cache_modifier=".cg")
+    ends = tl.load(starts_ptr + r + 1, mask=r < num_requests, other=0, cache_modifier=".cg")
     request = tl.sum(((starts // TOKENS + r <= tile) & (r < num_requests)).to(tl.int32), 0) - 1
     return request, tl.sum(tl.where(r == request, starts, 0), 0), tl.sum(tl.where(r == request, ends, 0), 0)
 
@@ -42,7 +48,7 @@ def _hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constex
 def key_offsets(pages_at, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr):
     """Return where in the cache the keys from `start` on lie; past the end, where the last one does."""
     key = tl.minimum(start + tl.arange(0, BLOCK), end - 1)
-    page = tl.load(pages_at + key // PAGE).to(tl.int64)
+    page = tl.load(pages_at + key // PAGE, cache_modifier=".cg").to(tl.int64)
     return (page * PAGE + key % PAGE) * slot_stride
 
 

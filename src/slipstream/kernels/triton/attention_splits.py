@@ -10,7 +10,7 @@ it, and asks for its first keys and values, while that kernel still runs.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.attention_blocks import attend_block, find_request, key_offsets, merge
+from slipstream.kernels.triton.attention_blocks import DESCRIPTION, attend_block, find_request, key_offsets, merge
 from slipstream.kernels.triton.launch import arrived_last, let_next_start, prefetch, wait_for_previous
 
 
@@ -49,7 +49,10 @@ def _merge_stored(sums_at, part_at, count, real, ROWS: tl.constexpr, D: tl.const
     return best, total, acc
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_splits", "each"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_splits", "each", "pages_stride", "window"],
+    do_not_specialize_on_alignment=DESCRIPTION,
+)
 def splits_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
     counter_ptr, num_requests, num_splits, each, slot_stride, pages_stride, scale, window,
@@ -69,9 +72,9 @@ def splits_kernel(
     # Rows past the last query repeat it, and are not stored.
     last_token = tl.minimum(q_first + TOKENS, q_to) - 1
     token = tl.maximum(tl.minimum(q_first + row // REPEATS, last_token), 0)
-    own = tl.load(index_ptr + token).to(tl.int32)
-    ancestors = tl.load(ancestors_ptr + token)
-    end = tl.minimum(tl.load(lens_ptr + request), tl.max(own, 0) + 1)
+    own = tl.load(index_ptr + token, cache_modifier=".cg").to(tl.int32)
+    ancestors = tl.load(ancestors_ptr + token, cache_modifier=".cg")
+    end = tl.minimum(tl.load(lens_ptr + request, cache_modifier=".cg"), tl.max(own, 0) + 1)
     first_split = 0
     if HAS_WINDOW:
         first_split = tl.maximum(tl.min(own, 0) - window + 1, 0) // SPLIT
@@ -85,7 +88,10 @@ def splits_kernel(
     if EARLY:
         if PDL and busy:
             _prefetch_block(k_at, v_at, at, WIDTH)
-        wait_for_previous(PDL)
+        # Programs past a context's end leave at once, to make room; the first of a tile waits even so, that whoever
+        # waits for this kernel has waited for those before.
+        if busy | (tl.program_id(2) == 0):
+            wait_for_previous(PDL)
     if busy:
         column = tl.arange(0, D)
         q_at = (token.to(tl.int64) * HEADS + group * REPEATS + row % REPEATS)[:, None] * WIDTH + column[None, :]

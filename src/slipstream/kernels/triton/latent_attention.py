@@ -21,7 +21,7 @@ from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.expert_tiles import matrix_instruction, shipped
 from slipstream.kernels.triton.latent_merge import Pieces, merge
 from slipstream.kernels.triton.latent_merge import variants as merge_variants
-from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.launch import launch_options, prefetch, wait_for_inputs
 from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.kernels.triton.variants import Variant
 
@@ -34,7 +34,7 @@ class LatentTiles:
 
     Args:
         near: keys of each piece among the first `near_keys`, where programs are few; `split` keys of each one beyond.
-        block: keys a step.
+        block: keys a step; with `ahead` those of the step after the next are asked for meanwhile (CUDA only).
         rows: (token, head) rows of a tile at most; 8 heads of a rank times 4 tokens of a verified chain are 32.
     """
 
@@ -43,8 +43,9 @@ class LatentTiles:
     split: int = 512
     block: int = 64
     rows: int = 32
-    warps: int = 4
-    stages: int = 1
+    warps: int = 8
+    stages: int = 2
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         if self.near_keys % self.near or self.near % self.block or self.split % self.block:
@@ -64,11 +65,10 @@ class LatentTiles:
 @triton.jit
 def _columns(latent_ptr, slots, known, FROM: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr,
              STRIDE: tl.constexpr):  # fmt: skip
-    """Return WIDTH columns of some latents from FROM on, zeros where there is no key; read once, so not kept."""
+    """Return WIDTH columns of some latents from FROM on, zeros where there is no key."""
     column = tl.arange(0, WIDTH_P)
     at = latent_ptr + slots[:, None] * STRIDE + (FROM + column)[None, :]
-    mask = known[:, None] & (column < WIDTH)[None, :]
-    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(at, mask=known[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -80,23 +80,27 @@ def _query(q_at, real, FROM: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.cons
 
 
 @triton.jit
-def _store_half(acc_at, acc, real, FROM: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr):
-    column = tl.arange(0, WIDTH_P)
-    mask = real[None, :] & (column < WIDTH)[:, None]
-    tl.store(acc_at[None, :] + (FROM + column)[:, None], acc, mask=mask)
+def _ask_for(latent_ptr, first_slot, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Ask for a block of latents that lie one behind the other, to be in the cache when it is loaded."""
+    line: tl.constexpr = 128 // (latent_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    lines = tl.minimum(tl.arange(0, 16) * line, STRIDE - 1)
+    prefetch(latent_ptr + first_slot * STRIDE + (tl.arange(0, BLOCK)[:, None] * STRIDE + lines[None, :]))
+
+
+@triton.jit
+def _page(table_at, start, end, page_size):
+    return tl.load(table_at + start // page_size, mask=start < end, other=0).to(tl.int64)
 
 
 @triton.jit
 def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr, ancestors_ptr, acc_ptr, stats_ptr,
                    scale, table_width, page_size, num_pieces, H, WIDTH: tl.constexpr, ROPE: tl.constexpr,
-                   HALF: tl.constexpr, REST: tl.constexpr, ROPE_P: tl.constexpr, ROWS: tl.constexpr,
-                   BLOCK: tl.constexpr, NEAR: tl.constexpr, NEAR_KEYS: tl.constexpr, SPLIT: tl.constexpr,
-                   STRIDE: tl.constexpr, ONE_PAGE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   WIDTH_P: tl.constexpr, ROPE_P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                   NEAR: tl.constexpr, NEAR_KEYS: tl.constexpr, SPLIT: tl.constexpr,
+                   STRIDE: tl.constexpr, ONE_PAGE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Attend the rows of one tile over one piece of keys; latents are the left side, rows the right, of each product.
 
-    `scale` is in base 2. The first WIDTH columns of a latent are both key and value, and are handled in two halves
-    (HALF columns and the rest, REST), of which one at a time is in registers; ROPE further ones are key only. Two
-    programs fit on a processor of sm_90, and one multiplies while the other waits for its latents.
+    `scale` is in base 2. The first WIDTH columns of a latent are both key and value; ROPE further ones are key only.
     """
     wait_for_inputs(PDL)
     piece = num_pieces - 1 - tl.program_id(0)  # the long ones first
@@ -118,28 +122,33 @@ def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr
     ancestors = tl.load(ancestors_ptr + token, mask=real, other=0).to(tl.int64)
     table_at = table_ptr + request.to(tl.int64) * table_width
     q_at = q_ptr + row * (WIDTH + ROPE)
-    q_one = _query(q_at, real, 0, HALF, HALF)
-    q_two = _query(q_at, real, HALF, WIDTH - HALF, REST)
+    q = _query(q_at, real, 0, WIDTH, WIDTH_P)
     q_rope = _query(q_at, real, WIDTH, ROPE, ROPE_P)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc_one = tl.zeros([HALF, ROWS], tl.float32)
-    acc_two = tl.zeros([REST, ROWS], tl.float32)
-    page = tl.load(table_at + first // page_size)
+    acc = tl.zeros([WIDTH_P, ROWS], tl.float32)
+    if ONE_PAGE:
+        page = _page(table_at, first, end, page_size)
+        next_page = _page(table_at, first + BLOCK, end, page_size)
+        far_page = _page(table_at, first + 2 * BLOCK, end, page_size)
+        if AHEAD:
+            _ask_for(latent_ptr, next_page * page_size + (first + BLOCK) % page_size, BLOCK, STRIDE)
     for start in range(first, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         known = key < end
         if ONE_PAGE:
-            slots = page.to(tl.int64) * page_size + start % page_size + tl.arange(0, BLOCK)
-            page = tl.load(table_at + (start + BLOCK) // page_size, mask=start + BLOCK < end, other=0)
+            slots = page * page_size + start % page_size + tl.arange(0, BLOCK)
+            if AHEAD:  # past the end it is page 0 that is asked for: harmless, and no branch
+                _ask_for(latent_ptr, far_page * page_size + (start + 2 * BLOCK) % page_size, BLOCK, STRIDE)
+            page = tl.maximum(next_page, 0)  # plain handing on would keep the compiler from overlapping steps
+            next_page = tl.maximum(far_page, 0)
+            far_page = _page(table_at, start + 3 * BLOCK, end, page_size)
         else:
             pages = tl.load(table_at + key // page_size, mask=known, other=0)
             slots = pages.to(tl.int64) * page_size + key % page_size
-        one = _columns(latent_ptr, slots, known, 0, HALF, HALF, STRIDE)
-        two = _columns(latent_ptr, slots, known, HALF, WIDTH - HALF, REST, STRIDE)
+        latent = _columns(latent_ptr, slots, known, 0, WIDTH, WIDTH_P, STRIDE)
         rope = _columns(latent_ptr, slots, known, WIDTH, ROPE, ROPE_P, STRIDE)
-        scores = tl.dot(one, q_one, input_precision="ieee")
-        scores = tl.dot(two, q_two, scores, input_precision="ieee")
+        scores = tl.dot(latent, q, input_precision="ieee")
         scores = tl.dot(rope, q_rope, scores, input_precision="ieee") * scale
         distance = own_key[None, :] - key[:, None]
         bit = (ancestors[None, :] >> tl.minimum(tl.maximum(distance, 0), 63).to(tl.int64)) & 1
@@ -150,13 +159,11 @@ def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr
         shrink = tl.exp2(best - level)
         weight = tl.exp2(scores - level[None, :])
         total = total * shrink + tl.sum(weight, 0)
-        weight = weight.to(one.dtype)
-        acc_one = tl.dot(tl.trans(one), weight, acc_one * shrink[None, :], input_precision="ieee")
-        acc_two = tl.dot(tl.trans(two), weight, acc_two * shrink[None, :], input_precision="ieee")
+        acc = tl.dot(tl.trans(latent), weight.to(latent.dtype), acc * shrink[None, :], input_precision="ieee")
         best = new_best
     out = row * num_pieces + piece
-    _store_half(acc_ptr + out * WIDTH, acc_one, real, 0, HALF, HALF)
-    _store_half(acc_ptr + out * WIDTH, acc_two, real, HALF, WIDTH - HALF, REST)
+    column = tl.arange(0, WIDTH_P)
+    tl.store(acc_ptr + out[None, :] * WIDTH + column[:, None], acc, mask=real[None, :] & (column < WIDTH)[:, None])
     tl.store(stats_ptr + out * 2, best, mask=real)
     tl.store(stats_ptr + out * 2 + 1, total, mask=real)
 
@@ -203,7 +210,8 @@ def attend_pieces(
         index_T, batch.ancestors_T.contiguous(), acc, stats, scale * _LOG2E, table_width, batch.page_size, num_pieces,
         num_heads, **_widths(value_width, width - value_width), ROWS=rows, BLOCK=tiles.block, NEAR=tiles.near,
         NEAR_KEYS=tiles.near_keys, SPLIT=tiles.split, STRIDE=layer.keys_SGd.stride(0),
-        ONE_PAGE=batch.page_size % tiles.block == 0, num_warps=tiles.warps, num_stages=tiles.stages, PDL=dependent,
+        ONE_PAGE=batch.page_size % tiles.block == 0, AHEAD=tiles.ahead and architecture.startswith("sm_"),
+        num_warps=tiles.warps, num_stages=tiles.stages, PDL=dependent,
         **launch_options(dependent, matrix_instruction(architecture)),
     )  # fmt: skip
     return Pieces(acc, stats, index_T, num_heads, tiles.cut)
@@ -211,10 +219,8 @@ def attend_pieces(
 
 def _widths(value_width: int, rope_width: int) -> dict[str, int]:
     """Return how the columns of a latent are cut for the matrix instructions."""
-    half = max(16, int(triton.next_power_of_2(value_width)) // 2)
-    rest = max(16, int(triton.next_power_of_2(max(value_width - half, 1))))
-    rope = max(16, int(triton.next_power_of_2(rope_width)))
-    return {"WIDTH": value_width, "ROPE": rope_width, "HALF": half, "REST": rest, "ROPE_P": rope}
+    padded, rope = (max(16, int(triton.next_power_of_2(width))) for width in (value_width, rope_width))
+    return {"WIDTH": value_width, "ROPE": rope_width, "WIDTH_P": padded, "ROPE_P": rope}
 
 
 def shipped_tiles(architecture: str) -> LatentTiles:
@@ -232,7 +238,7 @@ def variants(architecture: str) -> list[Variant]:
     }  # fmt: skip
     constants = _widths(512, 64) | {
         "BLOCK": tiles.block, "NEAR": tiles.near, "NEAR_KEYS": tiles.near_keys, "SPLIT": tiles.split, "STRIDE": 576,
-        "PDL": False,
+        "AHEAD": tiles.ahead and architecture.startswith("sm_"), "PDL": False,
     }  # fmt: skip
     aligned = ("q_ptr", "latent_ptr", "acc_ptr", "page_size")
     return [

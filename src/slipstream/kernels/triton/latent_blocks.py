@@ -16,7 +16,7 @@ from slipstream.kernels.triton import norm_rope, router
 from slipstream.kernels.triton.expert_tiles import expert_tiles
 from slipstream.kernels.triton.experts import ExpertOptions, experts, row_codes
 from slipstream.kernels.triton.latent_attention import attend_pieces
-from slipstream.kernels.triton.latent_heads import heads_linear, query_and_write
+from slipstream.kernels.triton.latent_heads import HEAD_TILE, heads_linear, query_and_write
 from slipstream.kernels.triton.latent_merge import merge_values
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.norm_rope import Norm, Rope
@@ -55,6 +55,8 @@ class LatentBlocks:
             own = layer.self_attn
             if getattr(own, "q_b_proj", None) is None:
                 return f"block {index} has no latent attention with squeezed queries"
+            if own.spec.kv_rank % HEAD_TILE:
+                return f"block {index} has latents of {own.spec.kv_rank} numbers, no multiple of {HEAD_TILE}"
             if own.o_proj.ranks.size > 1:
                 return f"block {index} is split over ranks, whose parts must be summed"
             linears = [own.qkv_a_proj, own.q_b_proj, own.o_proj, *_feed_forward(layer)]

@@ -16,7 +16,8 @@ from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.kernels.triton.variants import Variant
 
 _TOKENS = 16
-_OUTPUTS = 64
+HEAD_TILE = 64
+"""Outputs of a head's tile; where rotated numbers follow them, the outputs fill whole tiles."""
 _ROWS, _COLUMNS = 32, 256  # of the weight that turns squeezed queries into queries
 LATENT_PROGRAMS = tl.constexpr(4)  # that share the latents of a tile of tokens
 
@@ -178,12 +179,12 @@ def heads_linear(x_THd: Tensor, weight_HNK: Tensor, rope: Rope | None, dependent
     num_outputs, num_inputs = weight_HNK.shape[1:]
     rope_width = 0 if rope is None else width - num_inputs
     out = x_THd.new_empty(num_tokens, num_heads, num_outputs + rope_width)
-    blocks = triton.cdiv(num_outputs, _OUTPUTS)
-    assert x_THd.stride(2) == 1 and (rope is None or num_outputs % _OUTPUTS == 0)
+    blocks = triton.cdiv(num_outputs, HEAD_TILE)
+    assert x_THd.stride(2) == 1 and (rope is None or num_outputs % HEAD_TILE == 0)
     _heads_kernel[(blocks + (rope_width > 0), num_heads, triton.cdiv(num_tokens, _TOKENS))](
         x_THd, weight_HNK, out, *((None, None, None) if rope is None else (rope.positions_T, rope.cos_Pr, rope.sin_Pr)),
         num_tokens, x_THd.stride(0), x_THd.stride(1), *weight_HNK.stride(), out.stride(0), out.stride(1), num_outputs,
-        K=num_inputs, ROPE=rope_width, BLOCK_T=_TOKENS, BLOCK_N=_OUTPUTS, BLOCK_K=triton.next_power_of_2(num_inputs),
+        K=num_inputs, ROPE=rope_width, BLOCK_T=_TOKENS, BLOCK_N=HEAD_TILE, BLOCK_K=triton.next_power_of_2(num_inputs),
         BLOCK_R=triton.next_power_of_2(max(rope_width, 1)), PDL=dependent,
         **launch_options(dependent, matrix_instruction(architecture_of(x_THd.device))),
     )  # fmt: skip
@@ -207,7 +208,7 @@ def variants(architecture: str) -> list[Variant]:
         "sin_ptr": "*fp32", "T": "i32", "x_stride_t": "i32", "x_stride_h": "i32", "w_stride_h": "i32",
         "w_stride_n": "i32", "w_stride_k": "i32", "out_stride_t": "i32", "out_stride_h": "i32", "N": "i32",
     }  # fmt: skip
-    blocks = {"BLOCK_T": _TOKENS, "BLOCK_N": _OUTPUTS, "PDL": False}
+    blocks = {"BLOCK_T": _TOKENS, "BLOCK_N": HEAD_TILE, "PDL": False}
     keys = {"K": 128, "BLOCK_K": 128, "ROPE": 64, "BLOCK_R": 64}
     absent = ("positions_ptr", "cos_ptr", "sin_ptr")
     values = {"K": 512, "BLOCK_K": 512, "ROPE": 0, "BLOCK_R": 1, **dict.fromkeys(absent)}

@@ -21,8 +21,8 @@ def let_next_start(PDL: tl.constexpr):
 def wait_for_previous(PDL: tl.constexpr):
     """Wait until the kernel before has written everything; it waited for the one before itself, and so on.
 
-    Every program of a kernel launched with PDL must call this, before its first read or write of what the kernels
-    before may still touch.
+    At least one program of a kernel launched with PDL must call this, and every one before its first read or write of
+    what the kernels before may still touch.
     """
     if PDL:
         gdc_wait()
@@ -43,6 +43,13 @@ def wait_then_let_start(PDL: tl.constexpr):
     """
     wait_for_previous(PDL)
     let_next_start(PDL)
+
+
+@triton.jit
+def keep_order(PDL: tl.constexpr):
+    """Keep loads before this point before it; a barrier the compiler knows of would end the pipelining of its loop."""
+    if PDL:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

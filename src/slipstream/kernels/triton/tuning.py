@@ -23,19 +23,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches.
-
-    Args:
-        ahead: lines (128 bytes) of each weight row to ask for, behind the stages, before the inputs are there; a power
-            of two, or 0 for none.
-    """
+    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches."""
 
     block_n: int
     block_k: int
     split_k: int
     num_warps: int
     num_stages: int
-    ahead: int = 8
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ class Tuning:
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
         instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
-        weights_first: whether products of up to 32 rows start on their weights before their rows are there.
+        weights_first: whether products of up to 16 rows start on their weights before their rows are there.
         fold_rows: up to so many rows, norms and rotations are part of those products.
     """
 
