@@ -72,8 +72,12 @@ EARLY_READERS = {  # beside weights: what these read was written before the kern
     "attention 32 rows": DESCRIPTION,
     "experts w4a8 <= 32 pairs, down": {"ids_ptr"},
 }
-BEFORE_EARLY_READERS = ("rope", "narrow dense 16 rows, rope", "narrow dense 32 rows, rope", "narrow fp8 16 rows, rope",
-                        "narrow fp8 32 rows, rope", "experts w4a8 <= 32 pairs, gate and up")  # fmt: skip
+BEFORE_EARLY_READERS = (
+    "rope",
+    "narrow dense, rope",
+    "narrow fp8, rope",
+    "experts w4a8 <= 32 pairs, gate and up",
+)
 
 
 def overlapping() -> list[dict]:

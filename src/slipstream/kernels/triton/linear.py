@@ -304,8 +304,8 @@ def variants(architecture: str) -> list[Variant]:
         narrow = tuning.linear_config(kind, 4096, 4096, itemsize)
         wide = tuning.wide_config(kind, narrow)
         shipped += [
-            _variant(f"linear {kind} 16 rows", kind, narrow, 16, silu=False),
-            _variant(f"linear {kind} 64 rows", kind, narrow, 64, silu=True),
+            _variant(f"linear {kind} 16 rows", kind, tuning.fitted(narrow, 16, itemsize), 16, silu=False),
+            _variant(f"linear {kind} 64 rows", kind, tuning.fitted(narrow, 64, itemsize), 64, silu=True),
             _variant(f"linear {kind} 128 rows", kind, wide, 128, silu=True),
             _variant(f"linear {kind} 128 rows, split", kind, wide, 128, silu=False),
         ]
