@@ -93,6 +93,29 @@ def _page(table_at, start, end, page_size):
 
 
 @triton.jit
+def _bounds(piece, kv_len, NEAR: tl.constexpr, NEAR_KEYS: tl.constexpr, SPLIT: tl.constexpr):
+    """Return the first key of a piece and the one behind its last."""
+    near_pieces: tl.constexpr = NEAR_KEYS // NEAR
+    is_near = piece < near_pieces
+    first = tl.where(is_near, piece * NEAR, NEAR_KEYS + (piece - near_pieces) * SPLIT)
+    return first, tl.minimum(first + tl.where(is_near, NEAR, SPLIT), kv_len)
+
+
+@triton.jit
+def _weights(scores, key, own_key, ancestors, best, total):
+    """Return a block's weights, what sums so far shrink by, and each row's best score and total with the block."""
+    distance = own_key[None, :] - key[:, None]
+    bit = (ancestors[None, :] >> tl.minimum(tl.maximum(distance, 0), 63).to(tl.int64)) & 1
+    visible = (distance >= 0) & ((distance > 63) | (bit == 1))
+    scores = tl.where(visible, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 0))
+    level = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row may see nothing of a piece
+    shrink = tl.exp2(best - level)
+    weight = tl.exp2(scores - level[None, :])
+    return weight, shrink, new_best, total * shrink + tl.sum(weight, 0)
+
+
+@triton.jit
 def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr, ancestors_ptr, acc_ptr, stats_ptr,
                    scale, table_width, page_size, num_pieces, H, WIDTH: tl.constexpr, ROPE: tl.constexpr,
                    WIDTH_P: tl.constexpr, ROPE_P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -108,10 +131,7 @@ def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr
     first_token = tl.load(starts_ptr + request)
     num_rows = (tl.load(starts_ptr + request + 1) - first_token) * H
     kv_len = tl.load(lens_ptr + request)
-    near_pieces: tl.constexpr = NEAR_KEYS // NEAR
-    is_near = piece < near_pieces
-    first = tl.where(is_near, piece * NEAR, NEAR_KEYS + (piece - near_pieces) * SPLIT)
-    end = tl.minimum(first + tl.where(is_near, NEAR, SPLIT), kv_len)
+    first, end = _bounds(piece, kv_len, NEAR, NEAR_KEYS, SPLIT)
     if (tl.program_id(2) * ROWS >= num_rows) | (first >= kv_len):
         return
     lane = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -151,17 +171,8 @@ def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr
         show_copies(PDL)
         scores = tl.dot(latent, q, input_precision="ieee")
         scores = tl.dot(rope, q_rope, scores, input_precision="ieee") * scale
-        distance = own_key[None, :] - key[:, None]
-        bit = (ancestors[None, :] >> tl.minimum(tl.maximum(distance, 0), 63).to(tl.int64)) & 1
-        visible = (distance >= 0) & ((distance > 63) | (bit == 1))
-        scores = tl.where(visible, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 0))
-        level = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row may see nothing of a piece
-        shrink = tl.exp2(best - level)
-        weight = tl.exp2(scores - level[None, :])
-        total = total * shrink + tl.sum(weight, 0)
+        weight, shrink, best, total = _weights(scores, key, own_key, ancestors, best, total)
         acc = tl.dot(tl.trans(latent), weight.to(latent.dtype), acc * shrink[None, :], input_precision="ieee")
-        best = new_best
     out = row * num_pieces + piece
     column = tl.arange(0, WIDTH_P)
     tl.store(acc_ptr + out[None, :] * WIDTH + column[:, None], acc, mask=real[None, :] & (column < WIDTH)[:, None])
