@@ -75,8 +75,22 @@ def _overlap(asm: dict[str, str]) -> dict[str, object]:
         "waits": touched is not None,
         "touches": sorted(touched or ()),
         "accesses": len(above),
+        "unfenced": _unfenced(ptx),
         "starts_next_late": WAIT in ptx and ptx.find("griddepcontrol.launch_dependents") > ptx.find(WAIT),
     }
+
+
+def _unfenced(ptx: str) -> bool:
+    """Tell whether a matrix instruction may read what copies have written with no fence between the two."""
+    copied = False
+    for line in ptx.splitlines():
+        if "cp.async.wait_" in line:
+            copied = True
+        elif "fence.proxy.async" in line:
+            copied = False
+        elif "wgmma.mma_async" in line and copied:
+            return True
+    return False
 
 
 def _stack(cubin: bytes) -> int:

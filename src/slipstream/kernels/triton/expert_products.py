@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.expert_rows import FP8_GROUP
-from slipstream.kernels.triton.launch import wait_for_inputs
+from slipstream.kernels.triton.launch import show_copies, wait_for_inputs
 
 _MX_GROUP_BYTES = tl.constexpr(16)
 
@@ -110,6 +110,7 @@ def nibble_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
                 codes = tl.load(w_at + start)
             else:
                 codes = tl.load(w_at + start, mask=is_output[:, None] & (start + byte < HALF)[None, :], other=0)
+            show_copies(PDL)
             if FORMAT == "w4a8":
                 low, high = _nibbles(codes, ASSEMBLY)
                 acc = tl.dot(low, x_low, acc, out_dtype=tl.int32)
@@ -167,6 +168,7 @@ def number_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
                 inside = start + column < K
                 x = tl.load(x_at + start, mask=real[None, :] & inside[:, None], other=0.0)
                 w = tl.load(w_at + start, mask=is_output[:, None] & inside[None, :], other=0.0)
+            show_copies(PDL)
             if FORMAT == "fp8_block":
                 group = start // FP8_GROUP
                 w_scale = tl.load(w_scale_ptr + weight_rows * groups + group, mask=is_output, other=0.0)

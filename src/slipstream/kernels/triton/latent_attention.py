@@ -21,7 +21,7 @@ from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.expert_tiles import matrix_instruction, shipped
 from slipstream.kernels.triton.latent_merge import Pieces, merge
 from slipstream.kernels.triton.latent_merge import variants as merge_variants
-from slipstream.kernels.triton.launch import launch_options, prefetch, wait_for_inputs
+from slipstream.kernels.triton.launch import launch_options, prefetch, show_copies, wait_for_inputs
 from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.kernels.triton.variants import Variant
 
@@ -148,6 +148,7 @@ def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr
             slots = pages.to(tl.int64) * page_size + key % page_size
         latent = _columns(latent_ptr, slots, known, 0, WIDTH, WIDTH_P, STRIDE)
         rope = _columns(latent_ptr, slots, known, WIDTH, ROPE, ROPE_P, STRIDE)
+        show_copies(PDL)
         scores = tl.dot(latent, q, input_precision="ieee")
         scores = tl.dot(rope, q_rope, scores, input_precision="ieee") * scale
         distance = own_key[None, :] - key[:, None]

@@ -61,6 +61,19 @@ def prefetch(at):
 
 
 @triton.jit
+def show_copies(PDL: tl.constexpr):
+    """Let the next matrix instruction see what copies have brought into fast memory; called right before it.
+
+    Hopper's instructions read fast memory by another way than copies write it, and PTX wants a fence between the two.
+    Triton puts it there from 3.7 on (triton-lang/triton #9610).
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def arrived_last(counter_ptr, num_programs):
     """Count this program in, after its stores; tell the last of `num_programs`, and set the counter back to zero.
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.launch import arrived_last, launch_options, prefetch, wait_for_inputs
+from slipstream.kernels.triton.launch import arrived_last, launch_options, prefetch, show_copies, wait_for_inputs
 from slipstream.kernels.triton.norm_rope import RopeWrite
 from slipstream.kernels.triton.tuning import LinearConfig, read_tuning
 from slipstream.kernels.triton.variants import Matrix, Variant
@@ -94,7 +94,7 @@ def store_outputs(
 def _stretch(
     w_at, x_at, real_M, split, steps, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr,
+    EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long; rows past the last are zeros, which nobody reads."""
     ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
@@ -111,6 +111,7 @@ def _stretch(
         else:
             w = tl.load(w_at + k[None, :], mask=k[None, :] < K, other=ZERO, eviction_policy=POLICY)
             x = tl.load(x_at + k[:, None], mask=real_M & (k[:, None] < K), other=ZERO)
+        show_copies(PDL)
         if KIND == "int8":
             acc = tl.dot(w, x, acc, out_dtype=tl.int32)
         elif KIND == "fp8":
@@ -142,12 +143,14 @@ def _linear_kernel(
         LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
         prefetch_rows(w_at, split * steps * BLOCK_K, K, LINE)
     wait_for_inputs(PDL)
-    total = _stretch(w_at, x_at, real_M, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
+    total = _stretch(w_at, x_at, real_M, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL)
     finished = True
     if SPLITS > 1:
         if SERIAL:
             for other in range(1, SPLITS):
-                total += _stretch(w_at, x_at, real_M, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
+                total += _stretch(
+                    w_at, x_at, real_M, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL
+                )
         else:
             tile = m_tile * tl.num_programs(1) + n_tile
             num_tiles = tl.num_programs(0) * tl.num_programs(1)
@@ -301,8 +304,8 @@ def variants(architecture: str) -> list[Variant]:
         narrow = tuning.linear_config(kind, 4096, 4096, itemsize)
         wide = tuning.wide_config(kind, narrow)
         shipped += [
-            _variant(f"linear {kind} 16 rows", kind, narrow, 16, silu=False),
-            _variant(f"linear {kind} 64 rows", kind, narrow, 64, silu=True),
+            _variant(f"linear {kind} 16 rows", kind, tuning.fitted(narrow, 16, itemsize), 16, silu=False),
+            _variant(f"linear {kind} 64 rows", kind, tuning.fitted(narrow, 64, itemsize), 64, silu=True),
             _variant(f"linear {kind} 128 rows", kind, wide, 128, silu=True),
             _variant(f"linear {kind} 128 rows, split", kind, wide, 128, silu=False),
         ]

@@ -54,9 +54,7 @@ def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, s
 
     With SiLU a program needs the pair: tiles of its own are cut in gates and the rows `up`.
     """
-    # An FP8 product keeps two sums of every number: the matrix unit's, and the whole one they go into. So does a
-    # program that adds up stretches.
-    most_sums = 160 // (1 + (kind == "fp8")) // (1 + config.serial)
+    most_sums = 80 if config.serial else 160  # one that adds up stretches keeps two of every number
     if silu and not config.pair:
         config = replace(config, pair=True, block_n=max(config.block_n // 2, 64))
     while config.block_n * (1 + config.pair) * sum(pieces) > most_sums * 32 * config.num_warps:

@@ -12,7 +12,7 @@ likewise; with SiLU they are gates and the rows `up` of the same outputs. Column
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.launch import arrived_last, wait_for_inputs
+from slipstream.kernels.triton.launch import arrived_last, show_copies, wait_for_inputs
 from slipstream.kernels.triton.linear import prefetch_rows
 
 
@@ -26,9 +26,10 @@ def _zeros(N: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _dot(w, x, acc, KIND: tl.constexpr):
+def _dot(w, x, acc, KIND: tl.constexpr, COPIED: tl.constexpr):
     """Add the product of weights [N, K] and rows [M, K] to sums [N, M], as `linear` does."""
     x = tl.trans(x)
+    show_copies(COPIED)
     if KIND == "int8":
         acc = tl.dot(w, x, acc, out_dtype=tl.int32)
     elif KIND == "fp8":
@@ -179,7 +180,7 @@ def _finish_piece(
 def _stretch(
     x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
+    EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long: the first piece of the rows and the rest, by both tiles."""
     REST: tl.constexpr = SECOND if SECOND > 0 else 16
@@ -189,15 +190,15 @@ def _stretch(
         k = (split * steps + step) * BLOCK_K
         w = _tile(w_tiles, n_first, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
         x = _tile(x_first, m_first, M, x_stride, k, K, FIRST, BLOCK_K, TMA, EVEN_K)
-        one = _dot(w, x, one, KIND)
+        one = _dot(w, x, one, KIND, PDL and not TMA)
         if SECOND > 0:
             rest = _tile(x_second, m_first + FIRST, M, x_stride, k, K, SECOND, BLOCK_K, TMA, EVEN_K)
-            one_rest = _dot(w, rest, one_rest, KIND)
+            one_rest = _dot(w, rest, one_rest, KIND, PDL and not TMA)
         if PAIR:
             w = _tile(w_tiles, n_second, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
-            two = _dot(w, x, two, KIND)
+            two = _dot(w, x, two, KIND, PDL and not TMA)
             if SECOND > 0:
-                two_rest = _dot(w, rest, two_rest, KIND)
+                two_rest = _dot(w, rest, two_rest, KIND, PDL and not TMA)
     return one, one_rest, two, two_rest
 
 
@@ -228,13 +229,13 @@ def wide_kernel(
     wait_for_inputs(PDL)
     one, one_rest, two, two_rest = _stretch(
         x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
-        FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND,
+        FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL,
     )  # fmt: skip
     if SERIAL:
         for other in range(1, SPLITS):
             more, more_rest, next_two, next_rest = _stretch(
                 x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, other, steps,
-                FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND,
+                FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL,
             )  # fmt: skip
             one += more
             one_rest += more_rest
