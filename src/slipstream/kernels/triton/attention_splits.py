@@ -5,7 +5,7 @@ it, and asks for its first keys and values, while that kernel still runs.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM108
 
 import triton
 import triton.language as tl
@@ -91,6 +91,44 @@ def _merge_stored(
     return best, total, acc
 
 
+@triton.jit
+def _attend_splits(
+    q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split, last_split, end,
+    scale, window, sums_at, part_at, real,
+    WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Attend to the splits from_split..to_split, whose first keys are `at`; store the result of each, or of groups."""
+    best, _, acc = nothing(ROWS, D)
+    group_best, group_total, group_acc = nothing(ROWS, D)
+    total = tl.zeros([ROWS, 16], tl.float32)
+    for start in range(from_split * SPLIT, tl.minimum(to_split * SPLIT, end), BLOCK):
+        # Queries are read along with the keys: before the loop they would hold the keys up.
+        if D == WIDTH:
+            q = tl.load(q_at)
+        else:
+            q = tl.load(q_at, mask=(tl.arange(0, D) < WIDTH)[None, :], other=0.0)
+        next_at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE)
+        best, total, acc = attend_block(
+            best, total, acc, q, k_at, v_at, at, own, ancestors, start, end, scale, window,
+            WIDTH, D, BLOCK, HAS_WINDOW, True,
+        )  # fmt: skip
+        at = next_at
+        if ((start + BLOCK) % SPLIT == 0) | (start + BLOCK >= end):
+            split, sums = start // SPLIT, tl.max(total, 1)
+            if WHOLE:
+                group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best, sums, acc)
+                if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):
+                    place = split // IN_GROUP - first_split // IN_GROUP
+                    _store(group_best, group_total, group_acc, sums_at, part_at, place, real, ROWS, D)
+                    group_best, group_total, group_acc = nothing(ROWS, D)
+            else:
+                place = split - first_split // IN_GROUP * IN_GROUP
+                _store(best, sums, acc, sums_at, part_at, place, real, ROWS, D)
+            best, sums, acc = nothing(ROWS, D)
+            total = tl.zeros([ROWS, 16], tl.float32)
+
+
 @triton.jit(
     do_not_specialize=["num_requests", "num_splits", "each", "pages_stride", "window"],
     do_not_specialize_on_alignment=DESCRIPTION,
@@ -145,36 +183,13 @@ def splits_kernel(
         cell = tile.to(tl.int64) * GROUPS + group
         sums_at = sums_ptr + cell * num_splits * (2 * ROWS) + row
         part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + column[None, :])
-        best, _, acc = nothing(ROWS, D)
-        group_best, group_total, group_acc = nothing(ROWS, D)
-        total = tl.zeros([ROWS, 16], tl.float32)
-        for start in range(from_split * SPLIT, tl.minimum(to_split * SPLIT, end), BLOCK):
-            # Queries are read along with the keys: before the loop they would hold the keys up.
-            if D == WIDTH:
-                q = tl.load(q_ptr + q_at)
-            else:
-                q = tl.load(q_ptr + q_at, mask=(column < WIDTH)[None, :], other=0.0)
-            next_at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE)
-            best, total, acc = attend_block(
-                best, total, acc, q, k_at, v_at, at, own, ancestors, start, end, scale, window,
-                WIDTH, D, BLOCK, HAS_WINDOW, True,
-            )  # fmt: skip
-            at = next_at
-            if ((start + BLOCK) % SPLIT == 0) | (start + BLOCK >= end):
-                split, sums = start // SPLIT, tl.max(total, 1)
-                if WHOLE:
-                    group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best, sums, acc)
-                    if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):
-                        place = split // IN_GROUP - first_split // IN_GROUP
-                        _store(group_best, group_total, group_acc, sums_at, part_at, place, real, ROWS, D)
-                        group_best, group_total, group_acc = nothing(ROWS, D)
-                else:
-                    place = split - first_split // IN_GROUP * IN_GROUP
-                    _store(best, sums, acc, sums_at, part_at, place, real, ROWS, D)
-                best, sums, acc = nothing(ROWS, D)
-                total = tl.zeros([ROWS, 16], tl.float32)
+        _attend_splits(
+            q_ptr + q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split,
+            last_split, end, scale, window, sums_at, part_at, real,
+            WIDTH, D, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE,
+        )  # fmt: skip
         if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):
-            best, sums, acc = _merge_stored(sums_at, part_at, first_split, last_split, real, ROWS, D, IN_GROUP, WHOLE)
+            _, sums, acc = _merge_stored(sums_at, part_at, first_split, last_split, real, ROWS, D, IN_GROUP, WHOLE)
             out = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]
             is_out = real[:, None] & (column < WIDTH)[None, :]
             tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=is_out)

@@ -98,10 +98,8 @@ def _stretch(
             else:
                 wait_for_previous(PDL)
             x = _rows(x_at, k, real_M, end, KIND)
-            if TWICE:
-                other = _rows(x_at, k + BLOCK_K, real_M, end, KIND)
-            if NORM:
-                norm = _rows(norm_at, k, real_M, end, "dense")
+            other = _rows(x_at, k + BLOCK_K, real_M, end, KIND) if TWICE else other
+            norm = _rows(norm_at, k, real_M, end, "dense") if NORM else norm
             if DEEP:
                 x_1, x_2 = _rows(x_at, k + STEP, real_M, end, KIND), _rows(x_at, k + 2 * STEP, real_M, end, KIND)
                 if TWICE:
