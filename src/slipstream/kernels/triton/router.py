@@ -25,7 +25,7 @@ from slipstream.kernels.triton.variants import Variant
 _ROWS, _COLUMNS, _SPLITS = 16, 256, 7  # one way to cut sums, whatever the number of tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _scores_kernel(
     x_ptr, w_ptr, shared_ptr, out_ptr, T, E, N, D, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -115,7 +115,7 @@ def _write_codes(x_ptr, codes_ptr, scale_ptr, token, width, BLOCK: tl.constexpr)
     write_row(x, token, width, codes_ptr, scale_ptr, "int8", BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _choose_kernel(
     parts_ptr, bias_ptr, ids_ptr, weights_ptr, x_ptr, codes_ptr, code_scale_ptr, hidden_ptr, T, E, N, D, scale,
     TOP_K: tl.constexpr, NORMALISE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
