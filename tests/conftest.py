@@ -1,5 +1,6 @@
 """Tiny random models shared by the tests; nothing here is downloaded."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import interpreted  # noqa: F401  # decides what kernels are, so it comes before any module that has some
 
 torch.set_num_threads(1)
+
+
+HOST_ONLY = ("test_cpu_", "test_triton_compile", "test_late_device", "test_load_moe", "test_rank")
+"""Files of tests that learn nothing from a GPU: CPU kernels, compiling, a stand-in for a device, files, commands."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out, where the tests are to run on a GPU, those that do not use it."""
+    on_gpu = os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu") != "cpu"
+    return True if on_gpu and collection_path.name.startswith(HOST_ONLY) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -92,6 +92,19 @@ def test_logprobs_are_the_targets_own_and_do_not_depend_on_the_draft(draft):
         assert got.logprob.top[0][1] >= got.logprob.logprob
 
 
+@pytest.mark.parametrize("device_cycle", ["off", "on"])
+def test_a_step_without_work_does_nothing(device_cycle):
+    engine = engine_of(TARGET, device_cycle=device_cycle)
+    assert engine.step() == []
+    request = engine.add([1, 2, 3], SamplingParams(max_tokens=9), 0)
+    engine.step()
+    engine.step()
+    engine.abort(request)
+    assert engine.step() == []
+    assert not engine.has_work
+    engine.check_invariants()
+
+
 def test_statistics_add_up():
     engine = engine_of(TARGET, follower_draft(TARGET), TreeShape(depth=3, width=3, budget=9))
     params = SamplingParams(max_tokens=30, temperature=0.8)

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from slipstream.cli.bench import app
 from slipstream.engine.rank_models import MODELS, build_target, rank_of
 from slipstream.errors import ConfigError
+from slipstream.quant.formats.nibbles import unpack_signed
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,19 @@ def test_random_experts_have_the_bytes_of_their_format(name):
     experts = build_target(spec, name, 16, CPU).layers[1].mlp.experts
     bits = sum(weights.codes.nbytes for weights in experts.weights) * 8 / (8 * 3 * 64 * 128)
     assert bits == {"w4a8": 4, "int4_group": 4, "mxfp4": 4, "fp8_block": 8, "dense": 16}[name]
+
+
+def test_codes_have_no_mean_unless_rows_shall_choose_alike():
+    spec = rank_of("kimi-k2.5", 1, tiny=True).target
+    means = {}
+    for routing in ("spread", "clustered"):
+        torch.manual_seed(0)
+        codes = build_target(spec, "w4a8", 16, CPU, routing).layers[1].mlp.experts.weights[0].codes
+        means[routing] = float(unpack_signed(codes).float().mean())
+    assert abs(means["spread"]) < 0.05
+    assert means["clustered"] < -0.4
+    with pytest.raises(ConfigError, match="--routing even"):
+        build_target(spec, "w4a8", 16, CPU, "even")
 
 
 def test_the_verb_prints_steps_and_writes_what_it_counted(tmp_path):

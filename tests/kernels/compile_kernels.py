@@ -12,6 +12,7 @@ import sys
 import tempfile
 
 import triton
+from before_wait import WAIT, touched_before_wait
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -19,8 +20,8 @@ from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
-MODULES = ("linear", "nibble_linear", "quantize", "norm_rope", "attention", "sample", "experts", "latent_attention",
-           "latent_heads", "router")  # fmt: skip
+MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "norm_rope", "attention", "sample",
+           "chains", "experts", "latent_attention", "latent_heads", "router")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -58,7 +59,38 @@ def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
         "matrix_found": pattern is None or re.search(pattern, text) is not None,
         "folded": len(re.findall(r"fma\.rn\.f32", text)) if cuda else None,
         "bytes": len(compiled.asm["cubin" if cuda else "hsaco"]),
+        "overlap": _overlap(compiled.asm) if constants.get("PDL") else None,
     }  # fmt: skip
+
+
+def _overlap(asm: dict[str, str]) -> dict[str, object]:
+    """Return how a kernel overlaps its neighbours: what it touches before its wait, and if it waits to start the next.
+
+    Args:
+        asm: Triton's GPU code, and the assembly, where nothing may have moved up past the wait either.
+    """
+    touched, ptx = touched_before_wait(asm["ttgir"]), asm["ptx"]
+    above = re.findall(r"\b(?:ld|st|red|atom)\.global|\bcp\.async\.c", ptx[: ptx.find(WAIT)])
+    return {
+        "waits": touched is not None,
+        "touches": sorted(touched or ()),
+        "accesses": len(above),
+        "unfenced": _unfenced(ptx),
+        "starts_next_late": WAIT in ptx and ptx.find("griddepcontrol.launch_dependents") > ptx.find(WAIT),
+    }
+
+
+def _unfenced(ptx: str) -> bool:
+    """Tell whether a matrix instruction may read what copies have written with no fence between the two."""
+    copied = False
+    for line in ptx.splitlines():
+        if "cp.async.wait_" in line:
+            copied = True
+        elif "fence.proxy.async" in line:
+            copied = False
+        elif "wgmma.mma_async" in line and copied:
+            return True
+    return False
 
 
 def _stack(cubin: bytes) -> int:

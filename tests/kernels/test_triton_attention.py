@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 from cpu_samples import causal, filled_cache
-from triton_samples import REFERENCE, batch_to_device, layer_to_device, numbers, triton_ops
+from triton_samples import REFERENCE, batch_to_device, layer_to_device, numbers, small_tuning, triton_ops
 
 from interpreted import DEVICE
 
@@ -103,3 +103,11 @@ def test_a_query_keeps_its_bits_however_many_share_the_pass(count, window, gener
             max_queries=1,
         )
         assert torch.equal(OPS.attention(q[token : token + 1], layer, single, 0.2, window)[0], together[token])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("programs", [1, 12])
+def test_a_program_that_takes_several_splits_leaves_the_same_bits(programs, window, generator):
+    q, layer, batch = sample([2, 4, 1], [70, 100, 20], 16, (8, 2, 32), generator, torch.bfloat16)
+    few = triton_ops(attention=dataclasses.replace(small_tuning().attention, programs=programs))
+    assert torch.equal(few.attention(q, layer, batch, 0.2, window), OPS.attention(q, layer, batch, 0.2, window))

@@ -15,6 +15,7 @@ from slipstream.quant.packed import ExpertWeights
 from slipstream.quant.scheme import scheme_named
 
 SMALL = ExpertTiles(16, StageTiles(32, 64, splits=2), StageTiles(32, 64))
+WORDS = ExpertTiles(16, StageTiles(4, 64), StageTiles(32, 64), words=True)
 # Weight-only formats round the scaled weight to the activations' type before it is multiplied.
 FORMATS = {
     "dense": 1e-3,
@@ -89,6 +90,21 @@ def test_however_integers_are_cut_the_bits_are_the_same(block_t, splits, block_k
     args = case("w4a8", num_tokens=2)
     tiles = ExpertTiles(block_t, StageTiles(64, block_k, splits), StageTiles(64, block_k))
     assert torch.equal(experts(*args, options=ExpertOptions(tiles)), experts(*args, options=ExpertOptions(SMALL)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_word_by_word_the_bits_are_those_of_the_matrix_kernels(dtype):
+    x, gate_up, down, ids, weights = case("w4a8", dtype, width=168)
+    ids[1, 0] = -1
+    ids[2, :] = -1
+    rest = torch.randn(3, 168).to(dtype).to(DEVICE)
+    shared = torch.randn(3, 24).to(dtype).to(DEVICE), torch.randn(168, 24).to(dtype).to(DEVICE)
+    words, matrix = (
+        experts(x, gate_up, down, ids, weights, options=ExpertOptions(tiles, rest, shared=shared))
+        for tiles in (WORDS, SMALL)
+    )
+    assert torch.equal(words, matrix)
+    assert relative_error(words[2], rest[2] + shared[0][2] @ shared[1].T) < 1e-2
 
 
 def test_an_expert_chosen_by_more_tokens_than_a_tile_holds_serves_them_all():

@@ -12,7 +12,7 @@ from slipstream.kernels.reference.attention import latent_attention as reference
 from slipstream.kernels.triton.latent_attention import LatentTiles, latent_attention
 
 HEADS, WIDTH, ROPE, SCALE = 3, 24, 8, 0.2
-TILES = LatentTiles(split=64, block=32, rows=16, warps=4)
+TILES = LatentTiles(near=32, near_keys=64, split=64, block=32, rows=16, warps=4)
 
 
 def make_batch(kv_lens, counts, page_size, ancestors=None, seed=0):

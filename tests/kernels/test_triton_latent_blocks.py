@@ -79,3 +79,13 @@ def test_tokens_of_prompts_take_the_expanded_form(target):
     prompt = replace(ctx, prompt_rows=[True] * 3)
     assert "prompts" in ops._latent_blocks.unfit(list(target.layers), prompt)
     assert not ops._latent_blocks.unfit(list(target.layers), ctx)
+
+
+@torch.no_grad()
+def test_latents_that_fill_no_tiles_take_one_operation_at_a_time():
+    spec = rank_of("kimi-k2.5", 1, tiny=True).target
+    small = build_target(replace(spec, mla=replace(spec.mla, kv_rank=24)), "w4a8", 64, DEVICE).float()
+    ids = torch.arange(2, device=DEVICE)
+    fast = small(ids, context(small, TritonOps(DEVICE), [9], 2)).last_TD
+    plain = small(ids, context(small, ReferenceOps(DEVICE), [9], 2)).last_TD
+    torch.testing.assert_close(fast, plain, atol=2e-3, rtol=2e-3)

@@ -5,7 +5,7 @@ from triton_samples import REFERENCE, numbers, triton_ops
 from interpreted import DEVICE
 from slipstream.kernels import KvLayer, RowSampling
 from slipstream.kernels.triton import norm_rope
-from slipstream.kernels.triton.norm_rope import Norm, Rope
+from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite
 from slipstream.kernels.triton.quantize import quantize_rows
 from slipstream.quant.formats import fp8, int8
 
@@ -25,9 +25,10 @@ def test_silu_times_up_is_the_references(generator):
     torch.testing.assert_close(OPS.silu_mul(x), REFERENCE.silu_mul(x))
 
 
+@pytest.mark.parametrize("width", [300, 17000])
 @pytest.mark.parametrize("codes", ["fp8", "int8"])
-def test_rows_are_quantized_to_the_formats_own_codes(codes, generator):
-    x = numbers(4, 300, generator=generator, dtype=torch.bfloat16)
+def test_rows_are_quantized_to_the_formats_own_codes(codes, width, generator):
+    x = numbers(4, width, generator=generator, dtype=torch.bfloat16)
     x[2] = 0
     got, scale = quantize_rows(x, codes, None, False)
     # On a GPU torch divides by a number as it multiplies by its inverse; on a CPU it divides.
@@ -54,7 +55,7 @@ def test_queries_are_rotated_and_keys_and_values_written(heads, width, rotary, q
     slots, positions = torch.tensor([7, 0, 30], device=DEVICE), torch.tensor([3, 49, 0], device=DEVICE)
     norms = [Norm(numbers(width, generator=generator), 1e-5) for _ in range(2)] if qk_norm else None
     layer = KvLayer(*(torch.zeros(32, groups, width, device=DEVICE) for _ in range(2)))
-    got = norm_rope.rope_and_write(qkv, heads, Rope(slots, positions, cos, sin), layer, norms, False)
+    got = norm_rope.rope_and_write(qkv, RopeWrite(heads, Rope(slots, positions, cos, sin), layer), norms, False)
     q, k, v = qkv.view(3, -1, width).split([num_heads, groups, groups], dim=1)
     if norms is not None:
         q, k = (REFERENCE.rms_norm(x, norm.weight_D, norm.eps) for x, norm in zip((q, k), norms, strict=True))

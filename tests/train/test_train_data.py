@@ -11,6 +11,7 @@ from slipstream.train.errors import DataError
 from slipstream.train.frame import chat_frame
 from slipstream.train.generate import GenerationResult, GeneratorConfig
 from slipstream.train.make_data import Speaker, make_corpus, make_eval_set
+from slipstream.train.passages import whole_sentences
 from slipstream.train.prompts import normalized, read_excluded, read_prompts
 from slipstream.train.recipe import EvalSet, make_recipe
 from slipstream.train.vocab import choose_vocab
@@ -78,6 +79,34 @@ def test_conversations_are_chats_as_served_with_answers_marked(data):
             assert tokenizer.decode(text.ids[start:end]).startswith("The answer is four.")
             assert tokenizer.decode(text.ids[:start]).endswith("a\n")
         assert len(text.ids) == text.spans[-1][1]
+
+
+def test_tasks_on_passages_quote_an_earlier_answer(data):
+    tokenizer = CharTokenizer()
+    config = DataConfig(answer_tokens=4000, magpie=0.3, maths=0, passages=0.7, second_turn=0, max_prompt=400, seed=1)
+    source = ConversationSource(tokenizer, config, [], frozenset())
+    Scripted(tokenizer, answer="The answer is four. It was three before").play(source, 60)
+    turns = [tokenizer.decode(text.ids[: text.spans[0][0]]) for text in source.texts]
+    quoting = [turn for turn in turns if "The answer is" in turn]
+    assert len(quoting) > len(turns) // 3, "most user turns are tasks once there are answers to quote"
+    assert len({turn.split("\n\n")[0] for turn in quoting}) > 5, "the tasks vary"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("One sentence of some length. Another that breaks o", "One sentence of some length."),
+        ("No end", "No end"),
+        ("Hi! And then a text that goes on without an en", "Hi! And then a text that goes on without an en"),
+    ],
+)
+def test_a_passage_ends_with_a_sentence_if_one_is_complete(text, kept):
+    assert whole_sentences(text) == kept
+
+
+def test_shares_that_exceed_all_conversations_are_refused():
+    with pytest.raises(ConfigError, match="magpie, maths and passages"):
+        DataConfig(magpie=0.6, maths=0.2, passages=0.3)
 
 
 def test_excluded_prompts_and_duplicates_are_dropped(data):

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels import AttentionBatch, Ops, RowSampling
+from slipstream.kernels import AttentionBatch, ChainOutcome, ChainPlaces, ChainRows, Ops, RowSampling, cycle_ops
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
-from slipstream.speculation.simulate import simulated_counts
+from slipstream.speculation.simulate import thresholds
 
 
 @dataclass(frozen=True)
@@ -98,69 +98,70 @@ class CycleState:
         return CycleState(**{**rows, "pages_RP": self.pages_RP[:num_rows, :num_columns]})
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where this cycle's nodes lie, the root at each row's committed end and the chain behind it.
-
-    Args:
-        context: that of a pass over every node of every row.
-        index_NR: the nodes' places among their rows' keys, node by node, for the passes over one node of every row.
-        position_NR: the position of the token each node foretells; also how many keys there are up to the node.
-    """
-
-    context: PagedContext
-    index_NR: Tensor
-    slots_NR: Tensor
-    position_NR: Tensor
-    kv_lens_NR: Tensor
-
-
 class Cycle:
     """The work of one kind of cycle on one batch; `out_RE` is what its last run emitted: a count, then the tokens."""
 
     def __init__(self, models: CycleModels, state: CycleState, kind: CycleKind) -> None:
         device = state.root_R.device
         self._models = models
+        self._chains = cycle_ops(models.ops)
         num_columns = None if kind.max_keys is None else -(-kind.max_keys // models.target_kv.page_size)
-        self._state = state.first(kind.num_rows, num_columns)
+        self._state = state = state.first(kind.num_rows, num_columns)
         self._kind = kind
         self._num_nodes = kind.num_drafted + 1
-        self.out_RE = torch.zeros(kind.num_rows, self._num_nodes + 1, dtype=torch.int64, device=device)
-        self._node_N = torch.arange(self._num_nodes, device=device)
+        self._rows = ChainRows(
+            committed_R=state.committed_R,
+            root_R=state.root_R,
+            active_R=state.active_R,
+            temperature_R=state.temperature_R,
+            seed_R=state.seed_R,
+            drafts_until_R=state.drafts_until_R,
+            pages_RP=state.pages_RP,
+        )
+        self._places = ChainPlaces.allocate(kind.num_rows, self._num_nodes, device)
+        self._outcome = ChainOutcome.allocate(kind.num_rows, self._num_nodes, device)
+        self.out_RE = self._outcome.out_RE
+        rates = kind.simulated[: kind.num_drafted]
+        self._thresholds_K = torch.tensor(thresholds(rates), dtype=torch.int64, device=device)
         rows_R1 = torch.arange(kind.num_rows + 1, dtype=torch.int32, device=device)
         self._one_each_R1 = rows_R1
         self._starts_R1 = rows_R1 * self._num_nodes
-        self._first_R = self._starts_R1[:-1].long()
         self._ones_T = torch.full((kind.num_rows * self._num_nodes,), -1, dtype=torch.int64, device=device)
 
     def run(self) -> None:
         """Advance every active row by the tokens its target pass accepts; `out_RE` says which."""
-        state = self._state
-        state.committed_R.mul_(state.active_R)  # an unused row starts over, so that it never leaves its one page
         places = self.place()
-        chain_RN = self._draft_chain(places)
+        self._draft_chain(places)
+        chain_RN = places.chain_RN
         captured, chosen_RN = self.verify(places, chain_RN)
-        accepted_R, emitted_RN = self._accept(chain_RN, chosen_RN)
+        self._chains.accept_chains(self._rows, chain_RN, chosen_RN, self._thresholds_K, self._outcome)
         if self._kind.num_drafted:
-            self._extend(places, captured, emitted_RN, accepted_R)
-        state.root_R.copy_(emitted_RN.gather(1, accepted_R[:, None])[:, 0])
-        counts_R = (accepted_R + 1) * state.active_R
-        state.committed_R.add_(counts_R)
-        torch.cat([counts_R[:, None], emitted_RN], 1, out=self.out_RE)
+            self._extend(places, captured)
 
-    def place(self) -> Places:
-        """Return where the nodes of the next pass lie."""
-        kv, state = self._models.target_kv, self._state
-        index_RN = state.committed_R[:, None] + self._node_N
-        index_NR = state.committed_R + self._node_N[:, None]
-        position_NR = index_NR + 1
-        kv_lens_NR = position_NR.int()
-        column_RN = index_RN // kv.page_size
-        slots_RN = index_RN + (state.pages_RP.gather(1, column_RN) - column_RN) * kv.page_size
-        index_T = index_RN.flatten()
+    def place(self) -> ChainPlaces:
+        """Return where the nodes of the next pass lie; the next call overwrites it."""
+        self._chains.place_chains(self._rows, self._places, self._models.target_kv.page_size)
+        return self._places
+
+    def _draft_chain(self, places: ChainPlaces) -> None:
+        """Draft behind the root of each row; the draft's keys of imagined tokens go behind its true ones."""
+        state, draft, draft_kv = self._state, self._models.draft, self._models.draft_kv
+        token_R = state.root_R
+        logits_RV, feedback_RD = state.logits_RV, state.feedback_RD
+        for depth in range(self._kind.num_drafted):
+            assert draft is not None and draft_kv is not None, "chains are drafted by a draft"
+            if depth:
+                hidden = draft(feedback_RD, token_R, self._draft_context(places, depth - 1, draft_kv))
+                logits_RV, feedback_RD = draft.logits(hidden.normed_TD, self._models.ops), hidden.feedback_TD
+            sampling = RowSampling(state.temperature_R, state.seed_R, places.position_NR[depth])
+            token_R = self._chains.propose(logits_RV, draft.token_ids_V, sampling, places.chain_RN[:, depth + 1])
+
+    def _context(self, places: ChainPlaces, kv: KvCache) -> PagedContext:
+        """Return the context of a pass over every node of every row."""
+        state, index_T = self._state, places.index_RN.flatten()
         batch = AttentionBatch(
             query_starts_R1=self._starts_R1,
-            kv_lens_R=kv_lens_NR[-1],
+            kv_lens_R=places.kv_lens_NR[-1],
             page_table_RP=state.pages_RP,
             kv_index_T=index_T,
             ancestors_T=self._ones_T,
@@ -168,28 +169,12 @@ class Cycle:
             max_queries=self._num_nodes,
             max_keys=state.pages_RP.shape[1] * kv.page_size,
         )
-        context = PagedContext(self._models.ops, index_T, slots_RN.flatten(), batch, kv)
-        return Places(context, index_NR, slots_RN.t().contiguous(), position_NR, kv_lens_NR)
+        return PagedContext(self._models.ops, index_T, places.slots_RN.flatten(), batch, kv)
 
-    def _draft_chain(self, places: Places) -> Tensor:
-        """Return root and drafted tokens of each row; the draft's keys of imagined tokens go behind its true ones."""
-        state, draft, draft_kv = self._state, self._models.draft, self._models.draft_kv
-        tokens = [state.root_R]
-        logits_RV, feedback_RD = state.logits_RV, state.feedback_RD
-        for depth in range(self._kind.num_drafted):
-            assert draft is not None and draft_kv is not None, "chains are drafted by a draft"
-            if depth:
-                hidden = draft(feedback_RD, tokens[-1], self._draft_context(places, depth - 1, draft_kv))
-                logits_RV, feedback_RD = draft.logits(hidden.normed_TD, self._models.ops), hidden.feedback_TD
-            sampling = RowSampling(state.temperature_R, state.seed_R, places.position_NR[depth])
-            _, entries_R1 = self._models.ops.top_k(logits_RV, draft.token_ids_V, sampling, 1)
-            tokens.append(draft.token_ids_V[entries_R1[:, 0]])
-        return torch.stack(tokens, 1)
-
-    def _draft_context(self, places: Places, node: int, draft_kv: KvCache) -> PagedContext:
+    def _draft_context(self, places: ChainPlaces, node: int, draft_kv: KvCache) -> PagedContext:
         """Return the context of one imagined slot per row, in the place of `node`."""
         batch = replace(
-            places.context.batch,
+            self._context(places, draft_kv).batch,
             query_starts_R1=self._one_each_R1,
             kv_lens_R=places.kv_lens_NR[node],
             kv_index_T=places.index_NR[node],
@@ -198,48 +183,32 @@ class Cycle:
         )
         return PagedContext(self._models.ops, places.index_NR[node], places.slots_NR[node], batch, draft_kv)
 
-    def verify(self, places: Places, chain_RN: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def verify(self, places: ChainPlaces, chain_RN: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run the target over roots and chains; return its captured states and its token at every node."""
-        models, state = self._models, self._state
+        models = self._models
         captured_layers = models.captured_layers if self._kind.num_drafted else ()
-        hidden = models.target(chain_RN.flatten(), places.context, captured_layers)
-        logits_TV = models.target.logits(hidden.last_TD, models.ops)
+        hidden = models.target(chain_RN.flatten(), self._context(places, models.target_kv), captured_layers)
         chosen_T = models.ops.choose(
-            logits_TV,
-            state.temperature_R[:, None].expand_as(chain_RN).flatten(),
-            state.seed_R[:, None].expand_as(chain_RN).flatten(),
-            places.context.positions_T + 1,
+            models.target.logits(hidden.last_TD, models.ops),
+            places.temperature_RN.flatten(),
+            places.seed_RN.flatten(),
+            places.position_RN.flatten(),
         )
         return hidden.captured, chosen_T.view_as(chain_RN)
 
-    def _accept(self, chain_RN: Tensor, chosen_RN: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many drafted tokens each row keeps, and the tokens it emits (those past the last mean nothing)."""
-        state, rates = self._state, self._kind.simulated
-        if not self._kind.num_drafted:
-            return torch.zeros_like(state.root_R), chosen_RN
-        drafted_RK = chain_RN[:, 1:]
-        if rates:
-            accepted_R = simulated_counts(rates, state.seed_R, state.committed_R + 1).clamp(max=self._kind.num_drafted)
-        else:
-            accepted_R = (chosen_RN[:, :-1] == drafted_RK).long().cumprod(1).sum(1)
-        accepted_R = accepted_R * (state.committed_R < state.drafts_until_R)
-        if not rates:
-            return accepted_R, chosen_RN
-        kept_RN = self._node_N < accepted_R[:, None]
-        return accepted_R, torch.where(kept_RN, torch.cat([drafted_RK, chosen_RN[:, -1:]], 1), chosen_RN)
-
-    def _extend(self, places: Places, captured: tuple[Tensor, ...], emitted_RN: Tensor, accepted_R: Tensor) -> None:
+    def _extend(self, places: ChainPlaces, captured: tuple[Tensor, ...]) -> None:
         """Run the draft over the nodes with the target's true states, and keep what it left at the last accepted one.
 
         The nodes behind that one are run too, to keep shapes fixed: their keys lie where the next cycle writes.
         """
-        models, state = self._models, self._state
+        models, state, outcome = self._models, self._state, self._outcome
         assert models.draft is not None and models.draft_kv is not None, "only drafts are extended"
         fused_TD = models.draft.fuse(captured, models.ops)
-        hidden = models.draft(fused_TD, emitted_RN.flatten(), replace(places.context, kv=models.draft_kv))
-        last_R = self._first_R + accepted_R
-        state.feedback_RD.copy_(hidden.feedback_TD[last_R])
-        state.logits_RV.copy_(models.draft.logits(hidden.normed_TD[last_R], models.ops))
+        hidden = models.draft(fused_TD, outcome.emitted_RN.flatten(), self._context(places, models.draft_kv))
+        normed_RD = hidden.normed_TD.index_select(0, outcome.last_R)
+        same = hidden.feedback_TD is hidden.normed_TD
+        state.feedback_RD.copy_(normed_RD if same else hidden.feedback_TD.index_select(0, outcome.last_R))
+        state.logits_RV.copy_(models.draft.logits(normed_RD, models.ops))
 
 
 def _empty_draft_output(models: CycleModels) -> tuple[Tensor, Tensor]:

@@ -52,15 +52,13 @@ class Engine:
         self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots))
         self._scheduler = Scheduler(config, self._pages, needs)
         self._sessions: dict[int, Session] = {}
-        self._next_id = 0
-        self._warned = False
+        self._next_id, self._warned = 0, False
         self._simulated: tuple[float, ...] = ()
         self._pipeline: Pipeline | None = None
         cycles = config.runs_cycles(self._device.type)
         if cycles and isinstance(runner, Runner) and Pipeline.supports(runner, drafter):  # ranks take ordinary steps
             self._pipeline = Pipeline(runner, drafter, config, self._scheduler, self._sessions)
-        rounds = rounds_over(runner, drafter, config, self._scheduler, self._sessions)
-        self._rounds = rounds if self._pipeline is None else None
+        self._rounds = rounds_over(runner, drafter, config, self._scheduler, self._sessions)
         self.stats = EngineStats()
 
     @property
@@ -219,7 +217,9 @@ class Engine:
             return self._pipeline.advance(self._simulated, self.stats)
 
     def _run_plan(self, plan: Sequence[Scheduled]) -> list[Emission]:
-        """Run one step: in one call where the kernels can, else part by part."""
+        """Run one step, in one call where the kernels can, else part by part; one without work does nothing."""
+        if not plan:
+            return []
         with self._ending_on_failure([work.request for work in plan]):
             whole = None if self._rounds is None or self._simulated else self._rounds.run(plan, self.stats)
             emissions = self._run_parts(plan) if whole is None else whole

@@ -89,17 +89,19 @@ class Rank:
     Args:
         room: the largest batch, and the longest context.
         bandwidth: bytes read in a second, for the floors; None to leave them out.
+        routing: how far apart rows choose their experts, "spread" or "clustered" (`random_experts`).
     """
 
     def __init__(
-        self, model: RankModel, expert_format: str, kernels: Kernels, room: tuple[int, int], bandwidth: float | None
-    ) -> None:
+        self, model: RankModel, expert_format: str, kernels: Kernels, room: tuple[int, int], bandwidth: float | None,
+        routing: str = "spread",
+    ) -> None:  # fmt: skip
         self._device, ops, count = kernels.device, kernels.ops, kernels.count
         self._ops = ops
         self._count = count
         self._bandwidth = bandwidth
         max_batch, self._max_context = room
-        self.target = build_target(model.target, expert_format, self._max_context + 1, self._device)
+        self.target = build_target(model.target, expert_format, self._max_context + 1, self._device, routing)
         self.draft = build_draft(model.draft, self._max_context + 1, self._device)
         for part in self.target.modules():
             if isinstance(part, Router):  # fused blocks call no modules, and tell `count` themselves
@@ -142,7 +144,8 @@ class Rank:
         read = weights + batch * context * self.draft.kv_shape.bytes_per_token(torch.bfloat16)
         return self._figures("draft", (batch, context, batch), _measure(step, self._device), 0.0, read)
 
-    def _target_step(self, name: str, batch: int, context: int, width: int) -> StepFigures:
+    def target_pass(self, batch: int, context: int, width: int) -> Callable[[], Tensor]:
+        """Return a pass of the target over `width` tokens of each request, to be run, captured or profiled."""
         ctx = self._context(self._target_kv, batch, context, width)
         ids_T = self._token_ids(batch * width)
 
@@ -150,6 +153,10 @@ class Rank:
             hidden = self.target(ids_T, ctx)
             return self.target.logits(hidden.last_TD, self._ops).argmax(-1)
 
+        return step
+
+    def _target_step(self, name: str, batch: int, context: int, width: int) -> StepFigures:
+        step = self.target_pass(batch, context, width)
         self._count.distinct, self._count.counting = [], True
         step()
         self._count.counting = False
@@ -191,6 +198,14 @@ def _measure(step: Callable[[], Tensor], device: torch.device) -> float:
         start = time.perf_counter()
         step()
         return (time.perf_counter() - start) * 1e3
+    graph = captured(step, device)
+    first = _replays(graph, 2)
+    number = max(3, int(_SECONDS * 1e3 / 5 / first))
+    return statistics.median(_replays(graph, number) for _ in range(5))
+
+
+def captured(step: Callable[[], Tensor], device: torch.device) -> torch.cuda.CUDAGraph:
+    """Return a step as a graph, after two runs that compile what it needs."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -200,9 +215,7 @@ def _measure(step: Callable[[], Tensor], device: torch.device) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    first = _replays(graph, 2)
-    number = max(3, int(_SECONDS * 1e3 / 5 / first))
-    return statistics.median(_replays(graph, number) for _ in range(5))
+    return graph
 
 
 def _replays(graph: torch.cuda.CUDAGraph, number: int) -> float:

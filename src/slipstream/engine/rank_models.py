@@ -16,6 +16,7 @@ from slipstream.models.target import Target
 from slipstream.quant.packed import ExpertWeights
 
 EXPERT_FORMATS = ("w4a8", "int4_group", "mxfp4", "fp8_block", "dense")
+ROUTINGS = ("spread", "clustered")
 _INT4_SPREAD = 4.6  # the standard deviation of uniform codes -8 to 7
 _MXFP4_SPREAD = 2.8
 
@@ -103,8 +104,16 @@ def rank_of(name: str, num_ranks: int, tiny: bool = False) -> RankModel:
     return RankModel(target, draft)
 
 
-def build_target(spec: ModelSpec, expert_format: str, max_position: int, device: torch.device) -> Target:
-    """Return the rank's target with random weights, made on the device: experts packed, the rest in bfloat16."""
+def build_target(
+    spec: ModelSpec, expert_format: str, max_position: int, device: torch.device, routing: str = "spread"
+) -> Target:
+    """Return the rank's target with random weights, made on the device: experts packed, the rest in bfloat16.
+
+    Args:
+        routing: "spread" or "clustered" (see `random_experts`).
+    """
+    if routing not in ROUTINGS:
+        raise ConfigError(f"--routing {routing}: random weights can be {' or '.join(ROUTINGS)}.")
     if expert_format not in EXPERT_FORMATS:
         raise ConfigError(f"--format {expert_format}: experts can be {', '.join(EXPERT_FORMATS)}.")
     with torch.device("meta"):
@@ -113,8 +122,8 @@ def build_target(spec: ModelSpec, expert_format: str, max_position: int, device:
         if isinstance(module, Experts):
             width, inner, number = module.width, module.intermediate, module.held.size
             module.pack(
-                random_experts(expert_format, (number, 2 * inner, width), device),
-                random_experts(expert_format, (number, width, inner), device),
+                random_experts(expert_format, (number, 2 * inner, width), device, routing),
+                random_experts(expert_format, (number, width, inner), device, routing),
             )
     _fill(target, device)
     return target
@@ -146,8 +155,15 @@ def _fill(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, nn.Parameter(values, requires_grad=False))
 
 
-def random_experts(name: str, shape: tuple[int, int, int], device: torch.device) -> ExpertWeights:
-    """Return experts of random codes; scales make their numbers as large as a random weight's usually are."""
+def random_experts(
+    name: str, shape: tuple[int, int, int], device: torch.device, routing: str = "spread"
+) -> ExpertWeights:
+    """Return experts of random codes; scales make their numbers as large as a random weight's usually are.
+
+    INT4 codes are -7 to 7 (zero twice as often), so that their mean is zero as a trained weight's is. All sixteen
+    codes have a mean of -1/2, which pushes every row the same way: layer after layer rows grow alike, and choose the
+    same experts. That is "clustered"; with "spread" a pass hits about as many as independent choices would.
+    """
     num_experts, num_outputs, num_inputs = shape
     size = num_inputs**-0.5
 
@@ -161,6 +177,9 @@ def random_experts(name: str, shape: tuple[int, int, int], device: torch.device)
             return ExpertWeights(name, num_outputs, num_inputs, weight)
         return experts(weight.to(torch.float8_e4m3fn), -(-num_inputs // 128), dtype=torch.float32, value=size)
     nibbles = torch.empty(num_experts, num_outputs, num_inputs // 2, dtype=torch.uint8, device=device).random_(0, 256)
+    if routing == "spread" and name != "mxfp4":  # whose codes are symmetric
+        nibbles = torch.where(nibbles & 0x0F == 0x08, nibbles & 0xF0, nibbles)
+        nibbles = torch.where(nibbles & 0xF0 == 0x80, nibbles & 0x0F, nibbles)
     if name == "w4a8":
         return experts(nibbles, dtype=torch.float32, value=size / _INT4_SPREAD)
     if name == "int4_group":

@@ -131,7 +131,9 @@ def rounds_over(
     scheduler: Scheduler,
     sessions: Mapping[int, Session],
 ) -> Rounds | None:
-    """Return what runs rounds; None where steps never may: a target in parts, another drafter, other kernels."""
+    """Return what runs rounds; None where steps never may: cycles, a target in parts, another drafter or kernels."""
+    if config.runs_cycles(runner.device.type):
+        return None
     if not isinstance(runner, Runner) or not isinstance(runner.ops, RoundOps):
         return None
     if not isinstance(drafter, NoDrafter | Eagle3Drafter):

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 
 from slipstream.errors import KernelError
+from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows, CycleOps
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.ops import (
     AttentionBatch,
@@ -21,6 +22,7 @@ from slipstream.kernels.ops import (
     RoundStart,
     RowSampling,
 )
+from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.threads import torch_threads
 
@@ -28,7 +30,11 @@ __all__ = [
     "KERNEL_CHOICES",
     "AttentionBatch",
     "ChainOps",
+    "ChainOutcome",
+    "ChainPlaces",
+    "ChainRows",
     "ChainStart",
+    "CycleOps",
     "Follower",
     "KernelChoice",
     "KvLayer",
@@ -38,6 +44,7 @@ __all__ = [
     "RoundResult",
     "RoundStart",
     "RowSampling",
+    "cycle_ops",
     "one_pool",
     "select",
 ]
@@ -86,6 +93,11 @@ def _triton(device: torch.device, choice: KernelChoice) -> Ops:
         )
         return ReferenceOps(device)
     return TritonOps(device)
+
+
+def cycle_ops(ops: Ops) -> CycleOps:
+    """Return what does a cycle's bookkeeping beside a backend: the backend itself, or torch."""
+    return ops if isinstance(ops, CycleOps) else TorchChains(ops)
 
 
 def one_pool(ops: Ops) -> AbstractContextManager[None]:

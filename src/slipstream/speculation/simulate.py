@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.reference.noise import scattered
 from slipstream.speculation.accept import Accepted
 from slipstream.speculation.tree import Tree
-
-_SEED_STEP = 0x9E3779B97F4A7C15 - 2**64
-_POSITION_STEP = 0xD1B54A32D192ED03 - 2**64
-_MIXERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def check_rates(rates: Sequence[float]) -> None:
@@ -37,11 +34,16 @@ def simulated_counts(rates: Sequence[float], seed_R: Tensor, position_R: Tensor)
     One uniform number decides the whole pass. It comes from the request's seed and the text's position, so the same
     request sees the same counts in every run and on every device.
     """
-    uniform_R = (_mixed(seed_R * _SEED_STEP + position_R * _POSITION_STEP) >> 32) & (2**32 - 1)
+    uniform_R = scattered(seed_R, position_R)
     count_R = torch.zeros_like(uniform_R)
-    for rate in rates:
-        count_R = count_R + (uniform_R < round(rate * 2**32))
+    for threshold in thresholds(rates):
+        count_R = count_R + (uniform_R < threshold)
     return count_R
+
+
+def thresholds(rates: Sequence[float]) -> list[int]:
+    """Return what a pass's uniform number below 2^32 must lie below for each drafted token to be kept."""
+    return [round(rate * 2**32) for rate in rates]
 
 
 def simulate(trees: Sequence[Tree], chosen_RN: Tensor, counts: Sequence[int]) -> Accepted:
@@ -59,10 +61,3 @@ def simulate(trees: Sequence[Tree], chosen_RN: Tensor, counts: Sequence[int]) ->
         return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=chosen_RN.device)
 
     return Accepted(padded(tokens), padded(nodes), torch.tensor([len(path) for path in nodes], device=chosen_RN.device))
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Scatter the bits of int64 values (the finalizer of splitmix64; products wrap, which is what it wants)."""
-    for shift, multiplier in _MIXERS:
-        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * multiplier
-    return x ^ ((x >> 31) & (2**33 - 1))

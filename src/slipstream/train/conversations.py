@@ -11,12 +11,15 @@ from slipstream.errors import ConfigError
 from slipstream.train.corpus import Text
 from slipstream.train.frame import ChatFrame, ChatTokenizer, chat_frame, encode_prompt
 from slipstream.train.generate import GenerationRequest, GenerationResult
+from slipstream.train.passages import passage_turn
 from slipstream.train.prompts import OPENINGS, SYSTEM_PROMPTS, Messages, normalized
 from slipstream.train.repetition import loop_end
 
 MIN_ANSWER = 8
 MAX_TURN = 128
 _MIN_TURN = 4
+_PASSAGES_KEPT = 4096
+_PASSAGE_TOKENS = (16, 144)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class DataConfig:
     Args:
         answer_tokens: stop once the answers hold this many.
         magpie, maths: shares of conversations whose user turn the target samples itself, freely or after examples of
-            maths questions; the rest are prompts from files, each used `file_repeats` times at most.
+            maths questions.
+        passages: share whose user turn is a task on a passage of an earlier answer; what the three shares leave are
+            prompts from files, each used `file_repeats` times at most.
         forced_opening: share of free user turns whose first words are given.
         second_turn: share of conversations that go on.
         greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`.
@@ -36,6 +41,7 @@ class DataConfig:
     answer_tokens: int = 30_000_000
     magpie: float = 0.65
     maths: float = 0.2
+    passages: float = 0.0
     file_repeats: int = 4
     forced_opening: float = 0.6
     default_system: float = 0.6
@@ -49,11 +55,16 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("magpie", "maths", "forced_opening", "default_system", "second_turn", "greedy"):
+        for name in ("magpie", "maths", "passages", "forced_opening", "default_system", "second_turn", "greedy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; a share lies between 0 and 1.")
-        if self.magpie + self.maths > 1:
-            raise ConfigError("magpie and maths are shares of all conversations; together they exceed 1.")
+        if self.sampled > 1 + 1e-9:
+            raise ConfigError("magpie, maths and passages are shares of all conversations; together they exceed 1.")
+
+    @property
+    def sampled(self) -> float:
+        """Share of conversations that need no prompt from a file."""
+        return self.magpie + self.maths + self.passages
 
 
 @dataclass
@@ -90,7 +101,7 @@ class ConversationSource:
         """Prepare a mixture; `prompts` come from files, `excluded` is normalised text never to be used."""
         self._tokenizer, self._config, self._excluded = tokenizer, config, excluded
         self._rng = np.random.default_rng(config.seed)
-        samples_turns = config.magpie + config.maths > 0 or config.second_turn > 0
+        samples_turns = config.sampled > 0 or config.second_turn > 0
         self._frames = [chat_frame(tokenizer, system) for system in SYSTEM_PROMPTS] if samples_turns else []
         self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
         self._short_reply = tokenizer.encode("Next question.", add_special=False)
@@ -98,10 +109,11 @@ class ConversationSource:
         self._examples = self._find_examples()
         if config.maths > 0 and len(self._examples) < 8:
             raise ConfigError("maths questions are sampled after examples from the prompt files; give such files.")
-        if not self._file_prompts and config.magpie + config.maths < 1:
-            raise ConfigError("No prompt files are given, so magpie and maths must add up to 1.")
+        if not self._file_prompts and config.sampled < 1 - 1e-9:
+            raise ConfigError("No prompt files are given, so magpie, maths and passages must add up to 1.")
         self._files_left = self._shuffled_files()
         self._retry: deque[GenerationRequest] = deque()
+        self._passages: deque[Sequence[int]] = deque(maxlen=_PASSAGES_KEPT)
         self._open: dict[int, _Conversation] = {}
         self._next_key = 0
         self._seen: set[bytes] = set()
@@ -109,8 +121,9 @@ class ConversationSource:
         self.texts: list[Text] = []
 
     def remember(self, text: Text) -> None:
-        """Count a text made earlier: towards the total, and as a duplicate should it come again."""
+        """Count a text made earlier: towards the total, as a duplicate should it come again, and as a passage."""
         self._is_new(text)
+        self._passages.append(text.ids[slice(*text.spans[0])])
         self.tally.kept += 1
         self.tally.answer_tokens += sum(end - start for start, end in text.spans)
 
@@ -147,8 +160,10 @@ class ConversationSource:
             return self._free_turn(more)
         if draw < self._config.magpie + self._config.maths:
             return self._maths_turn(more)
+        if draw < self._config.sampled:
+            return self._passage_turn(more) or self._free_turn(more)
         if not self._files_left:
-            return self._free_turn(more) if self._config.magpie + self._config.maths > 0 else None
+            return self._free_turn(more) if self._config.sampled > 0 else None
         frame = self._frames[0] if self._frames else ChatFrame([], [], [])
         prompt = self._files_left.pop()
         return self._answer(_Conversation(frame, list(prompt), more_turns=more if self._frames else 0))
@@ -171,6 +186,18 @@ class ConversationSource:
             if len(ids) + len(shown) <= self._config.max_prompt:
                 ids += shown
         return self._user(_Conversation(frame, ids, answers_in=frame, more_turns=more))
+
+    def _passage_turn(self, more: int) -> GenerationRequest | None:
+        """Ask for something to be done with a passage; None if there is none yet, or it does not fit a prompt."""
+        if not self._passages:
+            return None
+        answer = self._passages[int(self._rng.integers(len(self._passages)))]
+        length = int(self._rng.integers(*_PASSAGE_TOKENS))
+        turn = passage_turn(self._tokenizer.decode(answer[:length]), self._rng)
+        ids = encode_prompt(self._tokenizer, [{"role": "user", "content": turn}])
+        if len(ids) > self._config.max_prompt or normalized(turn) in self._excluded:
+            return None
+        return self._answer(_Conversation(self._frames[0], ids, more_turns=more))
 
     def _user(self, conversation: _Conversation) -> GenerationRequest:
         conversation.writes_user = True
@@ -245,6 +272,7 @@ class ConversationSource:
             self.tally.kept += 1
             self.tally.answer_tokens += sum(end - start for start, end in text.spans)
             self.texts.append(text)
+            self._passages.append(text.ids[slice(*text.spans[0])])
         else:
             self.tally.duplicates += 1
 

@@ -1,8 +1,7 @@
 """Paged attention for decoding, verifying and prefill: query tokens x the heads that share a key, in one tile.
 
-A request's keys are cut in splits of a fixed length. A split's result is a maximum, a sum and a weighted sum of values;
-results are merged in the order of splits, by the program itself (SERIAL) or by the last of those that share a tile. A
-split, a block or a key that a row does not see changes none of its bits, so they depend on the row's own keys alone.
+A request's keys are cut in splits of a fixed length, and their results are merged in order: by one program, the kernel
+here, where there are many queries, else by the last of several (`attention_splits`).
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -16,65 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer
-from slipstream.kernels.triton.launch import arrived_last, launch_options, wait_for_inputs
+from slipstream.kernels.triton.attention_blocks import (
+    DESCRIPTION,
+    SPLITS_IN_GROUP,
+    attend_block,
+    find_request,
+    key_offsets,
+    merge,
+    nothing,
+)
+from slipstream.kernels.triton.attention_splits import splits_kernel
+from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
 from slipstream.kernels.triton.variants import Variant
 
 _LOG2E = 1.4426950408889634
 _NARROW_ROWS = 16
-
-
-@triton.jit
-def _find_request(starts_ptr, tile, num_requests, TOKENS: tl.constexpr, REQUESTS: tl.constexpr):
-    """Return the request of a tile of TOKENS queries; request r's tiles start at starts[r] // TOKENS + r."""
-    r = tl.arange(0, REQUESTS)
-    first = tl.load(starts_ptr + r, mask=r < num_requests, other=2147480000) // TOKENS + r
-    return tl.sum(((first <= tile) & (r < num_requests)).to(tl.int32), 0) - 1
-
-
-@triton.jit
-def _hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constexpr):
-    """Return scores with -inf where a row does not see a key; signs make the masks, which are numbers, not predicates.
-
-    AMD keeps a predicate of every element in scalar registers, of which there are few.
-    """
-    distance = own_R[:, None] - index[None, :]
-    bit = (ancestors_R[:, None] >> tl.minimum(tl.maximum(distance, 0), 63).to(tl.int64)).to(tl.int32) & 1
-    seen = (bit | ((63 - distance) >> 31)) & ((-1 - distance) >> 31) & ((index - end) >> 31)[None, :]
-    if HAS_WINDOW:
-        seen = seen & ((distance - window) >> 31)
-    return tl.where(seen != 0, scores, float("-inf"))
-
-
-@triton.jit
-def _attend_block(
-    best, total, acc, q, k_ptr, v_ptr, pages_at, slot_stride, own_R, ancestors_R, start, end, scale, window,
-    WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Add BLOCK keys; past the end the last key is read again, and hidden. Scores are powers of two."""
-    dtype = v_ptr.dtype.element_ty
-    column = tl.arange(0, D)
-    if D != WIDTH:
-        column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
-    index = start + tl.arange(0, BLOCK)
-    key = tl.minimum(index, end - 1) if MASKED else index
-    page = tl.load(pages_at + key // PAGE).to(tl.int64)
-    at = (page * PAGE + key % PAGE) * slot_stride
-    k = tl.load(k_ptr + at[None, :] + column[:, None])
-    v = tl.load(v_ptr + at[:, None] + column[None, :])
-    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-    if MASKED:
-        scores = _hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW)
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weight = tl.exp2(scores - pivot[:, None]).to(dtype)
-    shrink = tl.exp2(best - pivot)
-    # The sum is a product with ones: its order is the matrix instruction's, not that of however many warps there are.
-    ones = tl.full([BLOCK, 16], 1.0, tl.float32).to(dtype)
-    total = tl.dot(weight, ones, total * shrink[:, None], input_precision="ieee")
-    acc = tl.dot(weight, v, acc * shrink[:, None], input_precision="ieee")
-    return new_best, total, acc
 
 
 @triton.jit
@@ -95,54 +51,32 @@ def _attend_split(
         plain = tl.maximum(tl.minimum(to_key, lowest - 63) - from_key, 0)
         masked_from = from_key + plain // BLOCK * BLOCK
         for start in range(from_key, masked_from, BLOCK):
-            best, total, acc = _attend_block(
-                best, total, acc, q, k_ptr, v_ptr, pages_at, slot_stride, own_R, ancestors_R, start, to_key, scale,
-                window, WIDTH, D, BLOCK, PAGE, HAS_WINDOW, False,
+            at = key_offsets(pages_at, slot_stride, start, to_key, BLOCK, PAGE)
+            best, total, acc = attend_block(
+                best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, to_key, scale, window,
+                WIDTH, D, BLOCK, HAS_WINDOW, False,
             )  # fmt: skip
     for start in range(masked_from, to_key, BLOCK):
-        best, total, acc = _attend_block(
-            best, total, acc, q, k_ptr, v_ptr, pages_at, slot_stride, own_R, ancestors_R, start, to_key, scale,
-            window, WIDTH, D, BLOCK, PAGE, HAS_WINDOW, True,
+        at = key_offsets(pages_at, slot_stride, start, to_key, BLOCK, PAGE)
+        best, total, acc = attend_block(
+            best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, to_key, scale, window,
+            WIDTH, D, BLOCK, HAS_WINDOW, True,
         )  # fmt: skip
     return best, tl.max(total, 1), acc
 
 
-@triton.jit
-def _merge(best, total, acc, best_s, total_s, acc_s):
-    """Add a later split's result; total is [rows], acc [rows, D]."""
-    new_best = tl.maximum(best, best_s)
-    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
-    a, b = tl.exp2(best - pivot), tl.exp2(best_s - pivot)
-    return new_best, total * a + total_s * b, acc * a[:, None] + acc_s * b[:, None]
-
-
-@triton.jit
-def _merge_stored(sums_at, part_at, count, ROWS: tl.constexpr, D: tl.constexpr):
-    """Merge the results of `count` splits, in their order, as other programs have stored them."""
-    best = tl.load(sums_at, cache_modifier=".cg")
-    total = tl.load(sums_at + ROWS, cache_modifier=".cg")
-    acc = tl.load(part_at, cache_modifier=".cg")
-    for place in range(1, count):
-        best_s = tl.load(sums_at + place * (2 * ROWS), cache_modifier=".cg")
-        total_s = tl.load(sums_at + place * (2 * ROWS) + ROWS, cache_modifier=".cg")
-        acc_s = tl.load(part_at + place * (ROWS * D), cache_modifier=".cg")
-        best, total, acc = _merge(best, total, acc, best_s, total_s, acc_s)
-    return best, total, acc
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "pages_stride", "window"], do_not_specialize_on_alignment=DESCRIPTION)
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
-    counter_ptr, num_requests, num_splits, slot_stride, pages_stride, scale, window,
+    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, num_requests, slot_stride,
+    pages_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, SERIAL: tl.constexpr, PDL: tl.constexpr,
+    IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
-    group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request = _find_request(starts_ptr, tile, num_requests, TOKENS, REQUESTS)
-    q_from, q_to = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
+    group, tile = tl.program_id(0), tl.program_id(1)
+    request, q_from, q_to = find_request(starts_ptr, tile, num_requests, TOKENS, REQUESTS)
     q_first = q_from + (tile - (q_from // TOKENS + request)) * TOKENS
     if q_first < q_to:
         row = tl.arange(0, ROWS)
@@ -164,48 +98,43 @@ def _attention_kernel(
         if HAS_WINDOW:
             first_split = tl.maximum(lowest - window + 1, 0) // SPLIT
         last_split = tl.cdiv(end, SPLIT)
-        split += first_split
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
-        if split < last_split:
-            best, total, acc = _attend_split(
-                q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, split * SPLIT,
-                tl.minimum(split * SPLIT + SPLIT, end), scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
-            )  # fmt: skip
-            finished = True
-            if SERIAL:
-                for other in range(split + 1, last_split):
-                    best_s, total_s, acc_s = _attend_split(
-                        q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, other * SPLIT,
-                        tl.minimum(other * SPLIT + SPLIT, end), scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
-                    )  # fmt: skip
-                    best, total, acc = _merge(best, total, acc, best_s, total_s, acc_s)
-            else:
-                cell = tile.to(tl.int64) * GROUPS + group
-                sums_at = sums_ptr + cell * num_splits * (2 * ROWS) + row
-                part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + column[None, :])
-                place = split - first_split
-                tl.store(sums_at + place * (2 * ROWS), best)
-                tl.store(sums_at + place * (2 * ROWS) + ROWS, total)
-                tl.store(part_at + place * (ROWS * D), acc)
-                finished = arrived_last(counter_ptr + cell, last_split - first_split)
-                if finished:
-                    best, total, acc = _merge_stored(sums_at, part_at, last_split - first_split, ROWS, D)
-            if finished:
-                out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                is_row = q_first + row // REPEATS <= last_token
-                is_out = is_row[:, None] & (column < WIDTH)[None, :]
-                tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=is_out)
+        if first_split < last_split:
+            best, total, acc = nothing(ROWS, D)
+            group_best, group_total, group_acc = nothing(ROWS, D)
+            for split in range(first_split, last_split):
+                best_s, total_s, acc_s = _attend_split(
+                    q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, split * SPLIT,
+                    tl.minimum(split * SPLIT + SPLIT, end), scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
+                )  # fmt: skip
+                group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
+                if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):
+                    best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
+                    group_best, group_total, group_acc = nothing(ROWS, D)
+            out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            is_row = q_first + row // REPEATS <= last_token
+            is_out = is_row[:, None] & (column < WIDTH)[None, :]
+            tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """How attention runs: its tiles, the counters its programs share, and whether it may overlap what was before."""
+    """How attention runs.
+
+    Args:
+        counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
+        dependent: whether the kernel may start while the one before it drains.
+        instruction: see `launch_options`.
+        early: whether it may then read the batch's description at once: the kernel before must wait for its own
+            inputs before it lets this one start (`wait_then_let_start`).
+    """
 
     config: AttentionConfig
     counters: Tensor
     dependent: bool
     instruction: int = 0
+    early: bool = False
 
 
 def attention(
@@ -221,50 +150,87 @@ def attention(
     rows = max(rows, triton.next_power_of_2(repeats))
     tokens = rows // repeats
     most_keys = batch.page_table_RP.shape[1] * batch.page_size if batch.max_keys is None else batch.max_keys
-    serial = most_queries >= config.serial_from
-    num_splits = 1 if serial else max(-(-most_keys // config.split), 1)
     num_tiles = num_tokens // tokens + num_requests
     head_block = max(triton.next_power_of_2(width), 16)
-    cells = 1 if serial else num_tiles * num_groups * num_splits * rows
-    assert serial or num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
+    out = torch.empty_like(q_THd)
+    described = (batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP, batch.kv_index_T.contiguous(),
+                 batch.ancestors_T.contiguous())  # fmt: skip
+    strides = (layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, window or 0)
+    shape = {
+        "HEADS": num_heads, "GROUPS": num_groups, "WIDTH": width, "D": head_block, "ROWS": rows, "TOKENS": tokens,
+        "REQUESTS": triton.next_power_of_2(num_requests), "SPLIT": config.split, "BLOCK": config.block,
+        "PAGE": batch.page_size, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": window is not None, "PDL": launch.dependent,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        **launch_options(launch.dependent, launch.instruction),
+    }  # fmt: skip
+    if most_queries >= config.serial_from:
+        _attention_kernel[(num_groups, num_tiles)](
+            q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
+        )
+        return out
+    num_splits = max(-(-most_keys // config.split), 1)
+    programs = num_groups * num_requests * num_splits
+    each = 1
+    if programs > config.programs:  # whole groups
+        each = max(round(programs / (config.programs * SPLITS_IN_GROUP)), 1) * SPLITS_IN_GROUP
+    assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
+    cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
-    out = torch.empty_like(q_THd)
-    _attention_kernel[(num_groups, num_tiles, num_splits)](
-        q_THd, layer.keys_SGd, layer.values_SGd, out, batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP,
-        batch.kv_index_T.contiguous(), batch.ancestors_T.contiguous(), sums, partial, launch.counters, num_requests,
-        num_splits,
-        layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, window or 0,
-        HEADS=num_heads, GROUPS=num_groups, WIDTH=width, D=head_block, ROWS=rows, TOKENS=tokens,
-        REQUESTS=triton.next_power_of_2(num_requests), SPLIT=config.split, BLOCK=config.block, PAGE=batch.page_size,
-        HAS_WINDOW=window is not None, SERIAL=serial, PDL=launch.dependent,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-        **launch_options(launch.dependent, launch.instruction),
+    shape["num_warps"] = _split_warps(config, rows)
+    splits_kernel[(num_groups, num_tiles, -(-num_splits // each))](
+        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters, num_requests,
+        num_splits, each, *strides, WHOLE=each > 1, EARLY=launch.early, **shape,
     )  # fmt: skip
     return out
+
+
+def _split_warps(config: AttentionConfig, rows: int) -> int:
+    """Return the warps of programs that share a tile: wide ones hold two sums of values each; warps change no bits."""
+    return config.num_warps * 2 if rows > _NARROW_ROWS else config.num_warps
 
 
 def variants(architecture: str) -> list[Variant]:
     """List what ships: narrow and wide tiles, merged by several programs or by one, for heads of 64 and 128."""
     config = read_tuning(architecture).attention
-    signature = {
+    pointers = {
         "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i32",
-        "lens_ptr": "*i32", "pages_ptr": "*i32", "index_ptr": "*i64", "ancestors_ptr": "*i64", "sums_ptr": "*fp32",
-        "partial_ptr": "*fp32", "counter_ptr": "*i32", "num_requests": "i32", "num_splits": "i32",
-        "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32",
+        "lens_ptr": "*i32", "pages_ptr": "*i32", "index_ptr": "*i64", "ancestors_ptr": "*i64",
     }  # fmt: skip
-    divisible = tuple(name for name in signature if name.endswith("_ptr") or name == "slot_stride")
+    shared = {"sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    numbers = {
+        "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
+    }  # fmt: skip
+    split = {**pointers, **shared, **numbers, "num_splits": "i32", "each": "i32"}
+    kinds = (
+        (_NARROW_ROWS, splits_kernel, split, False),
+        (_NARROW_ROWS, splits_kernel, split, True),
+        (config.rows_wide, splits_kernel, split, True),
+        (config.rows_wide, _attention_kernel, {**pointers, **numbers}, True),
+    )
     shipped = []
-    for rows, serial in ((_NARROW_ROWS, False), (config.rows_wide, False), (config.rows_wide, True)):
+    for rows, kernel, signature, whole in kinds:
+        serial = kernel is _attention_kernel
+        divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
+        divisible += ("slot_stride",)
         for heads, groups, width in ((32, 8, 128), (9, 3, 64)):
             constants = {
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
                 "TOKENS": rows // (heads // groups), "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
-                "PAGE": 16, "HAS_WINDOW": False, "SERIAL": serial, "PDL": False,
+                "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
+                **({} if serial else {"WHOLE": whole, "EARLY": True}),
             }  # fmt: skip
-            name = f"attention {rows} rows, heads of {width}{', serial' if serial else ''}"
+            name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
             shipped.append(
-                Variant(name, _attention_kernel, signature, constants, config.num_warps, config.num_stages, "bf16",
-                        divisible)
-            )  # fmt: skip
+                Variant(
+                    name,
+                    kernel,
+                    signature,
+                    constants,
+                    config.num_warps if serial else _split_warps(config, rows),
+                    config.num_stages,
+                    "bf16",
+                    divisible,
+                )
+            )
     return shipped

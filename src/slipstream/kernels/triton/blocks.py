@@ -1,18 +1,22 @@
 """Decoder blocks as eight kernels each: norm, qkv, rope and write, attention, o, norm, gate and up, down.
 
+In passes of a few rows norms are part of the products after them, and rotations of the product before: five kernels.
+
 Modules lie a package higher than kernels, so blocks are read by the attributes they share (see `slipstream.models`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from slipstream.kernels.triton import norm_rope
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
-from slipstream.kernels.triton.linear import Epilogue
-from slipstream.kernels.triton.norm_rope import Norm, Rope
-from slipstream.kernels.triton.products import Products, Rows, Weight
+from slipstream.kernels.triton.linear import Epilogue, FoldedNorm, Rows
+from slipstream.kernels.triton.narrow_products import squares_of
+from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite
+from slipstream.kernels.triton.products import Products, Weight
 
 
 class Blocks:
@@ -45,13 +49,19 @@ class Blocks:
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Apply blocks in order; also return the hidden states captured."""
         seen = {0: hidden_TD}
+        state = _State(hidden_TD)
         for applied, layer in enumerate(layers, start=1):
-            hidden_TD = self._block(layer, hidden_TD, ctx, embedding_TD)
+            following = _weight(layers[applied].self_attn.qkv_proj) if applied < len(layers) else None
+            state = self._block(layer, state, ctx, embedding_TD, following)
             if applied in captured_layers:
-                seen[applied] = hidden_TD
-        return hidden_TD, [seen[k] for k in captured_layers]
+                seen[applied] = state.hidden_TD
+        return state.hidden_TD, [seen[k] for k in captured_layers]
 
-    def _block(self, layer: Any, hidden_TD: Tensor, ctx: Any, embedding_TD: Tensor | None) -> Tensor:
+    def _block(
+        self, layer: Any, state: "_State", ctx: Any, embedding_TD: Tensor | None, following: Weight | None
+    ) -> "_State":
+        """Apply a block; `following` is the weight its outputs are multiplied by next, after a norm."""
+        hidden_TD = residual = state.hidden_TD
         qkv_weight = _weight(layer.self_attn.qkv_proj)
         if getattr(layer, "hidden_norm", None) is not None:
             norms = (_norm(layer.input_layernorm), _norm(layer.hidden_norm))
@@ -60,35 +70,58 @@ class Blocks:
             rows = self._products.rows_for(qkv_weight, both)
             residual = both[:, hidden_TD.shape[1] :] if layer.normed_residual else hidden_TD
         else:
-            rows, residual = self._normed(hidden_TD, _norm(layer.input_layernorm), qkv_weight), hidden_TD
+            rows = self._normed(state, _norm(layer.input_layernorm), qkv_weight)
         attended = self._attend(layer, rows, ctx)
-        hidden_TD = self._project(layer.self_attn.o_proj, attended, residual)
         gate_up = layer.mlp.gate_up_proj
-        rows = self._normed(hidden_TD, _norm(layer.post_attention_layernorm), _weight(gate_up))
+        state = self._project(layer.self_attn.o_proj, attended, residual, _weight(gate_up))
+        rows = self._normed(state, _norm(layer.post_attention_layernorm), _weight(gate_up))
         inner = self._products.multiply(rows, _weight(gate_up), Epilogue(gate_up.bias, None, silu=True))
-        return self._project(layer.mlp.down_proj, inner, hidden_TD)
+        return self._project(layer.mlp.down_proj, inner, state.hidden_TD, following)
 
     def _attend(self, layer: Any, rows: Rows, ctx: Any) -> Tensor:
         own, shape = layer.self_attn, layer.self_attn.shape
-        qkv = self._products.multiply(rows, _weight(own.qkv_proj), Epilogue(own.qkv_proj.bias))
+        weight, bias = _weight(own.qkv_proj), own.qkv_proj.bias
         kv = ctx.kv.layers[own.layer_index]
-        rope = Rope(ctx.slots_T, ctx.positions_T, layer.rotary.cos_Pr, layer.rotary.sin_Pr)
-        qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
         heads = (shape.num_heads, shape.num_kv_heads)
-        q = norm_rope.rope_and_write(qkv, heads, rope, kv, qk_norm, self._products.dependent)
+        rope = Rope(ctx.slots_T, ctx.positions_T, layer.rotary.cos_Pr, layer.rotary.sin_Pr)
+        write = RopeWrite(heads, rope, kv)
+        num_rows = rows.values_TK.shape[0]
+        if own.q_norm is None and self._products.folds_rope(weight, num_rows, rows.dtype, write):
+            q = self._products.multiply(rows, weight, Epilogue(bias, rope=write)).view(num_rows, heads[0], -1)
+        else:
+            qkv = self._products.multiply(rows, weight, Epilogue(bias))
+            qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
+            q = norm_rope.rope_and_write(qkv, write, qk_norm, self._products.dependent)
         out = attention(q, kv, ctx.batch, shape.head_dim**-0.5, shape.window, self._launch)
         return out.flatten(1)
 
-    def _normed(self, x_TD: Tensor, norm: Norm, weight: Weight) -> Rows:
+    def _normed(self, state: "_State", norm: Norm, weight: Weight) -> Rows:
+        x_TD = state.hidden_TD
+        if state.squares_TB is not None:
+            return Rows(x_TD, None, x_TD.dtype, FoldedNorm(norm.weight_D, norm.eps, state.squares_TB))
         codes = self._products.wants(weight)
         if codes is None:
             return self._products.rows_for(weight, norm_rope.rms_norm(x_TD, norm, self._products.dependent))
         return Rows(*norm_rope.norm_codes(x_TD, norm, codes, self._products.dependent), x_TD.dtype)
 
-    def _project(self, linear: Any, x_TD: Tensor, residual_TN: Tensor) -> Tensor:
+    def _project(self, linear: Any, x_TD: Tensor, residual_TN: Tensor, following: Weight | None) -> "_State":
+        """Multiply and add the residual; leave sums of squares if the `following` product applies its norm itself."""
         weight = _weight(linear)
         rows = self._products.rows_for(weight, x_TD)
-        return self._products.multiply(rows, weight, Epilogue(linear.bias, residual_TN))
+        squares_TB = None
+        folds = following is not None and self._products.folds_norm(following, len(x_TD))
+        if folds and self._products.leaves_squares(weight, len(x_TD)):
+            squares_TB = squares_of(residual_TN)
+        out = self._products.multiply(rows, weight, Epilogue(linear.bias, residual_TN, squares_TB=squares_TB))
+        return _State(out, squares_TB)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What goes from block to block: hidden states, and their sums of squares if a product has left them."""
+
+    hidden_TD: Tensor
+    squares_TB: Tensor | None = None
 
 
 def _weight(linear: Any) -> Weight:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.expert_rows import FP8_GROUP
-from slipstream.kernels.triton.launch import wait_for_inputs
+from slipstream.kernels.triton.launch import show_copies, wait_for_inputs
 
 _MX_GROUP_BYTES = tl.constexpr(16)
 
@@ -84,51 +84,51 @@ def nibble_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
     """Multiply weights of two codes a byte: "w4a8" in integers, "int4" and "mxfp4" with rows in their own type.
 
     HALF is the bytes of a weight's row. Unless FINAL, raw sums go to out[split, pair, N] and scales come later.
+    There are fewer programs than there may be tiles: each takes every so-manieth of those there are.
     """
     wait_for_inputs(PDL)
-    tile = tl.program_id(1)
-    if tile >= tl.load(tiles_ptr + 3 * max_tiles):
-        return
-    expert, pairs, real, rows, outputs, split = _tile(
-        tiles_ptr, pairs_ptr, tile, N, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
-    )
-    byte = tl.arange(0, BLOCK_B)
-    is_output = outputs < N
-    w_at = w_ptr + (expert * N + outputs.to(tl.int64))[:, None] * HALF + byte[None, :]
-    x_at = x_ptr + rows[None, :] * (2 * HALF) + byte[:, None]
-    group = tl.arange(0, BLOCK_B // GROUP_BYTES if GROUP_BYTES > 0 else 1)
-    scale_at = w_scale_ptr
-    if GROUP_BYTES > 0:
-        scale_at += (expert * N + outputs.to(tl.int64))[:, None] * (HALF // GROUP_BYTES) + group[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if FORMAT == "w4a8" else tl.float32)
-    stretch = tl.cdiv(tl.cdiv(HALF, BLOCK_B), SPLITS) * BLOCK_B
-    first = split * stretch
-    for start in range(first, tl.minimum(first + stretch, HALF), BLOCK_B):
-        x_mask = real[None, :] if EVEN else real[None, :] & (start + byte < HALF)[:, None]
-        x_low = tl.load(x_at + start, mask=x_mask, other=0)
-        x_high = tl.load(x_at + HALF + start, mask=x_mask, other=0)
-        if EVEN:
-            codes = tl.load(w_at + start)
-        else:
-            codes = tl.load(w_at + start, mask=is_output[:, None] & (start + byte < HALF)[None, :], other=0)
+    for tile in range(tl.program_id(1), tl.load(tiles_ptr + 3 * max_tiles), tl.num_programs(1)):
+        expert, pairs, real, rows, outputs, split = _tile(
+            tiles_ptr, pairs_ptr, tile, N, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
+        )
+        byte = tl.arange(0, BLOCK_B)
+        is_output = outputs < N
+        w_at = w_ptr + (expert * N + outputs.to(tl.int64))[:, None] * HALF + byte[None, :]
+        x_at = x_ptr + rows[None, :] * (2 * HALF) + byte[:, None]
+        group = tl.arange(0, BLOCK_B // GROUP_BYTES if GROUP_BYTES > 0 else 1)
+        scale_at = w_scale_ptr
+        if GROUP_BYTES > 0:
+            scale_at += (expert * N + outputs.to(tl.int64))[:, None] * (HALF // GROUP_BYTES) + group[None, :]
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if FORMAT == "w4a8" else tl.float32)
+        stretch = tl.cdiv(tl.cdiv(HALF, BLOCK_B), SPLITS) * BLOCK_B
+        first = split * stretch
+        for start in range(first, tl.minimum(first + stretch, HALF), BLOCK_B):
+            x_mask = real[None, :] if EVEN else real[None, :] & (start + byte < HALF)[:, None]
+            x_low = tl.load(x_at + start, mask=x_mask, other=0)
+            x_high = tl.load(x_at + HALF + start, mask=x_mask, other=0)
+            if EVEN:
+                codes = tl.load(w_at + start)
+            else:
+                codes = tl.load(w_at + start, mask=is_output[:, None] & (start + byte < HALF)[None, :], other=0)
+            show_copies(PDL)
+            if FORMAT == "w4a8":
+                low, high = _nibbles(codes, ASSEMBLY)
+                acc = tl.dot(low, x_low, acc, out_dtype=tl.int32)
+                acc = tl.dot(high, x_high, acc, out_dtype=tl.int32)
+            else:
+                scale_mask = is_output[:, None]
+                if GROUP_BYTES > 0:
+                    scale_mask = scale_mask & (start // GROUP_BYTES + group < HALF // GROUP_BYTES)[None, :]
+                low, high = _expanded(codes, scale_at + start // (GROUP_BYTES if GROUP_BYTES > 0 else 1), FORMAT,
+                                      GROUP_BYTES, x_low.dtype, scale_mask, BLOCK_N, BLOCK_B)  # fmt: skip
+                acc = tl.dot(low, x_low, acc, input_precision="ieee")
+                acc = tl.dot(high, x_high, acc, input_precision="ieee")
         if FORMAT == "w4a8":
-            low, high = _nibbles(codes, ASSEMBLY)
-            acc = tl.dot(low, x_low, acc, out_dtype=tl.int32)
-            acc = tl.dot(high, x_high, acc, out_dtype=tl.int32)
-        else:
-            scale_mask = is_output[:, None]
-            if GROUP_BYTES > 0:
-                scale_mask = scale_mask & (start // GROUP_BYTES + group < HALF // GROUP_BYTES)[None, :]
-            low, high = _expanded(codes, scale_at + start // (GROUP_BYTES if GROUP_BYTES > 0 else 1), FORMAT,
-                                  GROUP_BYTES, x_low.dtype, scale_mask, BLOCK_N, BLOCK_B)  # fmt: skip
-            acc = tl.dot(low, x_low, acc, input_precision="ieee")
-            acc = tl.dot(high, x_high, acc, input_precision="ieee")
-    if FORMAT == "w4a8":
-        acc = acc >> 4
-    if FINAL and GROUP_BYTES == 0:
-        acc = _scaled(acc, x_scale_ptr, w_scale_ptr, rows, real, expert * N + outputs, is_output, FORMAT == "w4a8")
-    at = (split.to(tl.int64) * num_pairs + pairs)[None, :] * N + outputs[:, None]
-    tl.store(out_ptr + at, acc, mask=is_output[:, None] & real[None, :])
+            acc = acc >> 4
+        if FINAL and GROUP_BYTES == 0:
+            acc = _scaled(acc, x_scale_ptr, w_scale_ptr, rows, real, expert * N + outputs, is_output, FORMAT == "w4a8")
+        at = (split.to(tl.int64) * num_pairs + pairs)[None, :] * N + outputs[:, None]
+        tl.store(out_ptr + at, acc, mask=is_output[:, None] & real[None, :])
 
 
 @triton.jit
@@ -147,37 +147,36 @@ def number_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
                   FINAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Multiply weights of one number a column: "dense", "fp8" (scales come last) or "fp8_block" (each 128 columns)."""
     wait_for_inputs(PDL)
-    tile = tl.program_id(1)
-    if tile >= tl.load(tiles_ptr + 3 * max_tiles):
-        return
-    expert, pairs, real, rows, outputs, split = _tile(
-        tiles_ptr, pairs_ptr, tile, N, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
-    )
-    column = tl.arange(0, BLOCK_K)
-    is_output = outputs < N
-    weight_rows = expert * N + outputs.to(tl.int64)
-    w_at = w_ptr + weight_rows[:, None] * K + column[None, :]
-    x_at = x_ptr + rows[None, :] * K + column[:, None]
-    groups = tl.cdiv(K, FP8_GROUP)
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    stretch = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
-    first = split * stretch
-    for start in range(first, tl.minimum(first + stretch, K), BLOCK_K):
-        if EVEN:
-            x = tl.load(x_at + start, mask=real[None, :], other=0.0)
-            w = tl.load(w_at + start)
-        else:
-            inside = start + column < K
-            x = tl.load(x_at + start, mask=real[None, :] & inside[:, None], other=0.0)
-            w = tl.load(w_at + start, mask=is_output[:, None] & inside[None, :], other=0.0)
-        if FORMAT == "fp8_block":
-            group = start // FP8_GROUP
-            w_scale = tl.load(w_scale_ptr + weight_rows * groups + group, mask=is_output, other=0.0)
-            x_scale = tl.load(x_scale_ptr + rows * groups + group, mask=real, other=0.0)
-            acc += tl.dot(w, x) * (x_scale[None, :] * w_scale[:, None])
-        else:
-            acc = tl.dot(w, x, acc, input_precision="ieee")
-    if FINAL and FORMAT == "fp8":
-        acc = _scaled(acc, x_scale_ptr, w_scale_ptr, rows, real, weight_rows, is_output, True)
-    at = (split.to(tl.int64) * num_pairs + pairs)[None, :] * N + outputs[:, None]
-    tl.store(out_ptr + at, acc, mask=is_output[:, None] & real[None, :])
+    for tile in range(tl.program_id(1), tl.load(tiles_ptr + 3 * max_tiles), tl.num_programs(1)):
+        expert, pairs, real, rows, outputs, split = _tile(
+            tiles_ptr, pairs_ptr, tile, N, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
+        )
+        column = tl.arange(0, BLOCK_K)
+        is_output = outputs < N
+        weight_rows = expert * N + outputs.to(tl.int64)
+        w_at = w_ptr + weight_rows[:, None] * K + column[None, :]
+        x_at = x_ptr + rows[None, :] * K + column[:, None]
+        groups = tl.cdiv(K, FP8_GROUP)
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        stretch = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+        first = split * stretch
+        for start in range(first, tl.minimum(first + stretch, K), BLOCK_K):
+            if EVEN:
+                x = tl.load(x_at + start, mask=real[None, :], other=0.0)
+                w = tl.load(w_at + start)
+            else:
+                inside = start + column < K
+                x = tl.load(x_at + start, mask=real[None, :] & inside[:, None], other=0.0)
+                w = tl.load(w_at + start, mask=is_output[:, None] & inside[None, :], other=0.0)
+            show_copies(PDL)
+            if FORMAT == "fp8_block":
+                group = start // FP8_GROUP
+                w_scale = tl.load(w_scale_ptr + weight_rows * groups + group, mask=is_output, other=0.0)
+                x_scale = tl.load(x_scale_ptr + rows * groups + group, mask=real, other=0.0)
+                acc += tl.dot(w, x) * (x_scale[None, :] * w_scale[:, None])
+            else:
+                acc = tl.dot(w, x, acc, input_precision="ieee")
+        if FINAL and FORMAT == "fp8":
+            acc = _scaled(acc, x_scale_ptr, w_scale_ptr, rows, real, weight_rows, is_output, True)
+        at = (split.to(tl.int64) * num_pairs + pairs)[None, :] * N + outputs[:, None]
+        tl.store(out_ptr + at, acc, mask=is_output[:, None] & real[None, :])

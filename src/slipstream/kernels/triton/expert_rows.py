@@ -18,6 +18,9 @@ _E4M3_MAX = tl.constexpr(448.0)
 _INT8_MAX = tl.constexpr(127.0)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no fraction bits, rounded to even
 FP8_GROUP = tl.constexpr(128)
+SHARED_COLUMNS = tl.constexpr(256)
+SHARED_TOKENS, SHARED_OUTPUTS = 16, 32
+"""The tile of a shared expert's product: the same in every kernel that makes it, and so are its bits."""
 
 
 @triton.jit
@@ -110,6 +113,22 @@ def rows_kernel(x_ptr, codes_ptr, scale_ptr, ids_ptr, pairs_ptr, tiles_ptr, num_
 
 
 @triton.jit
+def quantize_kernel(x_ptr, codes_ptr, scale_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write a token's row as INT8."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+    write_row(x, row, width, codes_ptr, scale_ptr, "int8", BLOCK)
+
+
+@triton.jit
+def activated(gate, up, TYPE: tl.constexpr):
+    """Return silu(gate) * up, rounded once."""
+    return (tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up).to(TYPE)
+
+
+@triton.jit
 def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, ids_ptr, codes_ptr, scale_ptr, num_pairs, width,
                     TOP_K: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, INPUT: tl.constexpr,
                     TYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -137,26 +156,60 @@ def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, ids_ptr, codes_ptr, scal
             x_scale = tl.load(x_scale_ptr + pair // TOP_K)
             gate_scale, up_scale = x_scale * gate_scale, x_scale * up_scale
         gate, up = gate * gate_scale, up * up_scale
-    hidden = (tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up).to(TYPE).to(tl.float32)
-    write_row(hidden, pair, width, codes_ptr, scale_ptr, INPUT, BLOCK)
+    write_row(activated(gate, up, TYPE).to(tl.float32), pair, width, codes_ptr, scale_ptr, INPUT, BLOCK)
 
 
 @triton.jit
-def combine_kernel(rows_ptr, ids_ptr, weights_ptr, add_ptr, out_ptr, D, TOP_K: tl.constexpr, ADD: tl.constexpr,
-                   BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add a token's experts in the order of k, in float32, round once, then add what else the layer gives it."""
-    wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < D
-    total = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(TOP_K):
-        pair = token * TOP_K + k
-        here = tl.load(ids_ptr + pair) >= 0
-        row = tl.load(rows_ptr + pair * D + column, mask=inside & here, other=0.0)
-        total += tl.load(weights_ptr + pair) * row
-    out = total.to(out_ptr.dtype.element_ty)
+def shared_rows(hidden_ptr, w_ptr, tokens, real, outputs, D, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+                BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return the shared expert's down product [BLOCK_N, BLOCK_T] in float32; one order of sums, in whichever kernel."""
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    w_at = w_ptr + tl.minimum(outputs, D - 1).to(tl.int64)[:, None] * WIDTH
+    h_at = hidden_ptr + tokens.to(tl.int64)[None, :] * WIDTH
+    for start in range(0, WIDTH, SHARED_COLUMNS):
+        column = start + tl.arange(0, SHARED_COLUMNS)
+        w = tl.load(w_at + column[None, :], mask=(column < WIDTH)[None, :], other=0.0)
+        h = tl.load(h_at + column[:, None], mask=real[None, :] & (column < WIDTH)[:, None], other=0.0)
+        acc = tl.dot(w, h, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def finished(total, shared, add_ptr, at, mask, SHARED: tl.constexpr, ADD: tl.constexpr, TYPE: tl.constexpr):
+    """Round the experts' sum, then add the residual and the shared expert, added and rounded before."""
+    out = total.to(TYPE)
     if ADD:
-        more = tl.load(add_ptr + token * D + column, mask=inside, other=0.0).to(tl.float32)
-        out = (out.to(tl.float32) + more).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * D + column, out, mask=inside)
+        more = tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if SHARED:
+            more = (shared.to(TYPE).to(tl.float32) + more).to(TYPE).to(tl.float32)
+        out = (out.to(tl.float32) + more).to(TYPE)
+    elif SHARED:
+        out = (out.to(tl.float32) + shared.to(TYPE).to(tl.float32)).to(TYPE)
+    return out
+
+
+@triton.jit
+def combine_kernel(rows_ptr, ids_ptr, weights_ptr, add_ptr, hidden_ptr, shared_ptr, out_ptr, T, D, TOP_K: tl.constexpr,
+                   ADD: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    """Add a token's experts in the order of k, in float32, round once, then add what else the layer gives it.
+
+    SHARED is the width of a shared expert's inner rows, whose product is made here; 0 where there is none.
+    """
+    wait_for_inputs(PDL)
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = tokens < T
+    mask = real[:, None] & (outputs < D)[None, :]
+    at = tokens.to(tl.int64)[:, None] * D + outputs[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = tokens.to(tl.int64) * TOP_K + k
+        here = tl.load(ids_ptr + pair, mask=real, other=-1) >= 0
+        row = tl.load(rows_ptr + pair[:, None] * D + outputs[None, :], mask=mask & here[:, None], other=0.0)
+        total += tl.load(weights_ptr + pair, mask=real, other=0.0)[:, None] * row
+    shared = total
+    if SHARED:
+        shared = tl.trans(shared_rows(hidden_ptr, shared_ptr, tokens, real, outputs, D, SHARED, BLOCK_T, BLOCK_N))
+    out = finished(total, shared, add_ptr, at, mask, SHARED > 0, ADD, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=mask)

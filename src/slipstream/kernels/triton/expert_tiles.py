@@ -26,15 +26,22 @@ class StageTiles:
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """Rows of a tile, and the two products: stage 1 is gate and up, stage 2 is down (which is never split)."""
+    """Rows of a tile, and the two products: stage 1 is gate and up, stage 2 is down (which is never split).
+
+    Args:
+        words: whether rows are multiplied one at a time, without matrix instructions (`expert_words`); for few rows.
+    """
 
     block_t: int
     stage1: StageTiles
     stage2: StageTiles
+    words: bool = False
 
     def __post_init__(self) -> None:
         if self.stage2.splits != 1:
             raise ConfigError("stage2.splits is 1: its sums are weighted where they are made. Split stage 1 only.")
+        if self.words and self.stage2.block_n not in (16, 32):
+            raise ConfigError("stage2.block_n is 16 or 32 word by word: a shared expert's sums keep one instruction.")
 
     def changed(self, settings: Mapping[str, int]) -> "ExpertTiles":
         """Return the tiles with some values replaced, by name: `block_t`, `stage1.block_n`, `stage2.block_k`, ..."""
@@ -43,13 +50,15 @@ class ExpertTiles:
             stage, _, knob = name.rpartition(".")
             if name == "block_t":
                 tiles = replace(tiles, block_t=value)
+            elif name == "words":
+                tiles = replace(tiles, words=bool(value))
             elif stage in ("stage1", "stage2") and knob in {field.name for field in fields(StageTiles)}:
                 changed: dict[str, Any] = {stage: replace(getattr(tiles, stage), **{knob: value})}
                 tiles = replace(tiles, **changed)
             else:
                 knobs = ", ".join(field.name for field in fields(StageTiles))
                 raise ConfigError(
-                    f"There is no tile setting {name!r}; there are block_t and, of stage1/stage2, {knobs}."
+                    f"There is no tile setting {name!r}; there are block_t, words and, of stage1/stage2, {knobs}."
                 )
         return tiles
 
@@ -84,11 +93,11 @@ def shipped(architecture: str) -> dict[str, Any]:
 def shipped_tiles(architecture: str) -> dict[str, list[tuple[int, ExpertTiles]]]:
     """Return an architecture's tiles by format: rows of them, and how many pairs each serves."""
     return {
-        name: [(int(row["pairs"]), ExpertTiles(row["block_t"], _stage(row["stage1"]), _stage(row["stage2"])))
-               for row in rows]
+        name: [(int(row["pairs"]), _tiles(row)) for row in rows]
         for name, rows in shipped(architecture)["experts"].items()
     }  # fmt: skip
 
 
-def _stage(row: Mapping[str, int]) -> StageTiles:
-    return StageTiles(**row)
+def _tiles(row: Mapping[str, Any]) -> ExpertTiles:
+    stages = StageTiles(**row["stage1"]), StageTiles(**row["stage2"])
+    return ExpertTiles(row["block_t"], *stages, row.get("words", False))

@@ -5,15 +5,23 @@ from typing import Any
 import triton.language as tl
 
 from slipstream.kernels.triton.expert_products import nibble_kernel, number_kernel
-from slipstream.kernels.triton.expert_rows import PAIRS_PER_STEP, activate_kernel, combine_kernel, rows_kernel
-from slipstream.kernels.triton.expert_tiles import StageTiles, shipped_tiles
+from slipstream.kernels.triton.expert_rows import (
+    PAIRS_PER_STEP,
+    SHARED_OUTPUTS,
+    SHARED_TOKENS,
+    activate_kernel,
+    combine_kernel,
+    rows_kernel,
+)
+from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, shipped_tiles
+from slipstream.kernels.triton.expert_words import words_down_kernel, words_gate_up_kernel
 from slipstream.kernels.triton.variants import Matrix, Variant
 
 _NIBBLES = {"w4a8": ("w4a8", 0), "int4_per_channel": ("int4", 0), "int4_group": ("int4", 16), "mxfp4": ("mxfp4", 16)}
 _NUMBERS = {"dense": "dense", "fp8_per_channel": "fp8", "fp8_block": "fp8_block"}
 _ROWS = {"w4a8": "*i8", "fp8_per_channel": "*fp8e4nv", "fp8_block": "*fp8e4nv"}
 _SCALES = {"mxfp4": "*u8", "int4_group": "*bf16"}
-_TOP_K, _INTER = 8, 256  # of one of eight ranks of Kimi-K2.5
+_TOP_K, _INTER, _HIDDEN = 8, 256, 7168  # of one of eight ranks of Kimi-K2.5
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -21,6 +29,9 @@ def variants(architecture: str) -> list[Variant]:
     found = []
     for name, rows in shipped_tiles(architecture).items():
         for limit, tiles in rows:
+            if tiles.words:
+                found += _words(f"experts {name} <= {limit} pairs", tiles)
+                continue
             for stage, final in ((tiles.stage1, False), (tiles.stage2, True)):
                 label = f"experts {name} <= {limit} pairs, stage {2 if final else 1}"
                 found.append(_product(label, name, stage, tiles.block_t, final, architecture))
@@ -62,6 +73,25 @@ def _product(label: str, name: str, tiles: StageTiles, block_t: int, final: bool
     return Variant(label, kernel, signature, constants, tiles.warps, tiles.stages, matrix, divisible)
 
 
+def _words(label: str, tiles: ExpertTiles) -> list[Variant]:
+    """Return the two stages of a few pairs, as Kimi's rank runs them on CUDA."""
+    weight = {"w_ptr": "*i32", "w_scale_ptr": "*fp32", "ids_ptr": "*i64"}
+    gate_up = weight | {"x_ptr": "*i32", "x_scale_ptr": "*fp32", "hidden_ptr": "*bf16", "INNER": "i32"}
+    down = weight | {"weights_ptr": "*fp32", "D": "i32"}
+    down |= dict.fromkeys(("hidden_ptr", "add_ptr", "inner_ptr", "shared_ptr", "out_ptr"), "*bf16")
+    shared = {"TOP_K": _TOP_K, "ASSEMBLY": "cuda", "PDL": False}
+    first, second = tiles.stage1, tiles.stage2
+    first_block = {"WORDS": _HIDDEN // 8, "BLOCK_N": first.block_n, "BLOCK_W": min(first.block_k // 8, 1024)}
+    second_block = {"WORDS": _INTER // 8, "BLOCK_N": second.block_n, "BLOCK_W": _INTER // 8, "SLOTS": 8}
+    second_block |= {"ADD": True, "SHARED": _INTER, "BLOCK_T": SHARED_TOKENS}
+    return [
+        Variant(f"{label}, gate and up", words_gate_up_kernel, gate_up, shared | first_block, first.warps, 1,
+                divisible=tuple(gate_up)),
+        Variant(f"{label}, down", words_down_kernel, down, shared | second_block, second.warps, 1, "bf16",
+                divisible=tuple(down)),
+    ]  # fmt: skip
+
+
 def _rows() -> list[Variant]:
     """Return the kernels beside the products, for integers (the most they do) and as Kimi's rank runs them."""
     rows = {
@@ -83,13 +113,17 @@ def _rows() -> list[Variant]:
         "PDL": False,
     }
     combine = {
-        "rows_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "add_ptr": "*bf16", "out_ptr": "*bf16",
-        "D": "i32",
+        "rows_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "add_ptr": "*bf16", "hidden_ptr": "*bf16",
+        "shared_ptr": "*bf16", "out_ptr": "*bf16", "T": "i32", "D": "i32",
+    }  # fmt: skip
+    sums = {
+        "TOP_K": _TOP_K, "ADD": True, "SHARED": _INTER, "BLOCK_T": SHARED_TOKENS, "BLOCK_N": SHARED_OUTPUTS,
+        "PDL": False,
     }  # fmt: skip
     return [
         Variant("experts rows", rows_kernel, rows, rows_constants, 4, 3, divisible=("x_ptr", "codes_ptr", "width")),
         Variant("experts activation", activate_kernel, activate, activate_constants, 4, 3,
                 divisible=("sums_ptr", "width")),
-        Variant("experts sum", combine_kernel, combine, {"TOP_K": _TOP_K, "ADD": True, "BLOCK": 1024, "PDL": False},
-                4, 3, divisible=("rows_ptr", "add_ptr", "out_ptr", "D")),
+        Variant("experts sum", combine_kernel, combine, sums, 4, 3, "bf16",
+                ("rows_ptr", "add_ptr", "hidden_ptr", "shared_ptr", "out_ptr", "D")),
     ]  # fmt: skip

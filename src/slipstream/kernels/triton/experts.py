@@ -14,10 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import KernelError
+from slipstream.kernels.triton import expert_words
 from slipstream.kernels.triton.expert_products import nibble_kernel, number_kernel
-from slipstream.kernels.triton.expert_rows import PAIRS_PER_STEP, activate_kernel, combine_kernel, rows_kernel
+from slipstream.kernels.triton.expert_rows import (
+    PAIRS_PER_STEP,
+    SHARED_OUTPUTS,
+    SHARED_TOKENS,
+    activate_kernel,
+    combine_kernel,
+    quantize_kernel,
+    rows_kernel,
+)
 from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, expert_tiles, matrix_instruction
 from slipstream.kernels.triton.expert_variants import variants
+from slipstream.kernels.triton.expert_words import run_words
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.quant.packed import ExpertWeights
@@ -50,6 +60,7 @@ _FORMATS = {
     "int4_group": _Arithmetic("int4", True, "halves", None, "none"),
     "mxfp4": _Arithmetic("mxfp4", True, "halves", None, "none"),
 }
+_PROGRAMS = 1056  # of a product: eight to each of 132 processors; more would mostly find no tile of theirs
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -59,13 +70,25 @@ class ExpertOptions:
 
     Args:
         tiles: tile shapes; the shipped ones for the device and the number of pairs if None.
-        add_TD: added after rounding, in x's type: the residual, a shared expert's output, or both.
+        add_TD: added after rounding, in x's type: the residual.
+        shared: a shared expert's inner rows [T, i] and down weight [D, i]; its output is added with `add_TD`.
+        codes: the rows as INT8 and their scales (see `row_codes`), where whoever chose the experts made them already.
         dependent: whether kernels may start while the one before them drains (`launch_options`).
     """
 
     tiles: ExpertTiles | None = None
     add_TD: Tensor | None = None
     dependent: bool = False
+    codes: tuple[Tensor, Tensor] | None = None
+    shared: tuple[Tensor, Tensor] | None = None
+
+
+def row_codes(x_TD: Tensor, weights: ExpertWeights) -> tuple[Tensor, Tensor] | None:
+    """Return room for rows as INT8 and for their scales, if experts of this format read such rows."""
+    if weights.format != "w4a8":
+        return None
+    scale = torch.empty(x_TD.shape[0], 1, dtype=torch.float32, device=x_TD.device)
+    return torch.empty(x_TD.shape, dtype=torch.int8, device=x_TD.device), scale
 
 
 def experts(
@@ -81,6 +104,8 @@ def experts(
     num_tokens, top_k = expert_ids_TK.shape
     run = _Run(x_TD, expert_ids_TK.contiguous(), _arithmetic(gate_up, down), options)
     tiles = options.tiles or expert_tiles(architecture_of(x_TD.device), gate_up.format, num_tokens * top_k)
+    if tiles.words and expert_words.fits(gate_up, down):
+        return run.words((gate_up, down), weights_TK.contiguous(), tiles)
     rows, plan = run.rows(gate_up.num_experts, tiles.block_t)
     sums = run.product(rows, plan, gate_up, tiles.stage1, by_token=True)
     hidden = run.activate(sums, rows, gate_up)
@@ -125,7 +150,8 @@ class _Run:
         self._ids_TK = ids_TK
         self._top_k = ids_TK.shape[1]
         self._arithmetic = arithmetic
-        self._add_TD = options.add_TD
+        self._rest = options.add_TD, *(options.shared or (None, None))
+        self._codes = None if options.codes is None else _Rows(*options.codes)
         instruction = matrix_instruction(architecture_of(x_TD.device))
         self._launch: dict[str, Any] = {"PDL": options.dependent, **launch_options(options.dependent, instruction)}
 
@@ -136,8 +162,8 @@ class _Run:
         max_tiles = min(num_pairs, num_pairs // block_t + min(num_pairs, num_experts))
         pairs = torch.empty(num_pairs, dtype=torch.int32, device=self._x_TD.device)
         cuts = torch.empty(3 * max_tiles + 1, dtype=torch.int32, device=self._x_TD.device)
-        as_they_are = self._arithmetic.input == "plain"
-        rows = _Rows(self._x_TD, None) if as_they_are else self._empty_rows(num_tokens, width)
+        as_they_are = _Rows(self._x_TD, None) if self._arithmetic.input == "plain" else self._codes
+        rows = as_they_are or self._empty_rows(num_tokens, width)
         rows_kernel[(num_experts + (0 if as_they_are else num_tokens),)](
             self._x_TD, rows.codes, rows.scale, self._ids_TK, pairs, cuts, num_pairs, max_tiles, num_experts, width,
             INPUT=self._arithmetic.input, BLOCK=_block(width), BINS=triton.next_power_of_2(num_experts + 1),
@@ -146,12 +172,27 @@ class _Run:
         )  # fmt: skip
         return rows, _Plan(pairs, cuts, num_pairs, max_tiles, block_t)
 
+    def words(self, weights: tuple[ExpertWeights, ExpertWeights], weights_TK: Tensor, tiles: ExpertTiles) -> Tensor:
+        """Return the sums of a few tokens, one pair at a time."""
+        rows = self._codes
+        if rows is None:
+            rows = self._empty_rows(*self._x_TD.shape)
+            quantize_kernel[(self._x_TD.shape[0],)](
+                self._x_TD, rows.codes, rows.scale, self._x_TD.shape[1], BLOCK=_block(self._x_TD.shape[1]),
+                num_warps=8, **self._launch,
+            )  # fmt: skip
+        assert rows.scale is not None
+        launch, chosen = {"ASSEMBLY": _assembly(self._x_TD), **self._launch}, (self._ids_TK, weights_TK)
+        out_TD = torch.empty_like(self._x_TD)
+        return run_words((rows.codes, rows.scale), weights, chosen, tiles, self._rest, out_TD, launch)
+
     def product(self, rows: _Rows, plan: _Plan, weight: ExpertWeights, tiles: StageTiles, by_token: bool) -> Tensor:
         """Return sums [splits, pairs, outputs]: of tokens' rows before any scale, or of pairs' rows as numbers."""
         num_outputs, num_columns, name = weight.out_features, weight.in_features, self._arithmetic.name
         sums_dtype = torch.int32 if name == "w4a8" and by_token else torch.float32
         out = torch.empty(tiles.splits, plan.num_pairs, num_outputs, dtype=sums_dtype, device=rows.codes.device)
-        grid = (triton.cdiv(num_outputs, tiles.block_n) * tiles.splits, plan.max_tiles)
+        blocks = triton.cdiv(num_outputs, tiles.block_n) * tiles.splits
+        grid = (blocks, min(plan.max_tiles, triton.cdiv(_PROGRAMS, blocks)))
         shared: dict[str, Any] = {  # compile-time values of both kernels
             "ROWS_PER_INPUT": self._top_k if by_token else 1, "FORMAT": name, "BLOCK_T": plan.block_t,
             "BLOCK_N": tiles.block_n, "SPLITS": tiles.splits, "FINAL": not by_token,
@@ -189,10 +230,11 @@ class _Run:
         """Add up each token's experts."""
         num_tokens, width = self._x_TD.shape[0], rows_PD.shape[1]
         out_TD = self._x_TD.new_empty(num_tokens, width)
-        block = min(1024, triton.next_power_of_2(width))
-        combine_kernel[(num_tokens, triton.cdiv(width, block))](
-            rows_PD, self._ids_TK, weights_TK, self._add_TD, out_TD, width,
-            TOP_K=self._top_k, ADD=self._add_TD is not None, BLOCK=block, **self._launch,
+        add_TD, _, shared_DI = self._rest
+        combine_kernel[(triton.cdiv(width, SHARED_OUTPUTS), triton.cdiv(num_tokens, SHARED_TOKENS))](
+            rows_PD, self._ids_TK, weights_TK, *self._rest, out_TD, num_tokens, width, TOP_K=self._top_k,
+            ADD=add_TD is not None, SHARED=0 if shared_DI is None else shared_DI.shape[1], BLOCK_T=SHARED_TOKENS,
+            BLOCK_N=SHARED_OUTPUTS, **self._launch,
         )  # fmt: skip
         return out_TD
 

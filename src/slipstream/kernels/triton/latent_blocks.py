@@ -1,4 +1,7 @@
-"""Decoder blocks of latent attention and experts as nineteen kernels each (eleven where the feed-forward is dense).
+"""Decoder blocks of latent attention and experts as twelve kernels each, fifteen with many rows, ten if dense.
+
+Norm, squeeze, query and latent, absorb, attend, merge and values, output; norm, scores and shared expert, choice and
+INT8 rows, gate and up, down and sum. Many rows are first listed by expert; activation and sum are then on their own.
 
 Modules lie a package higher than kernels, so blocks are read by the attributes they share (see `slipstream.models`).
 """
@@ -11,9 +14,10 @@ from torch import Tensor
 
 from slipstream.kernels.triton import norm_rope, router
 from slipstream.kernels.triton.expert_tiles import expert_tiles
-from slipstream.kernels.triton.experts import ExpertOptions, experts
-from slipstream.kernels.triton.latent_attention import latent_attention
-from slipstream.kernels.triton.latent_heads import heads_linear, split_and_write
+from slipstream.kernels.triton.experts import ExpertOptions, experts, row_codes
+from slipstream.kernels.triton.latent_attention import attend_pieces
+from slipstream.kernels.triton.latent_heads import HEAD_TILE, heads_linear, query_and_write
+from slipstream.kernels.triton.latent_merge import merge_values
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.norm_rope import Norm, Rope
 from slipstream.kernels.triton.products import Products
@@ -51,6 +55,8 @@ class LatentBlocks:
             own = layer.self_attn
             if getattr(own, "q_b_proj", None) is None:
                 return f"block {index} has no latent attention with squeezed queries"
+            if own.spec.kv_rank % HEAD_TILE:
+                return f"block {index} has latents of {own.spec.kv_rank} numbers, no multiple of {HEAD_TILE}"
             if own.o_proj.ranks.size > 1:
                 return f"block {index} is split over ranks, whose parts must be summed"
             linears = [own.qkv_a_proj, own.q_b_proj, own.o_proj, *_feed_forward(layer)]
@@ -79,12 +85,12 @@ class LatentBlocks:
         rope = Rope(ctx.slots_T, ctx.positions_T, layer.rotary.cos_Pr, layer.rotary.sin_Pr)
         squeezed_TC = self._multiply(self._normed(hidden_TD, layer.input_layernorm), own.qkv_a_proj)
         norms = (_norm(own.q_a_layernorm), _norm(own.kv_a_layernorm))
-        q_Tq = split_and_write(squeezed_TC, norms, rope, kv, dependent)
-        q_THd = self._multiply(q_Tq, own.q_b_proj).view(-1, own.num_heads, spec.head_dim)
+        q_TN = query_and_write(squeezed_TC, norms, own.q_b_proj.weight, rope, kv, dependent)
+        q_THd = q_TN.view(-1, own.num_heads, spec.head_dim)
         up_HNc = own.kv_b_proj.weight.view(own.num_heads, -1, spec.kv_rank)
         q_THC = heads_linear(q_THd, up_HNc[:, : spec.nope_dim].transpose(1, 2), rope, dependent)
-        out_THc = latent_attention(q_THC, kv, ctx.batch, spec.scale, spec.kv_rank, dependent=dependent)
-        out_THv = heads_linear(out_THc, up_HNc[:, spec.nope_dim :], None, dependent)
+        pieces = attend_pieces(q_THC, kv, ctx.batch, spec.scale, spec.kv_rank, dependent=dependent)
+        out_THv = merge_values(pieces, up_HNc[:, spec.nope_dim :], dependent)
         return self._multiply(out_THv.flatten(1), own.o_proj, hidden_TD)
 
     def _feed_forward(self, layer: Any, hidden_TD: Tensor) -> Tensor:
@@ -92,13 +98,21 @@ class LatentBlocks:
         gate = getattr(mlp, "gate", None)
         if gate is None:
             return self._gated(mlp, x_TD, hidden_TD)
-        chosen = router.route(x_TD, gate.weight, gate.e_score_correction_bias, gate.routing, self._products.dependent)
-        if self._options.on_choice is not None:
-            self._options.on_choice(chosen[0])
-        rest_TD = hidden_TD if mlp.shared_experts is None else self._gated(mlp.shared_experts, x_TD, hidden_TD)
         gate_up, down = mlp.experts.weights
-        tiles = expert_tiles(self._architecture, gate_up.format, chosen[0].numel()).changed(self._options.settings)
-        return experts(x_TD, gate_up, down, *chosen, ExpertOptions(tiles, rest_TD, self._products.dependent))
+        shared = mlp.shared_experts
+        inputs = router.Gate(
+            gate.weight, gate.e_score_correction_bias, gate.routing,
+            None if shared is None else shared.gate_up_proj.weight,
+        )  # fmt: skip
+        codes = row_codes(x_TD, gate_up)
+        routed = router.route_rows(x_TD, inputs, codes, self._products.dependent)
+        chosen = routed.ids_TK, routed.weights_TK
+        if self._options.on_choice is not None:
+            self._options.on_choice(routed.ids_TK)
+        tiles = expert_tiles(self._architecture, gate_up.format, routed.ids_TK.numel()).changed(self._options.settings)
+        inner = None if routed.shared_TI is None else (routed.shared_TI, shared.down_proj.weight)
+        options = ExpertOptions(tiles, hidden_TD, self._products.dependent, codes, inner)
+        return experts(x_TD, gate_up, down, *chosen, options)
 
     def _gated(self, mlp: Any, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         return self._multiply(self._multiply(x_TD, mlp.gate_up_proj, silu=True), mlp.down_proj, residual_TD)

@@ -11,14 +11,66 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, then wait until the one before has written everything.
-
-    Every kernel launched with PDL must call this before its first read or write of what other kernels touch.
-    """
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel's programs start where there is room, once all programs here have come this far."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the kernel before has written everything; it waited for the one before itself, and so on.
+
+    At least one program of a kernel launched with PDL must call this, and every one before its first read or write of
+    what the kernels before may still touch.
+    """
+    if PDL:
         gdc_wait()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Let the next kernel start, then wait for the one before."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+
+
+@triton.jit
+def wait_then_let_start(PDL: tl.constexpr):
+    """Wait for the kernel before, and only then let the next one start.
+
+    Whatever was written before the kernel before is then there for the next kernel, before it waits itself.
+    """
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+
+
+@triton.jit
+def keep_order(PDL: tl.constexpr):
+    """Keep loads before this point before it; a barrier the compiler knows of would end the pipelining of its loop."""
+    if PDL:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetch(at):
+    """Ask for the lines that hold these addresses; they come into the cache all processors share."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def show_copies(PDL: tl.constexpr):
+    """Let the next matrix instruction see what copies have brought into fast memory; called right before it.
+
+    Hopper's instructions read fast memory by another way than copies write it, and PTX wants a fence between the two.
+    Triton puts it there from 3.7 on (triton-lang/triton #9610).
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.launch import arrived_last, launch_options, wait_for_inputs
+from slipstream.kernels.triton.launch import arrived_last, launch_options, prefetch, show_copies, wait_for_inputs
+from slipstream.kernels.triton.norm_rope import RopeWrite
 from slipstream.kernels.triton.tuning import LinearConfig, read_tuning
 from slipstream.kernels.triton.variants import Matrix, Variant
 
@@ -35,15 +36,7 @@ def weight_rows(n_tile, N, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
 @triton.jit
 def prefetch_rows(w_at, k_from, K, LINE: tl.constexpr):
     """Ask for the first eight lines of each row, before the inputs are there; weights wait for no kernel."""
-    k = tl.minimum(k_from + tl.arange(0, 8) * LINE, K - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(w_at + k[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(w_at + tl.minimum(k_from + tl.arange(0, 8) * LINE, K - 1)[None, :])
 
 
 @triton.jit
@@ -71,7 +64,10 @@ def store_outputs(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Finish float32 sums [BLOCK_N, BLOCK_M]: bias, silu(gate) * up, residual, each rounded as torch would."""
+    """Finish float32 sums [BLOCK_N, BLOCK_M]: bias, silu(gate) * up, residual, each rounded as torch would.
+
+    Returns what was stored, [BLOCK_M, outputs], zero past the last output.
+    """
     dtype = y_ptr.dtype.element_ty
     if HAS_BIAS:
         bias = tl.load(bias_ptr + weight_rows(n_tile, N, BLOCK_N, SILU)).to(tl.float32)
@@ -91,13 +87,14 @@ def store_outputs(
         residual = tl.load(residual_ptr + m * residual_stride + n, mask=real, other=0.0).to(tl.float32)
         out = (out.to(tl.float32) + residual).to(dtype)
     tl.store(y_ptr + m * y_stride + n, out, mask=real)
+    return tl.where(real, out, 0.0)
 
 
 @triton.jit
 def _stretch(
     w_at, x_at, real_M, split, steps, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr,
+    EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long; rows past the last are zeros, which nobody reads."""
     ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
@@ -114,11 +111,12 @@ def _stretch(
         else:
             w = tl.load(w_at + k[None, :], mask=k[None, :] < K, other=ZERO, eviction_policy=POLICY)
             x = tl.load(x_at + k[:, None], mask=real_M & (k[:, None] < K), other=ZERO)
+        show_copies(PDL)
         if KIND == "int8":
             acc = tl.dot(w, x, acc, out_dtype=tl.int32)
         elif KIND == "fp8":
             # Hopper keeps few bits inside an FP8 sum: whole float32 sums are made every 128 columns, in tiles of any.
-            acc = tl.dot(w, x, acc, max_num_imprecise_acc=128)
+            acc = tl.dot(w, x, acc, max_num_imprecise_acc=128 if BLOCK_K > 128 else BLOCK_K)
         elif KIND == "fp8_upcast":
             acc = tl.dot(w.to(tl.bfloat16), x.to(tl.bfloat16), acc)
         else:
@@ -145,12 +143,14 @@ def _linear_kernel(
         LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
         prefetch_rows(w_at, split * steps * BLOCK_K, K, LINE)
     wait_for_inputs(PDL)
-    total = _stretch(w_at, x_at, real_M, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
+    total = _stretch(w_at, x_at, real_M, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL)
     finished = True
     if SPLITS > 1:
         if SERIAL:
             for other in range(1, SPLITS):
-                total += _stretch(w_at, x_at, real_M, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM)
+                total += _stretch(
+                    w_at, x_at, real_M, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL
+                )
         else:
             tile = m_tile * tl.num_programs(1) + n_tile
             num_tiles = tl.num_programs(0) * tl.num_programs(1)
@@ -170,12 +170,42 @@ def _linear_kernel(
 
 
 @dataclass(frozen=True)
+class FoldedNorm:
+    """A norm that a product applies to its rows: its weight, and the rows' sums of squares, left by another product.
+
+    Args:
+        squares_TB: one sum for every 64 numbers of a row, see `narrow_products.squares_of`.
+    """
+
+    weight_D: Tensor
+    eps: float
+    squares_TB: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows on their way into a product: numbers, with a norm still to apply or not, or codes and a scale each."""
+
+    values_TK: Tensor
+    scale_T: Tensor | None
+    dtype: torch.dtype
+    norm: FoldedNorm | None = None
+
+
+@dataclass(frozen=True)
 class Epilogue:
-    """What a product does with its sums before they are stored."""
+    """What a product does with its sums before they are stored.
+
+    Args:
+        squares_TB: where sums of squares of the outputs go, for the norm that follows (products of a few rows).
+        rope: the outputs are heads: queries are rotated, keys and values written to the cache (products of a few rows).
+    """
 
     bias_N: Tensor | None = None
     residual_TN: Tensor | None = None
     silu: bool = False
+    squares_TB: Tensor | None = None
+    rope: RopeWrite | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +251,7 @@ def multiply(
         x_TK: rows whose last dimension is contiguous.
         kind: "dense", "int8", "fp8" or "fp8_upcast".
     """
+    assert epilogue.squares_TB is None and epilogue.rope is None, "only products of a few rows fold these in"
     num_rows, num_outputs, num_inputs = x_TK.shape[0], *weight_NK.shape
     config = launch.config
     grid = launch.grid(num_rows, num_outputs, epilogue.silu)
@@ -273,8 +304,8 @@ def variants(architecture: str) -> list[Variant]:
         narrow = tuning.linear_config(kind, 4096, 4096, itemsize)
         wide = tuning.wide_config(kind, narrow)
         shipped += [
-            _variant(f"linear {kind} 16 rows", kind, narrow, 16, silu=False),
-            _variant(f"linear {kind} 64 rows", kind, narrow, 64, silu=True),
+            _variant(f"linear {kind} 16 rows", kind, tuning.fitted(narrow, 16, itemsize), 16, silu=False),
+            _variant(f"linear {kind} 64 rows", kind, tuning.fitted(narrow, 64, itemsize), 64, silu=True),
             _variant(f"linear {kind} 128 rows", kind, wide, 128, silu=True),
             _variant(f"linear {kind} 128 rows, split", kind, wide, 128, silu=False),
         ]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.launch import arrived_last, launch_options, wait_for_inputs
+from slipstream.kernels.triton.launch import arrived_last, launch_options, show_copies, wait_for_inputs
 from slipstream.kernels.triton.linear import (
     Epilogue,
     Launch,
@@ -35,7 +35,7 @@ _LARGEST_HALF = 128
 def _nibble_stretch(
     w_at, x_at, g_at, split, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
-    GROUPED: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr,
+    GROUPED: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, two halves a step; grouped scales are applied to each half's sum."""
     num_blocks = K // (2 * HALF)
@@ -58,6 +58,7 @@ def _nibble_stretch(
         x_high = tl.load(x_at + (block * 2 * HALF + HALF + j)[:, None])
         low = (packed << 4) >> 4
         high = packed >> 4
+        show_copies(PDL)
         if WHOLE:
             acc = tl.dot(low, x_low, acc, out_dtype=tl.int32)
             acc = tl.dot(high, x_high, acc, out_dtype=tl.int32)
@@ -92,13 +93,15 @@ def _nibble_kernel(
     if PDL:
         prefetch_rows(w_at, split * tl.cdiv(K // (2 * HALF), SPLITS) * HALF, K // 2, 128)
     wait_for_inputs(PDL)
-    total = _nibble_stretch(w_at, x_at, g_at, split, K, BLOCK_M, BLOCK_N, HALF, SPLITS, EVEN, GROUPED, WHOLE, STREAM)
+    total = _nibble_stretch(
+        w_at, x_at, g_at, split, K, BLOCK_M, BLOCK_N, HALF, SPLITS, EVEN, GROUPED, WHOLE, STREAM, PDL
+    )
     finished = True
     if SPLITS > 1:
         if SERIAL:
             for other in range(1, SPLITS):
                 total += _nibble_stretch(
-                    w_at, x_at, g_at, other, K, BLOCK_M, BLOCK_N, HALF, SPLITS, EVEN, GROUPED, WHOLE, STREAM
+                    w_at, x_at, g_at, other, K, BLOCK_M, BLOCK_N, HALF, SPLITS, EVEN, GROUPED, WHOLE, STREAM, PDL
                 )
         else:
             tile = m_tile * tl.num_programs(1) + n_tile

@@ -1,8 +1,9 @@
 """What lies between products: RMSNorm, rotary positions with the write of keys and values, and SiLU times up."""
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202, PLR0913
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +12,28 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import KvLayer
-from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.launch import launch_options, wait_for_inputs, wait_then_let_start
 from slipstream.kernels.triton.quantize import CODE_DTYPES, Codes, encode, row_scale
 from slipstream.kernels.triton.variants import Variant
+
+SQUARED = 64
+"""How many numbers of a row share a sum of squares where a product leaves them for the norm."""
+SQUARES = tl.constexpr(SQUARED)
+SQUARES_LEVELS = tl.constexpr(SQUARED.bit_length() - 1)
+
+
+@triton.jit
+def pair_sums(x, LEVELS: tl.constexpr):
+    """Add neighbours [M, n] -> [M, n / 2], so many times: one order of a sum, whatever threads hold the numbers."""
+    for _ in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    return x
 
 
 @triton.jit
 def _norm_kernel(
     x_ptr, other_ptr, weight_ptr, other_weight_ptr, out_ptr, scale_ptr, width, x_stride, other_stride, out_stride, eps,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalise a row of `x`, or in the grid's second column one of `other`, which goes behind it in the output."""
     wait_for_inputs(PDL)
@@ -32,7 +46,8 @@ def _norm_kernel(
         source, weight_at = other_ptr + row * other_stride, other_weight_ptr
     x = tl.load(source + at, mask=real, other=0.0).to(tl.float32)
     weight = tl.load(weight_at + at, mask=real, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    squares = pair_sums(tl.reshape(x * x, (1, BLOCK)), LEVELS)
+    rstd = tl.rsqrt(tl.sum(tl.reshape(squares, (1,)), 0) / width + eps)
     dtype = x_ptr.dtype.element_ty
     # Rounded where torch rounds: after the norm, and after the weight.
     normed = ((x * rstd).to(dtype).to(tl.float32) * weight).to(dtype)
@@ -82,9 +97,10 @@ def _launch_norm(
 ) -> None:  # fmt: skip
     num_rows, width = rows[0].shape
     assert norms[0].eps == norms[1].eps
+    block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows, parts)](
         *rows, norms[0].weight_D, norms[1].weight_D, out, scale_T, width, rows[0].stride(0), rows[1].stride(0),
-        out.stride(0), norms[0].eps, BLOCK=triton.next_power_of_2(width), CODES=codes, PDL=dependent,
+        out.stride(0), norms[0].eps, BLOCK=block, LEVELS=block.bit_length() - 1, CODES=codes, PDL=dependent,
         num_warps=8 if width > 1024 else 4, **launch_options(dependent),
     )  # fmt: skip
 
@@ -93,31 +109,32 @@ def _launch_norm(
 def _rope_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     qkv_stride, slot_stride, eps,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    QK_NORM: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, TAKEN: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Take one head of one token: rotate a query, or rotate a key and write it, or write a value."""
-    wait_for_inputs(PDL)
+    """Take TAKEN heads of one token: rotate queries, or rotate keys and write them, or write values."""
+    wait_then_let_start(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    real = at < WIDTH
+    first = tl.program_id(1) * TAKEN
+    head = (first + tl.arange(0, TAKEN))[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    real = (at < WIDTH) & (head >= 0)
     source = qkv_ptr + token * qkv_stride + head * WIDTH
     dtype = qkv_ptr.dtype.element_ty
     x = tl.load(source + at, mask=real, other=0.0)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    if head >= HEADS + GROUPS:
+    if first >= HEADS + GROUPS:
         target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * WIDTH + at
         tl.store(target, x.to(values_ptr.dtype.element_ty), mask=real)
     else:
         mate = tl.where(at < HALF, at + HALF, at - HALF)
         turned = at < 2 * HALF
-        partner = tl.load(source + mate, mask=turned, other=0.0)
+        partner = tl.load(source + mate, mask=turned & real, other=0.0)
         if QK_NORM:
             x_f32 = x.to(tl.float32)
-            rstd = tl.rsqrt(tl.sum(x_f32 * x_f32, 0) / WIDTH + eps)
-            norm_at = q_norm_ptr if head < HEADS else k_norm_ptr
-            own = tl.load(norm_at + at, mask=real, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(x_f32 * x_f32, 1) / WIDTH + eps)[:, None]
+            norm_at = q_norm_ptr if first < HEADS else k_norm_ptr
+            own = tl.load(norm_at + at, mask=at < WIDTH, other=0.0).to(tl.float32)
             other = tl.load(norm_at + mate, mask=turned, other=0.0).to(tl.float32)
             x = ((x_f32 * rstd).to(dtype).to(tl.float32) * own).to(dtype)
             partner = ((partner.to(tl.float32) * rstd).to(dtype).to(tl.float32) * other).to(dtype)
@@ -127,7 +144,7 @@ def _rope_kernel(
         sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
         sign = tl.where(at < HALF, -1.0, 1.0)
         rotated = x.to(tl.float32) * cos + sign * partner.to(tl.float32) * sin
-        if head < HEADS:
+        if first < HEADS:
             tl.store(q_ptr + (token * HEADS + head) * WIDTH + at, rotated.to(dtype), mask=real)
         else:
             target = keys_ptr + slot * slot_stride + (head - HEADS) * WIDTH + at
@@ -144,29 +161,41 @@ class Rope:
     sin_Pr: Tensor
 
 
-def rope_and_write(
-    qkv_TC: Tensor, heads: tuple[int, int], rope: Rope, layer: KvLayer, qk_norm: tuple[Norm, Norm] | None,
-    dependent: bool,
-) -> Tensor:  # fmt: skip
+@dataclass(frozen=True)
+class RopeWrite:
+    """What becomes of queries, keys and values: the `heads` of queries and of keys in a row, and where they go."""
+
+    heads: tuple[int, int]
+    rope: Rope
+    layer: KvLayer
+
+
+def rope_and_write(qkv_TC: Tensor, write: RopeWrite, qk_norm: tuple[Norm, Norm] | None, dependent: bool) -> Tensor:
     """Return rotated queries [T, H, d], having written rotated keys, and values, into their slots.
 
     Args:
-        heads: how many heads of queries and of keys a row of `qkv_TC` holds.
         qk_norm: norms of each head's query and key before they are rotated.
     """
-    num_heads, num_groups = heads
+    (num_heads, num_groups), rope, layer = write.heads, write.rope, write.layer
     width = layer.keys_SGd.shape[2]
     assert layer.keys_SGd.stride() == layer.values_SGd.stride() and layer.keys_SGd.stride(1) == width
     q = torch.empty(qkv_TC.shape[0], num_heads, width, dtype=qkv_TC.dtype, device=qkv_TC.device)
     norms = qk_norm or (Norm(q, 0.0), Norm(q, 0.0))
-    _rope_kernel[(qkv_TC.shape[0], num_heads + 2 * num_groups)](
+    taken = _heads_taken(num_heads, num_groups)
+    _rope_kernel[(qkv_TC.shape[0], (num_heads + 2 * num_groups) // taken)](
         qkv_TC, q, layer.keys_SGd, layer.values_SGd, rope.slots_T, rope.positions_T, rope.cos_Pr, rope.sin_Pr,
         norms[0].weight_D, norms[1].weight_D, qkv_TC.stride(0), layer.keys_SGd.stride(0), norms[0].eps,
-        HEADS=num_heads, GROUPS=num_groups, WIDTH=width, HALF=rope.cos_Pr.shape[1],
-        BLOCK=triton.next_power_of_2(width), QK_NORM=qk_norm is not None, PDL=dependent, num_warps=1,
+        HEADS=num_heads, GROUPS=num_groups, TAKEN=taken, WIDTH=width, HALF=rope.cos_Pr.shape[1],
+        BLOCK=triton.next_power_of_2(width), QK_NORM=qk_norm is not None, PDL=dependent,
+        num_warps=1 if taken < 4 else 4,
         **launch_options(dependent),
     )  # fmt: skip
     return q
+
+
+def _heads_taken(num_heads: int, num_groups: int) -> int:
+    """Return how many heads a program takes: a power of two that divides those of queries and those of keys."""
+    return math.gcd(num_heads, num_groups, 8)
 
 
 @triton.jit
@@ -206,18 +235,18 @@ def variants(architecture: str) -> list[Variant]:
         "k_norm_ptr": "*bf16", "qkv_stride": "i32", "slot_stride": "i32", "eps": "fp32",
     }  # fmt: skip
     silu = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32", "x_stride": "i32"}
-    heads = {"HEADS": 32, "GROUPS": 8, "WIDTH": 128, "HALF": 64, "BLOCK": 128, "PDL": False}
+    heads = {"HEADS": 32, "GROUPS": 8, "TAKEN": 8, "WIDTH": 128, "HALF": 64, "BLOCK": 128, "PDL": False}
 
     def whole(signature: dict[str, str]) -> tuple[str, ...]:
         return tuple(name for name, kind in signature.items() if kind != "fp32")
 
     norms = [
         Variant(f"norm {codes}", _norm_kernel, {**norm, "out_ptr": pointer},
-                {"BLOCK": 4096, "CODES": codes, "PDL": False}, 8, 2, divisible=whole(norm))
+                {"BLOCK": 4096, "LEVELS": 12, "CODES": codes, "PDL": False}, 8, 2, divisible=whole(norm))
         for codes, pointer in (("none", "*bf16"), ("fp8", "*fp8e4nv"), ("int8", "*i8"))
     ]  # fmt: skip
     ropes = [
-        Variant(f"rope, qk norm {on}", _rope_kernel, rope, {**heads, "QK_NORM": on}, 1, 2, divisible=whole(rope))
+        Variant(f"rope, qk norm {on}", _rope_kernel, rope, {**heads, "QK_NORM": on}, 4, 2, divisible=whole(rope))
         for on in (False, True)
     ]
     return [*norms, *ropes, Variant("silu_mul", _silu_mul_kernel, silu, {"BLOCK": 1024, "PDL": False}, 4, 2,

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
+from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.kernels.triton import norm_rope, router, sample
+from slipstream.kernels.triton import chains, norm_rope, router, sample
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.blocks import Blocks
 from slipstream.kernels.triton.experts import experts
@@ -47,7 +49,7 @@ class TritonOps:
         self._launch = AttentionLaunch(
             self._tuning.attention, self._products.counters, self._dependent, self._tuning.instruction
         )
-        self._blocks = Blocks(self._products, self._launch)
+        self._blocks = Blocks(self._products, replace(self._launch, early=True))
         self._latent_blocks = LatentBlocks(self._products, moe or MoeOptions())
         self._reference = ReferenceOps(device)
         self._said: set[str] = set()
@@ -182,6 +184,21 @@ class TritonOps:
             best = torch.log_softmax(self.perturb(logits_LV, token_ids_V, sampling), dim=-1).topk(k, dim=-1)
             return best.values, best.indices
         return sample.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
+
+    def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
+        """Write where a cycle's nodes lie."""
+        chains.place_chains(rows, places, page_size, self._dependent)
+
+    def propose(self, logits_RV: Tensor, token_ids_V: Tensor, sampling: RowSampling, out_R: Tensor) -> Tensor:
+        """Return the token drafted for each row, and write it to `out_R` too."""
+        return sample.propose(_unit_stride(logits_RV), token_ids_V, sampling, out_R, self._dependent)
+
+    def accept_chains(
+        self, rows: ChainRows, chain_RN: Tensor, chosen_RN: Tensor, thresholds_K: Tensor, outcome: ChainOutcome
+    ) -> None:
+        """Keep what agrees of each chain, write what came of it, and move the rows on."""
+        tokens_RN = (chain_RN.contiguous(), chosen_RN.contiguous())
+        chains.accept_chains(rows, tokens_RN, thresholds_K, outcome, self._dependent)
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:

@@ -1,14 +1,17 @@
 """Products with every kind of weight: how it is prepared, what rows it wants, and which kernel multiplies."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.triton import nibble_linear, quantize
-from slipstream.kernels.triton.linear import Epilogue, Launch, multiply, token_tile
+from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, token_tile
+from slipstream.kernels.triton.narrow_products import MOST_ROWS, multiply_narrow, rope_fits
+from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
 from slipstream.kernels.triton.quantize import Codes
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
+from slipstream.kernels.triton.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.scheme import by_row
 
@@ -24,19 +27,11 @@ _INPUTS: dict[str, Codes | None] = {
     "int4_group": None,
 }
 """Formats these kernels multiply, and the codes their rows are turned into."""
+_NIBBLES = ("w4a8", "int4_per_channel", "int4_group")
 _DENSE = (torch.bfloat16, torch.float16, torch.float32)
 _SERIAL_ABOVE = 256  # rows; from here on tiles fill the device without more programs to a tile
 
 Weight = Tensor | PackedWeight
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows on their way into a product: numbers, or codes and a scale for each row."""
-
-    values_TK: Tensor
-    scale_T: Tensor | None
-    dtype: torch.dtype
 
 
 class Products:
@@ -92,30 +87,80 @@ class Products:
 
     def multiply(self, rows: Rows, weight: Weight, epilogue: Epilogue) -> Tensor:
         """Return rows times the weight."""
-        num_rows = rows.values_TK.shape[0]
         if not isinstance(weight, PackedWeight):
-            launch = self._launch("dense", weight.shape[0], weight.shape[1], weight.element_size(), num_rows)
-            return multiply(rows.values_TK, weight, None, "dense", epilogue, launch, rows.dtype)
+            return self._multiply_codes(rows, weight, None, "dense", epilogue)
         format = weight.format.removesuffix(SUFFIX)
         scale = weight.scales["scale"]
-        if format in ("w4a8", "int4_per_channel", "int4_group"):
-            launch = self._launch(format, weight.out_features, weight.in_features, 0.5, num_rows)
+        if format in _NIBBLES:
             half = _half(weight)
             assert half is not None, "only weights whose columns fit are prepared"
+            launch = self._launch(*_described(weight), rows.values_TK.shape[0])
             return nibble_linear.multiply_nibbles(
                 rows.values_TK, (weight.codes, scale), half, rows.scale_T, epilogue, launch, rows.dtype
             )
         kind = "int8" if format == "w8a8_int8" else "fp8" if self._tuning.fp8_dot else "fp8_upcast"
-        assert rows.scale_T is not None, "codes come with their scales"
-        launch = self._launch(kind.removesuffix("_upcast"), weight.out_features, weight.in_features, 1, num_rows)
-        return multiply(rows.values_TK, weight.codes, (rows.scale_T, scale), kind, epilogue, launch, rows.dtype)
+        return self._multiply_codes(rows, weight.codes, scale, kind, epilogue)
 
-    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
+    def _multiply_codes(
+        self, rows: Rows, weight_NK: Tensor, scale_N: Tensor | None, kind: str, epilogue: Epilogue
+    ) -> Tensor:
+        """Multiply by a weight that keeps one number to a code: few rows, many, or as many as there may be."""
+        format, num_rows = kind.removesuffix("_upcast"), rows.values_TK.shape[0]
+        (num_outputs, num_inputs), itemsize = weight_NK.shape, weight_NK.element_size()
+        if self._is_narrow(num_rows):
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply_narrow(rows, weight_NK, scale_N, kind, epilogue, launch)
+        scales = None
+        if scale_N is not None:
+            assert rows.scale_T is not None, "codes come with their scales"
+            scales = (rows.scale_T, scale_N)
         key = f"{format}:{num_outputs}:{num_inputs}"
+        narrow = self._narrow(key, format, num_outputs, num_inputs, itemsize)
+        wide = self._tuning.wide_linear_config(key, num_rows, num_outputs, narrow) if itemsize <= 2 else None
+        if wide is None:
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
+        pieces = row_pieces(num_rows)
+        wide = fitted(wide, pieces, kind, epilogue.silu, self._tuning.shared_bytes)
+        wide_launch = WideLaunch(
+            wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
+            self._tuning.instruction,
+        )  # fmt: skip
+        return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide_launch, rows.dtype)
+
+    def folds_norm(self, weight: Weight, num_rows: int) -> bool:
+        """Tell whether a product can apply the norm before it, in a pass of so many rows."""
+        dense = not isinstance(weight, PackedWeight)
+        return dense and self._is_narrow(num_rows) and num_rows <= self._tuning.fold_rows
+
+    def leaves_squares(self, weight: Weight, num_rows: int) -> bool:
+        """Tell whether a product can leave sums of squares of its outputs for the norm after it."""
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows):
+            return False
+        return self._launch(*described, num_rows).config.block_n % SQUARED == 0
+
+    def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
+        """Tell whether a product of queries, keys and values can rotate and write them itself."""
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows) or num_rows > self._tuning.fold_rows:
+            return False
+        return rope_fits(write, self._launch(*described, num_rows).config, dtype)
+
+    def _is_narrow(self, num_rows: int) -> bool:
+        return self._tuning.weights_first and num_rows <= MOST_ROWS
+
+    def _narrow(self, key: str, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
+        """Return the configuration that fixes the order of a weight's columns."""
         config = self.configs.get(key)
         if config is None:
             config = self.configs[key] = self._tuning.linear_config(format, num_outputs, num_inputs, itemsize)
-        stretch = -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
+        return config
+
+    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
+        key = f"{format}:{num_outputs}:{num_inputs}"
+        config = self._narrow(key, format, num_outputs, num_inputs, itemsize)
+        stretch = _stretch(config, num_inputs)
         serial = num_rows > _SERIAL_ABOVE or config.split_k == 1
         wide = self._tuning.wide_config(format, config)
         num_tiles = -(-num_outputs // wide.block_n)
@@ -125,8 +170,24 @@ class Products:
         else:
             config = self._tuning.many_config(key, config) if num_rows > 16 else config
             tile = token_tile(num_rows)
-        config = self._tuning.fitted(config, tile, itemsize)
+        if format == "fp8" and not self._is_narrow(num_rows):
+            config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
+        config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+
+
+def _stretch(config: LinearConfig, num_inputs: int) -> int:
+    """Return the columns one partial sum covers."""
+    return -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
+
+
+def _described(weight: Weight) -> tuple[str, int, int, float]:
+    """Return what tiles depend on: the format, outputs, inputs, and the bytes of a number."""
+    if not isinstance(weight, PackedWeight):
+        return "dense", weight.shape[0], weight.shape[1], weight.element_size()
+    format = weight.format.removesuffix(SUFFIX)
+    name = "int8" if format == "w8a8_int8" else "fp8" if format in _FP8 else format
+    return name, weight.out_features, weight.in_features, 0.5 if format in _NIBBLES else 1
 
 
 def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:

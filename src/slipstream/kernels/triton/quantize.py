@@ -14,6 +14,7 @@ from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.variants import Variant
 
 Codes = Literal["fp8", "int8"]
+_WIDEST = 16384  # numbers of a row that a program holds at once
 CODE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -45,25 +46,30 @@ def encode(x, scale, CODES: tl.constexpr):
 @triton.jit
 def _quantize_kernel(
     x_ptr, static_ptr, codes_ptr, scale_ptr, width, x_stride,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, CODES: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Turn a row into codes; WHOLE: it fits in one block, and is read once."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
     if STATIC:
         scale = tl.load(static_ptr)
     else:
-        amax = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, width, BLOCK):
+        amax = tl.abs(x)
+        for start in range(BLOCK, width, BLOCK):
             at = start + column
-            x = tl.load(x_ptr + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, tl.abs(x))
+            more = tl.load(x_ptr + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.abs(more))
         scale = row_scale(tl.max(amax, 0), CODES)
     tl.store(scale_ptr + row, scale)
-    for start in range(0, width, BLOCK):
-        at = start + column
-        x = tl.load(x_ptr + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
-        tl.store(codes_ptr + row * width + at, encode(x, tl.broadcast_to(scale, [BLOCK]), CODES), mask=at < width)
+    divisor = tl.broadcast_to(scale, [BLOCK])
+    tl.store(codes_ptr + row * width + column, encode(x, divisor, CODES), mask=column < width)
+    if not WHOLE:
+        for start in range(BLOCK, width, BLOCK):
+            at = start + column
+            x = tl.load(x_ptr + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
+            tl.store(codes_ptr + row * width + at, encode(x, divisor, CODES), mask=at < width)
 
 
 def quantize_rows(x_TD: Tensor, codes: Codes, static: Tensor | None, dependent: bool) -> tuple[Tensor, Tensor]:
@@ -75,24 +81,31 @@ def quantize_rows(x_TD: Tensor, codes: Codes, static: Tensor | None, dependent: 
     num_rows, width = x_TD.shape
     codes_TD = torch.empty(num_rows, width, dtype=CODE_DTYPES[codes], device=x_TD.device)
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=x_TD.device)
+    block = min(triton.next_power_of_2(width), _WIDEST)
     _quantize_kernel[(num_rows,)](
         x_TD, scale_T if static is None else static, codes_TD, scale_T, width, x_TD.stride(0),
-        BLOCK=4096, CODES=codes, STATIC=static is not None, PDL=dependent, num_warps=8, **launch_options(dependent),
+        BLOCK=block, WHOLE=width <= block, CODES=codes, STATIC=static is not None, PDL=dependent,
+        num_warps=_num_warps(block), **launch_options(dependent),
     )  # fmt: skip
     return codes_TD, scale_T
 
 
+def _num_warps(block: int) -> int:
+    """Return as many warps as give a thread 32 numbers at most."""
+    return min(max(block // 1024, 4), 16)
+
+
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: both kinds of codes."""
+    """List what ships: both kinds of codes, rows of an 8B model and of its feed-forward."""
     kinds = {"fp8": "*fp8e4nv", "int8": "*i8"}
     return [
         Variant(
-            f"quantize {codes}",
+            f"quantize {codes}, rows up to {block}",
             _quantize_kernel,
             {"x_ptr": "*bf16", "static_ptr": "*fp32", "codes_ptr": pointer, "scale_ptr": "*fp32", "width": "i32",
              "x_stride": "i32"},
-            {"BLOCK": 4096, "CODES": codes, "STATIC": False, "PDL": False},
-            8, 2, divisible=("x_ptr", "codes_ptr", "width", "x_stride"),
+            {"BLOCK": block, "WHOLE": True, "CODES": codes, "STATIC": False, "PDL": False},
+            _num_warps(block), 2, divisible=("x_ptr", "codes_ptr", "width", "x_stride"),
         )
-        for codes, pointer in kinds.items()
+        for codes, pointer in kinds.items() for block in (4096, _WIDEST)
     ]  # fmt: skip

@@ -84,10 +84,13 @@ def _best_of_block_kernel(
 
 @triton.jit
 def _best_of_all_kernel(
-    value_ptr, entry_ptr, sums_ptr, out_value_ptr, out_entry_ptr, num_blocks,
-    BLOCKS: tl.constexpr, K: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
+    value_ptr, entry_ptr, sums_ptr, ids_ptr, out_value_ptr, out_entry_ptr, copy_ptr, num_blocks, copy_stride,
+    BLOCKS: tl.constexpr, K: tl.constexpr, SUMS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pick the K best of the blocks' best of a row; with SUMS also their log-probabilities."""
+    """Pick the K best of the blocks' best of a row; with SUMS also their log-probabilities.
+
+    With TOKENS the best one's token is stored in the place of its entry, and once more at `copy_ptr`.
+    """
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
@@ -103,7 +106,12 @@ def _best_of_all_kernel(
     for k in tl.static_range(K):
         best = tl.max(value, 0)
         chosen = tl.min(tl.where((value == best) & real, entry, 2147483647), 0)
-        tl.store(out_entry_ptr + row * K + k, chosen.to(tl.int64))
+        if TOKENS:
+            token = tl.load(ids_ptr + chosen, mask=chosen < 2147483647, other=0)  # no entry is best where all are NaN
+            tl.store(copy_ptr + row * copy_stride, token)
+            tl.store(out_entry_ptr + row * K + k, token)
+        else:
+            tl.store(out_entry_ptr + row * K + k, chosen.to(tl.int64))
         if SUMS:
             tl.store(out_value_ptr + row * K + k, best - log_total)
         if K > 1:
@@ -124,14 +132,19 @@ def _perturb_kernel(
 
 def choose(logits_LV: Tensor, sampling: RowSampling, dependent: bool) -> Tensor:
     """Return the token of each row, int64 [L]."""
-    return _best(logits_LV, None, sampling, 1, dependent)[1][:, 0]
+    return _best(logits_LV, None, sampling, 1, None, dependent)[1][:, 0]
 
 
 def top_k(
     logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int, dependent: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entries [L, k] of the best of each perturbed row; k is at most MAX_K."""
-    return _best(logits_LV, token_ids_V, sampling, k, dependent)
+    return _best(logits_LV, token_ids_V, sampling, k, None, dependent)
+
+
+def propose(logits_RV: Tensor, token_ids_V: Tensor, sampling: RowSampling, out_R: Tensor, dependent: bool) -> Tensor:
+    """Return the token of each row's best entry, int64 [R], and write it to `out_R` too."""
+    return _best(logits_RV, token_ids_V, sampling, 1, out_R, dependent)[1][:, 0]
 
 
 def perturb(logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, dependent: bool) -> Tensor:
@@ -146,8 +159,10 @@ def perturb(logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, depen
 
 
 def _best(
-    logits_LV: Tensor, token_ids_V: Tensor | None, sampling: RowSampling, k: int, dependent: bool
-) -> tuple[Tensor, Tensor]:
+    logits_LV: Tensor, token_ids_V: Tensor | None, sampling: RowSampling, k: int, tokens_L: Tensor | None,
+    dependent: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return scores and entries of each row's best; where `tokens_L` takes the best one's token, tokens for entries."""
     num_rows, vocab = logits_LV.shape
     device, num_blocks = logits_LV.device, triton.cdiv(vocab, _BLOCK)
     values = torch.empty(num_rows, num_blocks * k, dtype=torch.float32, device=device)
@@ -155,15 +170,17 @@ def _best(
     sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     scores_LK = torch.empty(num_rows, k, dtype=torch.float32, device=device)
     best_LK = torch.empty(num_rows, k, dtype=torch.int64, device=device)
-    with_sums = token_ids_V is not None
+    with_sums = token_ids_V is not None and tokens_L is None
+    ids, copies = best_LK if token_ids_V is None else token_ids_V, best_LK if tokens_L is None else tokens_L
     _best_of_block_kernel[(num_rows, num_blocks)](
-        logits_LV, best_LK if token_ids_V is None else token_ids_V, sampling.temperature_L, sampling.seed_L,
-        sampling.position_L, values, entries, sums, vocab, logits_LV.stride(0), BLOCK=_BLOCK, K=k,
-        HAS_IDS=token_ids_V is not None, SUMS=with_sums, PDL=dependent, num_warps=8, **launch_options(dependent),
+        logits_LV, ids, sampling.temperature_L, sampling.seed_L, sampling.position_L, values, entries, sums, vocab,
+        logits_LV.stride(0), BLOCK=_BLOCK, K=k, HAS_IDS=token_ids_V is not None, SUMS=with_sums, PDL=dependent,
+        num_warps=8, **launch_options(dependent),
     )  # fmt: skip
     _best_of_all_kernel[(num_rows,)](
-        values, entries, sums, scores_LK, best_LK, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks * k), K=k,
-        SUMS=with_sums, PDL=dependent, num_warps=4, **launch_options(dependent),
+        values, entries, sums, ids, scores_LK, best_LK, copies, num_blocks, copies.stride(0),
+        BLOCKS=triton.next_power_of_2(num_blocks * k), K=k, SUMS=with_sums, TOKENS=tokens_L is not None, PDL=dependent,
+        num_warps=4, **launch_options(dependent),
     )  # fmt: skip
     return scores_LK, best_LK
 
@@ -176,17 +193,17 @@ def variants(architecture: str) -> list[Variant]:
     }  # fmt: skip
     block = {**rows, "value_ptr": "*fp32", "entry_ptr": "*i32", "sums_ptr": "*fp32", "V": "i32", "stride": "i32"}
     final = {
-        "value_ptr": "*fp32", "entry_ptr": "*i32", "sums_ptr": "*fp32", "out_value_ptr": "*fp32",
-        "out_entry_ptr": "*i64", "num_blocks": "i32",
+        "value_ptr": "*fp32", "entry_ptr": "*i32", "sums_ptr": "*fp32", "ids_ptr": "*i64", "out_value_ptr": "*fp32",
+        "out_entry_ptr": "*i64", "copy_ptr": "*i64", "num_blocks": "i32", "copy_stride": "i32",
     }  # fmt: skip
     shipped = []
-    for k, ids in ((1, False), (1, True), (10, True)):
-        fixed = {"K": k, "SUMS": ids, "PDL": False}
+    for k, ids, tokens in ((1, False, False), (1, True, True), (10, True, False)):
+        fixed = {"K": k, "SUMS": ids and not tokens, "PDL": False}
         name = f"best {k}{' of a draft' if ids else ''}"
         shipped += [
             Variant(f"{name}, blocks", _best_of_block_kernel, block, {"BLOCK": _BLOCK, "HAS_IDS": ids, **fixed}, 8, 2),
-            Variant(f"{name}, rows", _best_of_all_kernel, final, {"BLOCKS": 64 * triton.next_power_of_2(k), **fixed},
-                    4, 2),
+            Variant(f"{name}, rows", _best_of_all_kernel, final,
+                    {"BLOCKS": 64 * triton.next_power_of_2(k), "TOKENS": tokens, **fixed}, 4, 2),
         ]  # fmt: skip
     perturbed = {**rows, "out_ptr": "*fp32", "V": "i32", "stride": "i32"}
     return [*shipped, Variant("perturb", _perturb_kernel, perturbed, {"BLOCK": _BLOCK, "PDL": False}, 8, 2)]

@@ -13,6 +13,10 @@ import torch
 
 from slipstream.errors import KernelError
 
+MOST_WIDE_ROWS = 256
+"""A token tile holds no more; passes of more rows have several, and fill the device with other tiles."""
+FEW_ROWS = 64
+"""Up to so many rows a token tile is narrow, and what is best for hundreds is not for them."""
 Json = dict[str, Any]
 """A parsed configuration file; its fields are checked when the dataclasses below are built."""
 
@@ -29,12 +33,37 @@ class LinearConfig:
 
 
 @dataclass(frozen=True)
+class WideConfig:
+    """Tiles of a product whose programs take all rows of a pass, up to 256; the columns' order is the narrow tiles'.
+
+    Args:
+        block_n: weight rows of a tile.
+        pair: whether a program takes two tiles, which share the rows it loads.
+        tma: whether tiles are fetched by the copy engine (NVIDIA from sm_90 on).
+        serial: whether a program takes all stretches of its tile, one after another, instead of one each.
+        ahead: whether programs ask for the first lines of their weights before the inputs are there.
+        from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
+    """
+
+    block_n: int
+    pair: bool
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    serial: bool = False
+    ahead: bool = True
+    from_rows: int = 17
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Tiles of attention: `split` keys to a partial result (part of the bits), `block` keys a step.
 
     Args:
         rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
         serial_from: from so many queries a request on, one program walks all splits instead of one each.
+        programs: where there would be more programs than this, each takes groups of splits; that changes no bits.
     """
 
     split: int = 256
@@ -43,6 +72,7 @@ class AttentionConfig:
     serial_from: int = 65
     num_warps: int = 4
     num_stages: int = 2
+    programs: int = 528
 
 
 @dataclass(frozen=True)
@@ -52,18 +82,23 @@ class Tuning:
     Args:
         linear: configurations by "format:N:K".
         linear_many: tiles of passes with 17 to 64 rows, by "format:N:K", where others are faster than `linear`'s.
-        wide: tiles of passes with more than 64 rows, by format.
+        wide: tiles of passes with more than 256 rows, by format; without `wide_linear` those with more than 64.
+        wide_linear: tiles of passes with up to 256 rows that one program takes, by "format:N:K" or by format; of those
+            with up to 64 rows by "format:N:K/64" only, and other passes have the narrow tiles.
         programs: how many programs keep the device's memory busy; products are split over K until there are as many.
         shared_bytes: what a program's tiles in flight may take of the fast memory; 0: configurations fit as they are.
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
         instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
+        weights_first: whether products of up to 16 rows start on their weights before their rows are there.
+        fold_rows: up to so many rows, norms and rotations are part of those products.
     """
 
     architecture: str
     linear: dict[str, LinearConfig] = field(default_factory=dict)
     wide: dict[str, LinearConfig] = field(default_factory=dict)
     linear_many: dict[str, LinearConfig] = field(default_factory=dict)
+    wide_linear: dict[str, WideConfig] = field(default_factory=dict)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     programs: int = 264
     bytes_per_step: int = 256
@@ -72,6 +107,8 @@ class Tuning:
     fp8_dot: bool = False
     instruction: int = 0
     dependent_launch: bool = False
+    weights_first: bool = False
+    fold_rows: int = 0
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
         """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""
@@ -95,11 +132,41 @@ class Tuning:
         """Return the tiles for passes of many rows; the bits stay those of `narrow`."""
         return _with_order_of(narrow, self.wide.get(format, narrow))
 
-    def fitted(self, config: LinearConfig, tile: int, itemsize: float) -> LinearConfig:
-        """Return the configuration with as many stages as fit beside a token tile; stages change no bits."""
-        step_bytes = int((config.block_n + tile) * config.block_k * itemsize)
-        most = self.shared_bytes // step_bytes if self.shared_bytes else config.num_stages
+    def wide_linear_config(
+        self, shape: str, num_rows: int, num_outputs: int, narrow: LinearConfig
+    ) -> WideConfig | None:
+        """Return the tiles with which one program takes all rows of a pass, if the "format:N:K" has such.
+
+        Tiles by format are for weights whose programs keep a good part of the device busy.
+        """
+        if num_rows > MOST_WIDE_ROWS:
+            return None
+        few = num_rows <= FEW_ROWS
+        config = self.wide_linear.get(few_rows_name(shape) if few else shape)
+        if config is None and not few:
+            config = self.wide_linear.get(shape.partition(":")[0])
+            if config is not None and 4 * narrow.split_k * -(-num_outputs // config.block_n) < self.programs:
+                return None
+        if config is None or (few and num_rows < config.from_rows):
+            return None
+        return replace(config, block_k=min(config.block_k, narrow.block_k))
+
+    def fitted(self, config: LinearConfig, tile: int, itemsize: float, *, staged_rows: bool = True) -> LinearConfig:
+        """Return the configuration with as many stages as fit beside a token tile; stages change no bits.
+
+        Args:
+            staged_rows: whether each stage holds a token tile too, or one is all there is.
+        """
+        tile_bytes = int(tile * config.block_k * itemsize)
+        step_bytes = int(config.block_n * config.block_k * itemsize) + tile_bytes * staged_rows
+        room = self.shared_bytes - tile_bytes * (not staged_rows)
+        most = room // step_bytes if self.shared_bytes else config.num_stages
         return replace(config, num_stages=max(min(config.num_stages, most), 1))
+
+
+def few_rows_name(shape: str) -> str:
+    """Return the name under which a "format:N:K" has tiles for few rows."""
+    return f"{shape}/{FEW_ROWS}"
 
 
 def _with_order_of(narrow: LinearConfig, tiles: LinearConfig) -> LinearConfig:
@@ -128,6 +195,7 @@ def parse_tuning(architecture: str, data: Json) -> Tuning:
             {shape: LinearConfig(**fields) for shape, fields in own.pop("linear", {}).items()},
             {format: LinearConfig(**fields) for format, fields in own.pop("wide", {}).items()},
             {shape: LinearConfig(**fields) for shape, fields in own.pop("linear_many", {}).items()},
+            {name: WideConfig(**fields) for name, fields in own.pop("wide_linear", {}).items()},
             AttentionConfig(**own.pop("attention", {})),
             **own,
         )

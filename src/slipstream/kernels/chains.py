@@ -1,0 +1,126 @@
+"""The bookkeeping of a cycle as operations on tensors: where chains lie, what is drafted next, what is accepted.
+
+Shape letters: R rows, N nodes of a row's chain (the root and what is drafted behind it), P pages of a row, V draft
+vocabulary, K = N - 1 drafted tokens, E = N + 1 values handed out per row.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.ops import RowSampling
+
+
+@dataclass(frozen=True)
+class ChainRows:
+    """The batch of a cycle, int64 [R] each unless said; `slipstream.engine.cycle.CycleState` says what they mean.
+
+    Args:
+        temperature_R: float32.
+        pages_RP: int32; the rows may lie apart.
+    """
+
+    committed_R: Tensor
+    root_R: Tensor
+    active_R: Tensor
+    temperature_R: Tensor
+    seed_R: Tensor
+    drafts_until_R: Tensor
+    pages_RP: Tensor
+
+
+@dataclass(frozen=True)
+class ChainPlaces:
+    """Where the nodes of a cycle lie, the root at each row's committed end; contiguous, written by `place_chains`.
+
+    Args:
+        chain_RN: the tokens; `place_chains` writes the roots, the drafts follow.
+        index_RN: the nodes' places among their rows' keys.
+        position_RN: the position of the token each node foretells; also how many keys there are up to the node.
+        temperature_RN: the row's, for each of its nodes; the seed likewise.
+        index_NR: as `index_RN`, node by node, for the passes over one node of every row; the next two likewise.
+        kv_lens_NR: `position_NR` as int32.
+    """
+
+    chain_RN: Tensor
+    index_RN: Tensor
+    slots_RN: Tensor
+    position_RN: Tensor
+    temperature_RN: Tensor
+    seed_RN: Tensor
+    index_NR: Tensor
+    slots_NR: Tensor
+    position_NR: Tensor
+    kv_lens_NR: Tensor
+
+    @staticmethod
+    def allocate(num_rows: int, num_nodes: int, device: torch.device) -> "ChainPlaces":
+        """Return room for the places of a batch."""
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        by_row, by_node = (num_rows, num_nodes), (num_nodes, num_rows)
+        return ChainPlaces(
+            chain_RN=empty(torch.int64, *by_row),
+            index_RN=empty(torch.int64, *by_row),
+            slots_RN=empty(torch.int64, *by_row),
+            position_RN=empty(torch.int64, *by_row),
+            temperature_RN=empty(torch.float32, *by_row),
+            seed_RN=empty(torch.int64, *by_row),
+            index_NR=empty(torch.int64, *by_node),
+            slots_NR=empty(torch.int64, *by_node),
+            position_NR=empty(torch.int64, *by_node),
+            kv_lens_NR=empty(torch.int32, *by_node),
+        )
+
+
+@dataclass(frozen=True)
+class ChainOutcome:
+    """What a cycle came to; contiguous int64, written by `accept_chains`.
+
+    Args:
+        emitted_RN: the tokens each row emits; those past its last mean nothing.
+        last_R: the last accepted node of each row, among the R * N nodes.
+        out_RE: how many tokens each row emits, then the tokens.
+    """
+
+    emitted_RN: Tensor
+    last_R: Tensor
+    out_RE: Tensor
+
+    @staticmethod
+    def allocate(num_rows: int, num_nodes: int, device: torch.device) -> "ChainOutcome":
+        """Return room for what a batch comes to."""
+        emitted_RN = torch.zeros(num_rows, num_nodes, dtype=torch.int64, device=device)
+        out_RE = torch.zeros(num_rows, num_nodes + 1, dtype=torch.int64, device=device)
+        return ChainOutcome(emitted_RN, torch.zeros_like(emitted_RN[:, 0]), out_RE)
+
+
+@runtime_checkable
+class CycleOps(Protocol):
+    """A backend that does a cycle's bookkeeping in a kernel or two, specified by `reference.chains.TorchChains`."""
+
+    def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
+        """Write where the next nodes lie; a row not in use starts over, so that it never leaves its first page."""
+        ...
+
+    def propose(self, logits_RV: Tensor, token_ids_V: Tensor, sampling: RowSampling, out_R: Tensor) -> Tensor:
+        """Return the token drafted for each row, int64 and contiguous, and write it to `out_R` too.
+
+        It is the best entry of the perturbed logits, whose entry i is token `token_ids_V[i]`.
+        """
+        ...
+
+    def accept_chains(
+        self, rows: ChainRows, chain_RN: Tensor, chosen_RN: Tensor, thresholds_K: Tensor, outcome: ChainOutcome
+    ) -> None:
+        """Keep what agrees of each chain, write what came of it, and move roots and committed ends on.
+
+        Drafted tokens are kept up to the first that is not the target's token before it. With thresholds as many are
+        kept as a 32-bit number of the row's seed and position lies below, whatever the target says (int64 [K],
+        falling; none is the rule).
+        """
+        ...

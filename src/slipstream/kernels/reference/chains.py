@@ -1,0 +1,63 @@
+"""A cycle's bookkeeping with torch alone: the specification of `slipstream.kernels.chains.CycleOps`."""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
+from slipstream.kernels.ops import Ops, RowSampling
+from slipstream.kernels.reference.noise import scattered
+
+
+class TorchChains:
+    """Does the bookkeeping one small operation at a time, beside any backend."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
+        """Write where the next nodes lie."""
+        rows.committed_R.mul_(rows.active_R)
+        node_N = torch.arange(places.chain_RN.shape[1], device=rows.committed_R.device)
+        index_RN = rows.committed_R[:, None] + node_N
+        column_RN = index_RN // page_size
+        slots_RN = index_RN + (rows.pages_RP.gather(1, column_RN) - column_RN) * page_size
+        places.chain_RN[:, 0] = rows.root_R
+        places.index_RN.copy_(index_RN)
+        places.slots_RN.copy_(slots_RN)
+        places.position_RN.copy_(index_RN + 1)
+        places.temperature_RN.copy_(rows.temperature_R[:, None])
+        places.seed_RN.copy_(rows.seed_R[:, None])
+        places.index_NR.copy_(index_RN.t())
+        places.slots_NR.copy_(slots_RN.t())
+        places.position_NR.copy_(index_RN.t() + 1)
+        places.kv_lens_NR.copy_(index_RN.t() + 1)
+
+    def propose(self, logits_RV: Tensor, token_ids_V: Tensor, sampling: RowSampling, out_R: Tensor) -> Tensor:
+        """Return the token drafted for each row, and write it to `out_R` too."""
+        _, entries_R1 = self._ops.top_k(logits_RV, token_ids_V, sampling, 1)
+        token_R = token_ids_V[entries_R1[:, 0]]
+        out_R.copy_(token_R)
+        return token_R
+
+    def accept_chains(
+        self, rows: ChainRows, chain_RN: Tensor, chosen_RN: Tensor, thresholds_K: Tensor, outcome: ChainOutcome
+    ) -> None:
+        """Keep what agrees of each chain, write what came of it, and move roots and committed ends on."""
+        num_rows, num_nodes = chain_RN.shape
+        drafted_RK = chain_RN[:, 1:]
+        if len(thresholds_K):
+            word_R = scattered(rows.seed_R, rows.committed_R + 1)
+            accepted_R = (word_R[:, None] < thresholds_K).sum(1)
+        else:
+            accepted_R = (chosen_RN[:, :-1] == drafted_RK).long().cumprod(1).sum(1)
+        accepted_R = accepted_R * (rows.committed_R < rows.drafts_until_R)
+        node_N = torch.arange(num_nodes, device=chain_RN.device)
+        kept_RN = node_N < accepted_R[:, None]
+        emitted_RN = torch.where(kept_RN, torch.cat([drafted_RK, chosen_RN[:, -1:]], 1), chosen_RN)
+        counts_R = (accepted_R + 1) * rows.active_R
+        rows.root_R.copy_(emitted_RN.gather(1, accepted_R[:, None])[:, 0])
+        rows.committed_R.add_(counts_R)
+        outcome.emitted_RN.copy_(emitted_RN)
+        outcome.last_R.copy_(torch.arange(num_rows, device=chain_RN.device) * num_nodes + accepted_R)
+        outcome.out_RE[:, 0] = counts_R
+        outcome.out_RE[:, 1:] = emitted_RN

@@ -1,0 +1,96 @@
+"""What attention is made of: whose queries a tile holds, a block of keys, and the merging of results.
+
+A split's result is a maximum, a sum and a weighted sum of values. Results are merged in the order of splits, those of a
+group first, then those of groups. A split, a block or a key that a row does not see changes none of its bits,
+so they depend on the row's own keys alone.
+"""
+# Triton gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
+
+import triton
+import triton.language as tl
+
+DESCRIPTION = ["starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr"]
+"""What tells a kernel whose queries and keys there are. Few numbers, so their alignment makes no kernels of its own.
+
+It may be read before a kernel has waited, and is then read past the nearest cache (.cg), which might hold old lines.
+"""
+SPLITS_IN_GROUP = 4
+"""Splits whose results are merged among themselves first: those from a multiple of this number on."""
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, D: tl.constexpr):
+    """Return the result of no keys."""
+    return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
+
+
+@triton.jit
+def find_request(starts_ptr, tile, num_requests, TOKENS: tl.constexpr, REQUESTS: tl.constexpr):
+    """Return the request of a tile of TOKENS queries, its first query and the first of the next request.
+
+    Request r's tiles start at starts[r] // TOKENS + r.
+    """
+    r = tl.arange(0, REQUESTS)
+    starts = tl.load(starts_ptr + r, mask=r < num_requests, other=2147480000, cache_modifier=".cg")
+    ends = tl.load(starts_ptr + r + 1, mask=r < num_requests, other=0, cache_modifier=".cg")
+    request = tl.sum(((starts // TOKENS + r <= tile) & (r < num_requests)).to(tl.int32), 0) - 1
+    return request, tl.sum(tl.where(r == request, starts, 0), 0), tl.sum(tl.where(r == request, ends, 0), 0)
+
+
+@triton.jit
+def _hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constexpr):
+    """Return scores with -inf where a row does not see a key; signs make the masks, which are numbers, not predicates.
+
+    AMD keeps a predicate of every element in scalar registers, of which there are few.
+    """
+    distance = own_R[:, None] - index[None, :]
+    bit = (ancestors_R[:, None] >> tl.minimum(tl.maximum(distance, 0), 63).to(tl.int64)).to(tl.int32) & 1
+    seen = (bit | ((63 - distance) >> 31)) & ((-1 - distance) >> 31) & ((index - end) >> 31)[None, :]
+    if HAS_WINDOW:
+        seen = seen & ((distance - window) >> 31)
+    return tl.where(seen != 0, scores, float("-inf"))
+
+
+@triton.jit
+def key_offsets(pages_at, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+    """Return where in the cache the keys from `start` on lie; past the end, where the last one does."""
+    key = tl.minimum(start + tl.arange(0, BLOCK), end - 1)
+    page = tl.load(pages_at + key // PAGE, cache_modifier=".cg").to(tl.int64)
+    return (page * PAGE + key % PAGE) * slot_stride
+
+
+@triton.jit
+def attend_block(
+    best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, end, scale, window,
+    WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the BLOCK keys at the offsets `at`; those past the end are hidden. Scores are powers of two."""
+    dtype = v_ptr.dtype.element_ty
+    column = tl.arange(0, D)
+    if D != WIDTH:
+        column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
+    k = tl.load(k_ptr + at[None, :] + column[:, None])
+    v = tl.load(v_ptr + at[:, None] + column[None, :])
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    if MASKED:
+        scores = _hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, window, HAS_WINDOW)
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weight = tl.exp2(scores - pivot[:, None]).to(dtype)
+    shrink = tl.exp2(best - pivot)
+    # The sum is a product with ones: its order is the matrix instruction's, not that of however many warps there are.
+    ones = tl.full([BLOCK, 16], 1.0, tl.float32).to(dtype)
+    total = tl.dot(weight, ones, total * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weight, v, acc * shrink[:, None], input_precision="ieee")
+    return new_best, total, acc
+
+
+@triton.jit
+def merge(best, total, acc, best_s, total_s, acc_s):
+    """Add a later split's result; total is [rows], acc [rows, D]."""
+    new_best = tl.maximum(best, best_s)
+    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+    a, b = tl.exp2(best - pivot), tl.exp2(best_s - pivot)
+    return new_best, total * a + total_s * b, acc * a[:, None] + acc_s * b[:, None]

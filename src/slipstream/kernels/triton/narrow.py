@@ -1,0 +1,267 @@
+"""Products of at most a tile of rows: weights on their way before the rows are there, norms and rotations folded in.
+
+The sums are those of `linear`, bit for bit: the same stretches of columns, in the same order. What differs is when
+things are asked for. A program's first weights are read into fast memory while the kernel before still runs; rows come
+through registers, some steps ahead, where a norm can be applied to them.
+"""
+# Triton gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM108
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.triton.launch import (
+    arrived_last,
+    keep_order,
+    let_next_start,
+    wait_for_previous,
+    wait_then_let_start,
+)
+from slipstream.kernels.triton.linear import store_outputs, weight_rows
+from slipstream.kernels.triton.norm_rope import SQUARES, SQUARES_LEVELS, pair_sums
+
+
+@triton.jit
+def _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return each row's factor of its norm, from the sums of squares that the product before has left."""
+    part = tl.arange(0, PARTS)
+    count = tl.cdiv(K, SQUARES)
+    at = squares_ptr + rows_M.to(tl.int64)[:, None] * count + part[None, :]
+    sums = tl.load(at, mask=(part < count)[None, :], other=0.0)
+    return tl.rsqrt(tl.reshape(pair_sums(sums, LEVELS), (BLOCK_M,)) / K + eps)
+
+
+@triton.jit
+def _weights(w_at, k, K, EVEN_K: tl.constexpr, KIND: tl.constexpr):
+    ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
+    if EVEN_K:
+        w = tl.load(w_at + k[None, :])
+    else:
+        w = tl.load(w_at + k[None, :], mask=k[None, :] < K, other=ZERO)
+    return w
+
+
+@triton.jit
+def _rows(x_at, k, real_M, end, KIND: tl.constexpr):
+    """Return columns of the rows; past the end of the stretch, and of the rows, zeros."""
+    ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
+    return tl.load(x_at + k[:, None], mask=real_M[None, :] & (k < end)[:, None], other=ZERO)
+
+
+@triton.jit
+def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr):
+    """Add one tile's columns."""
+    w = _weights(w_at, k, K, EVEN_K, KIND)
+    if KIND == "int8":
+        acc = tl.dot(w, x, acc, out_dtype=tl.int32)
+    elif KIND == "fp8":
+        # Hopper keeps few bits inside an FP8 sum: whole float32 sums are made after each tile of 128 columns.
+        acc += tl.dot(w, x)
+    elif KIND == "fp8_upcast":
+        acc = tl.dot(w.to(tl.bfloat16), x.to(tl.bfloat16), acc)
+    else:
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _stretch(
+    w_at, x_at, norm_ptr, squares_ptr, rows_M, real_M, split, steps, K, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
+    KIND: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, DEEP: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
+
+    The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
+    first weights, which it starts before the loop, do not wait. Rows are asked for one step ahead, DEEP three.
+    """
+    STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
+    FAR: tl.constexpr = 3 * STEP if DEEP else STEP
+    if KIND == "int8":
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    x = tl.zeros([BLOCK_K, BLOCK_M], x_at.dtype.element_ty)
+    x_1, x_2, other, other_1, other_2 = x, x, x, x, x
+    norm = tl.zeros([BLOCK_K, BLOCK_M], norm_ptr.dtype.element_ty)
+    norm_1, norm_2 = norm, norm
+    norm_at = norm_ptr + tl.zeros([1, BLOCK_M], tl.int32)  # one copy for each row: then it lies as the rows do
+    factor = tl.zeros([BLOCK_M], tl.float32)
+    end = tl.minimum((split + 1) * steps * STEP, K)
+    for step in range(steps):
+        k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
+        if step == 0:
+            if LATE:
+                wait_then_let_start(PDL)
+            else:
+                wait_for_previous(PDL)
+            x = _rows(x_at, k, real_M, end, KIND)
+            other = _rows(x_at, k + BLOCK_K, real_M, end, KIND) if TWICE else other
+            norm = _rows(norm_at, k, real_M, end, "dense") if NORM else norm
+            if DEEP:
+                x_1, x_2 = _rows(x_at, k + STEP, real_M, end, KIND), _rows(x_at, k + 2 * STEP, real_M, end, KIND)
+                if TWICE:
+                    other_1 = _rows(x_at, k + STEP + BLOCK_K, real_M, end, KIND)
+                    other_2 = _rows(x_at, k + 2 * STEP + BLOCK_K, real_M, end, KIND)
+                if NORM:
+                    norm_1 = _rows(norm_at, k + STEP, real_M, end, "dense")
+                    norm_2 = _rows(norm_at, k + 2 * STEP, real_M, end, "dense")
+            if NORM:
+                keep_order(PDL)  # or the assembler asks for these rows only when the sums are there
+                factor = _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M, PARTS, LEVELS)
+        rows = x
+        far = _rows(x_at, k + FAR, real_M, end, KIND)
+        if DEEP:
+            x, x_1, x_2 = x_1, x_2, far
+        else:
+            x = far
+        if NORM:
+            # Rounded where torch rounds: after the norm, and after the weight.
+            rows = (rows.to(tl.float32) * factor[None, :]).to(rows.dtype).to(tl.float32)
+            rows = (rows * norm.to(tl.float32)).to(x.dtype)
+            far_norm = _rows(norm_at, k + FAR, real_M, end, "dense")
+            if DEEP:
+                norm, norm_1, norm_2 = norm_1, norm_2, far_norm
+            else:
+                norm = far_norm
+        acc = _multiply_step(w_at, k, rows, acc, K, EVEN_K, KIND)
+        if TWICE:
+            rows = other
+            far = _rows(x_at, k + FAR + BLOCK_K, real_M, end, KIND)
+            if DEEP:
+                other, other_1, other_2 = other_1, other_2, far
+            else:
+                other = far
+            acc = _multiply_step(w_at, k + BLOCK_K, rows, acc, K, EVEN_K, KIND)
+    return acc
+
+
+@triton.jit
+def _rope_rows(n_tile, N, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
+    """Return the weight rows of a tile of one head: BLOCK_N / 2 values, then those they are rotated with."""
+    n = tl.arange(0, BLOCK_N)
+    pair = n_tile * (BLOCK_N // 2) + n % (BLOCK_N // 2)
+    return tl.minimum(pair // HALF * (2 * HALF) + pair % HALF + n // (BLOCK_N // 2) * HALF, N - 1)
+
+
+@triton.jit
+def _places(
+    n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Return each token's slot, and the angles of a tile's columns at its position [BLOCK_M, BLOCK_N / 2]."""
+    token = tl.arange(0, BLOCK_M)
+    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
+    column = n_tile * (BLOCK_N // 2) % HALF + tl.arange(0, BLOCK_N // 2)
+    angle = position[:, None] * HALF + column[None, :]
+    return slot, tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+
+
+@triton.jit
+def _rotate_and_store(
+    total, slot, cos, sin, n_tile, bias_ptr, q_ptr, keys_ptr, values_ptr, M, N, q_stride, slot_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Finish float32 sums [BLOCK_N, BLOCK_M] of a head: rotate and store queries, rotate and write keys, write values.
+
+    The arithmetic is that of `norm_rope.rope_and_write`.
+    """
+    dtype = q_ptr.dtype.element_ty
+    PAIRS: tl.constexpr = BLOCK_N // 2
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + _rope_rows(n_tile, N, BLOCK_N, HALF)).to(tl.float32)[:, None]
+    first, second = tl.split(tl.permute(tl.reshape(total, (2, PAIRS, BLOCK_M)), (2, 1, 0)))
+    first, second = first.to(dtype), second.to(dtype)
+    head, column = n_tile * PAIRS // HALF, n_tile * PAIRS % HALF + tl.arange(0, PAIRS)
+    if head < HEADS + GROUPS:
+        x, partner = first.to(tl.float32), second.to(tl.float32)
+        first = (x * cos + -1.0 * partner * sin).to(dtype)
+        second = (partner * cos + 1.0 * x * sin).to(dtype)
+    token = tl.arange(0, BLOCK_M)
+    target = q_ptr + token.to(tl.int64) * q_stride + head * (2 * HALF)
+    if head >= HEADS + GROUPS:
+        target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * (2 * HALF)
+    elif head >= HEADS:
+        target = keys_ptr + slot * slot_stride + (head - HEADS) * (2 * HALF)
+    at = target[:, None] + column[None, :]
+    real = (token < M)[:, None] & (head < HEADS + 2 * GROUPS)
+    tl.store(at, first, mask=real)
+    tl.store(at + HALF, second, mask=real)
+
+
+@triton.jit(do_not_specialize=["M", "steps"])
+def narrow_kernel(
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
+    norm_ptr, squares_ptr, squares_out_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
+    M, N, K, steps, x_stride, residual_stride, y_stride, slot_stride, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, SPLITS: tl.constexpr,
+    EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, HAS_SQUARES: tl.constexpr, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, DEEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply.
+
+    END is "plain", "silu" or "rope"; PARTS = 2^LEVELS the sums of squares of a row.
+    """
+    LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
+    if not LATE:
+        let_next_start(PDL)
+    n_tile, split = tl.program_id(0), tl.program_id(1)
+    if END == "rope":
+        rows_N = _rope_rows(n_tile, N, BLOCK_N, HALF)
+    else:
+        rows_N = weight_rows(n_tile, N, BLOCK_N, END == "silu")
+    rows_M = tl.arange(0, BLOCK_M)
+    real_M = rows_M < M
+    rows_M = tl.minimum(rows_M, M - 1)
+    w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
+    x_at = x_ptr + rows_M.to(tl.int64)[None, :] * x_stride
+    total = _stretch(
+        w_at, x_at, norm_ptr, squares_ptr, rows_M, real_M, split, steps, K, eps, BLOCK_M, BLOCK_N, BLOCK_K, TWICE,
+        EVEN_K, KIND, NORM, PARTS, LEVELS, DEEP, LATE, PDL,
+    )  # fmt: skip
+    finished = True
+    if SPLITS > 1:
+        inside = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        stride = tl.num_programs(0).to(tl.int64) * (BLOCK_N * BLOCK_M)
+        part_at = partial_ptr + n_tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + inside
+        tl.store(part_at + split * stride, total, mask=real_M[None, :])
+        finished = arrived_last(counter_ptr + n_tile, SPLITS)
+        if finished:
+            total = tl.load(part_at, mask=real_M[None, :], other=0, cache_modifier=".cg")
+            for other in range(1, SPLITS):
+                total += tl.load(part_at + other * stride, mask=real_M[None, :], other=0, cache_modifier=".cg")
+    if finished:
+        sums = total.to(tl.float32)
+        if KIND != "dense":
+            x_scale = tl.load(x_scale_ptr + rows_M)
+            sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
+        if END == "rope":
+            slot, cos, sin = _places(n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M, BLOCK_M, BLOCK_N, HALF)
+            _rotate_and_store(
+                sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
+                BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
+            )  # fmt: skip
+        else:
+            out = store_outputs(
+                sums, 0, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
+                BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
+            if HAS_SQUARES:
+                _store_squares(out.to(tl.float32), n_tile, squares_out_ptr, M, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _store_squares(out, n_tile, squares_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store the sum of squares of every SQUARES outputs of a row."""
+    WIDTH: tl.constexpr = BLOCK_N // SQUARES
+    sums = pair_sums(out * out, SQUARES_LEVELS)
+    part = n_tile * WIDTH + tl.arange(0, WIDTH)
+    token = tl.arange(0, BLOCK_M)
+    count = tl.cdiv(N, SQUARES)
+    at = squares_ptr + token.to(tl.int64)[:, None] * count + part[None, :]
+    tl.store(at, sums, mask=(token < M)[:, None] & (part < count)[None, :])

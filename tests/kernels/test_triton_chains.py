@@ -1,0 +1,135 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_samples import numbers, triton_ops
+
+from interpreted import DEVICE
+from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
+from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, cycle_ops
+from slipstream.kernels.reference.chains import TorchChains
+from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.models.context import KvCache
+from tiny import tiny_draft, tiny_target
+
+OPS = triton_ops()
+TORCH = TorchChains(ReferenceOps(DEVICE))
+PAGE_SIZE = 4
+SIZES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32))
+
+
+def rows_of(num_rows: int, num_nodes: int, generator: torch.Generator) -> ChainRows:
+    """A batch whose page tables are views of wider ones, as a cycle's are."""
+
+    def whole(high: int) -> torch.Tensor:
+        return torch.randint(0, high, (num_rows,), generator=generator).to(DEVICE)
+
+    pages = torch.randint(0, 100, (num_rows, 12), generator=generator, dtype=torch.int32).to(DEVICE)
+    temperature = torch.rand(num_rows, generator=generator).to(DEVICE)
+    assert 30 + num_nodes <= 10 * PAGE_SIZE
+    return ChainRows(whole(30), whole(9), whole(2), temperature, whole(2**62) * 3, whole(40), pages[:, :10])
+
+
+def copied(values):
+    return type(values)(**{f.name: getattr(values, f.name).clone() for f in dataclasses.fields(values)})
+
+
+def assert_same(got, expected):
+    for field in dataclasses.fields(expected):
+        assert torch.equal(getattr(got, field.name), getattr(expected, field.name)), field.name
+
+
+@given(SIZES)
+@settings(max_examples=25, deadline=None)
+def test_chains_are_placed_as_torch_places_them(sizes):
+    num_rows, num_nodes, seed = sizes
+    rows = rows_of(num_rows, num_nodes, torch.Generator().manual_seed(seed))
+    places, expected = (ChainPlaces.allocate(num_rows, num_nodes, DEVICE) for _ in range(2))
+    same_rows = copied(rows)
+    TORCH.place_chains(same_rows, expected, PAGE_SIZE)
+    OPS.place_chains(rows, places, PAGE_SIZE)
+    assert_same(places, expected)
+    assert_same(rows, same_rows)
+    assert torch.equal(places.slots_RN % PAGE_SIZE, places.index_RN % PAGE_SIZE)
+
+
+@given(SIZES, st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_chains_are_accepted_as_torch_accepts_them(sizes, simulated):
+    num_rows, num_nodes, seed = sizes
+    generator = torch.Generator().manual_seed(seed)
+    rows = rows_of(num_rows, num_nodes, generator)
+    # Two tokens, so that chains agree for a while.
+    chain, chosen = (torch.randint(0, 2, (num_rows, num_nodes), generator=generator).to(DEVICE) for _ in range(2))
+    rates = torch.rand(num_nodes - 1 if simulated else 0, generator=generator).sort(descending=True).values
+    thresholds = (rates.double() * 2**32).long().to(DEVICE)
+    outcome, expected = (ChainOutcome.allocate(num_rows, num_nodes, DEVICE) for _ in range(2))
+    same_rows = copied(rows)
+    TORCH.accept_chains(same_rows, chain, chosen, thresholds, expected)
+    OPS.accept_chains(rows, chain, chosen, thresholds, outcome)
+    assert_same(outcome, expected)
+    assert_same(rows, same_rows)
+
+
+def test_a_chain_is_kept_up_to_the_first_token_the_target_would_not_say():
+    rows = rows_of(3, 4, torch.Generator().manual_seed(1))
+    rows.committed_R.fill_(5), rows.active_R.fill_(1), rows.drafts_until_R.copy_(torch.tensor([99, 99, 5]))
+    chain = torch.tensor([[7, 1, 2, 3], [7, 1, 9, 3], [7, 1, 2, 3]], device=DEVICE)
+    chosen = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]], device=DEVICE)
+    outcome = ChainOutcome.allocate(3, 4, DEVICE)
+    OPS.accept_chains(rows, chain, chosen, chosen[0, :0], outcome)
+    assert outcome.out_RE.tolist() == [[4, 1, 2, 3, 4], [2, 1, 2, 3, 4], [1, 1, 2, 3, 4]]
+    assert rows.root_R.tolist() == [4, 2, 1]
+    assert rows.committed_R.tolist() == [9, 7, 6]
+    assert outcome.last_R.tolist() == [3, 5, 8]
+
+
+@pytest.mark.parametrize("warm", [0.0, 0.7])
+def test_the_token_proposed_is_that_of_the_best_entry(warm, generator):
+    logits = numbers(3, 5000, generator=generator)
+    ids = torch.randperm(20000, generator=generator)[:5000].sort().values.to(DEVICE)
+    position = torch.tensor([3, 5, 8], device=DEVICE)
+    sampling = RowSampling(torch.full((3,), warm, device=DEVICE), position + 11, position)
+    chain = torch.zeros(3, 4, dtype=torch.int64, device=DEVICE)
+    token = OPS.propose(logits, ids, sampling, chain[:, 2])
+    assert torch.equal(token, TORCH.propose(logits, ids, sampling, torch.empty_like(token)))
+    assert torch.equal(chain[:, 2], token) and not chain[:, [0, 1, 3]].any()
+
+
+def test_a_backend_without_such_kernels_leaves_them_to_torch():
+    assert isinstance(cycle_ops(ReferenceOps(DEVICE)), TorchChains)
+    assert cycle_ops(OPS) is OPS
+
+
+class WithoutChains:
+    """The Triton kernels, with a cycle's bookkeeping left to torch."""
+
+    def __getattr__(self, name):
+        if name in ("place_chains", "propose", "accept_chains"):
+            raise AttributeError(name)
+        return getattr(OPS, name)
+
+
+@pytest.mark.parametrize("kind", [CycleKind(2, 0), CycleKind(2, 1), CycleKind(2, 2, (0.9, 0.5))])
+def test_cycles_come_to_the_same_whoever_keeps_their_books(kind):
+    target = tiny_target(num_layers=1).to(DEVICE)
+    draft = tiny_draft(target, feedback="post_norm").to(DEVICE)
+    outs, states = [], []
+    for ops in (OPS, WithoutChains()):
+        kv, draft_kv = (KvCache.allocate(m.kv_shape, 12, PAGE_SIZE, torch.float32, DEVICE) for m in (target, draft))
+        models = CycleModels(ops, target, kv, (0, 1, 1), draft, draft_kv)
+        state = CycleState.allocate(models, 2, 6)
+        state.pages_RP[0], state.active_R[0], state.committed_R[0] = torch.arange(6, 12), 1, 3
+        state.drafts_until_R.fill_(100), state.seed_R.fill_(-5), state.temperature_R.fill_(0.8)
+        cycle = Cycle(models, state, kind)
+        emitted = []
+        for _ in range(2):
+            cycle.run()
+            emitted.append(cycle.out_RE.clone())
+        outs.append(torch.stack(emitted))
+        states.append(state)
+    assert torch.equal(*outs)
+    assert (outs[0][:, 0, 0] >= 1).all() and not outs[0][:, 1, 0].any()
+    assert_same(*states)

@@ -1,0 +1,107 @@
+"""Products that start on their weights before their rows are there: same bits, with norms and rotations folded in."""
+
+import pytest
+import torch
+from test_cpu_layers import make_target
+from test_triton_layers import run
+from triton_samples import REFERENCE, numbers, quantized, small_tuning, triton_ops
+
+from interpreted import DEVICE
+from slipstream.checkpoint.spec import RopeSpec
+from slipstream.kernels.triton import norm_rope
+from slipstream.kernels.triton.linear import Epilogue, FoldedNorm, Rows
+from slipstream.kernels.triton.narrow_products import squares_of
+from slipstream.kernels.triton.norm_rope import Norm
+from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton.tuning import LinearConfig
+
+HEADS_OF_64 = {"head_dim": 64, "rope": RopeSpec(10000.0, 64), "hidden_size": 96, "intermediate_size": 160}
+
+
+def products(**changes) -> Products:
+    return Products(small_tuning(**changes), DEVICE)
+
+
+def multiplied(by: Products, weight, x, **ends) -> torch.Tensor:
+    return by.multiply(by.rows_for(weight, x), weight, Epilogue(**ends))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("format", ["dense", "fp8_per_channel", "w8a8_int8"])
+def test_weights_first_gives_the_bits_of_rows_first(format, splits, generator):
+    columns = 448 if splits < 4 else 512  # the last stretch is short, or all are whole
+    key = {"fp8_per_channel": "fp8", "w8a8_int8": "int8"}.get(format, format)
+    config = {f"{key}:136:{columns}": LinearConfig(64, 64, splits, 4, 3)}
+    first, last = (products(linear=config, weights_first=on) for on in (True, False))
+    if format == "dense":
+        weight = numbers(136, columns, generator=generator, dtype=torch.bfloat16)
+    else:
+        weight = first.prepare(quantized(format, 136, columns, generator))
+    x = numbers(20, columns, generator=generator, dtype=torch.bfloat16)
+    residual = numbers(20, 136, generator=generator, dtype=torch.bfloat16)
+    whole = multiplied(last, weight, x, residual_TN=residual)
+    silu = multiplied(last, weight, x, silu=True)
+    for count in (1, 16):
+        assert torch.equal(multiplied(first, weight, x[:count], residual_TN=residual[:count]), whole[:count]), count
+        assert torch.equal(multiplied(first, weight, x[:count], silu=True), silu[:count]), count
+
+
+def test_fp8_sums_are_made_whole_at_the_same_columns_in_wide_steps(generator):
+    x = numbers(200, 768, generator=generator, dtype=torch.bfloat16)
+    stored = quantized("fp8_per_channel", 64, 768, generator)
+    by_256, by_128 = (
+        products(linear={"fp8:64:768": LinearConfig(64, block_k, 1, 4, 3)}, weights_first=True, fp8_dot=True)
+        for block_k in (256, 128)
+    )
+    weight = by_256.prepare(stored)
+    expected = multiplied(by_128, weight, x)
+    for count in (1, 40, 200):
+        assert torch.equal(multiplied(by_256, weight, x[:count]), expected[:count]), count
+
+
+@pytest.mark.parametrize("width", [64, 576])
+def test_a_folded_norm_is_the_norm_to_the_bit(width, generator):
+    by = products(weights_first=True, fold_rows=16)
+    inner = numbers(3, 64, generator=generator, dtype=torch.bfloat16)
+    up = numbers(width, 64, generator=generator, dtype=torch.bfloat16)
+    residual = numbers(3, width, generator=generator, dtype=torch.bfloat16)
+    squares = squares_of(residual)
+    hidden = multiplied(by, up, inner, residual_TN=residual, squares_TB=squares)
+    blocks = torch.nn.functional.pad(hidden.double() ** 2, (0, -width % 64)).view(3, -1, 64).sum(-1)
+    torch.testing.assert_close(squares.double(), blocks, rtol=1e-5, atol=1e-5)
+    norm = Norm(numbers(width, generator=generator, dtype=torch.bfloat16), 1e-5)
+    weight = numbers(72, width, generator=generator, dtype=torch.bfloat16)
+    folded = Rows(hidden, None, hidden.dtype, FoldedNorm(norm.weight_D, norm.eps, squares))
+    expected = multiplied(by, weight, norm_rope.rms_norm(hidden, norm, False))
+    assert torch.equal(by.multiply(folded, weight, Epilogue()), expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True, "sliding_window": 9}])
+def test_blocks_with_folded_norms_and_rotations_are_the_references(changes, generator):
+    model = make_target(generator, **{**HEADS_OF_64, "num_layers": 2, **changes}).to(DEVICE)
+    ops = triton_ops(weights_first=True, fold_rows=16)
+    torch.testing.assert_close(run(model, ops, [6, 1]), run(model, REFERENCE, [6, 1]), rtol=2e-4, atol=2e-4)
+
+
+def test_folding_changes_no_bits_of_a_model(generator):
+    model = make_target(generator, **HEADS_OF_64, num_layers=2).to(torch.bfloat16).to(DEVICE)
+    model.rotary.fill(DEVICE)
+    folded = triton_ops(weights_first=True, fold_rows=4)
+    plain = triton_ops(weights_first=False, fold_rows=0)
+    alone = run(model, plain, [9, 1, 1, 1])
+    for ops, passes, others in ((folded, [9, 3], 0), (folded, [9, 1, 2], 3)):
+        assert torch.equal(run(model, ops, passes, others=others), alone), (passes, others)
+
+
+def test_a_pass_of_few_rows_folds_and_one_of_many_does_not(generator, monkeypatch):
+    model = make_target(generator, **HEADS_OF_64, num_layers=2).to(torch.bfloat16).to(DEVICE)
+    ops = triton_ops(weights_first=True, fold_rows=4)
+    calls = []
+    for name in ("rms_norm", "rope_and_write"):
+        whole = getattr(norm_rope, name)
+        monkeypatch.setattr(norm_rope, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
+    run(model, ops, [4])
+    assert calls == ["rms_norm"]  # before the first block
+    calls.clear()
+    run(model, ops, [5])
+    assert calls.count("rms_norm") == 4 and calls.count("rope_and_write") == 2

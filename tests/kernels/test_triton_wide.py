@@ -1,0 +1,88 @@
+import dataclasses
+
+import pytest
+import torch
+from triton_samples import numbers, quantized, small_tuning
+
+from interpreted import DEVICE
+from slipstream.kernels.triton.linear import Epilogue
+from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
+from slipstream.kernels.triton.wide_linear import fitted, row_pieces
+from slipstream.quant.packed import PackedWeight
+
+OUTPUTS, INPUTS = 200, 288  # neither fills its last tile
+NARROW = {f"{format}:{OUTPUTS}:{INPUTS}": LinearConfig(64, 32, 2, 4, 2) for format in ("dense", "fp8", "int8")}
+FORMATS = ("dense", "fp8_per_channel", "w8a8_int8")
+
+
+def wide(**changes) -> dict[str, WideConfig]:
+    config = dataclasses.replace(WideConfig(64, False, 32, 4, 2), **changes)
+    shapes = [f"{format}:{OUTPUTS}:{INPUTS}" for format in ("dense", "fp8", "int8")]
+    return {name: config for shape in shapes for name in (shape, few_rows_name(shape))}
+
+
+def products(wide_linear: dict[str, WideConfig]) -> Products:
+    return Products(small_tuning(linear=NARROW, wide_linear=wide_linear, shared_bytes=0), DEVICE)
+
+
+def weight_of(format: str, prepared_by: Products, generator) -> torch.Tensor | PackedWeight:
+    if format == "dense":
+        return numbers(OUTPUTS, INPUTS, generator=generator, dtype=torch.bfloat16)
+    return prepared_by.prepare(quantized(format, OUTPUTS, INPUTS, generator))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize(("tma", "serial"), [(False, False), (True, False), (False, True)])
+def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, serial, generator):
+    narrow, all_rows = products({}), products(wide(pair=pair, tma=tma, serial=serial))
+    weight = weight_of(format, narrow, generator)
+    x = numbers(160, INPUTS, generator=generator, dtype=torch.bfloat16)
+    residual = numbers(160, OUTPUTS, generator=generator, dtype=torch.bfloat16)
+    bias = numbers(OUTPUTS, generator=generator, dtype=torch.bfloat16)
+    for count in (20, 100, 160):
+        rows = narrow.rows_for(weight, x[:count])
+        for epilogue in (Epilogue(bias, residual[:count]), Epilogue(silu=True)):
+            got = all_rows.multiply(rows, weight, epilogue)
+            assert torch.equal(got, narrow.multiply(rows, weight, epilogue)), (count, epilogue.silu)
+
+
+def test_a_row_keeps_its_bits_up_to_the_widest_pass_and_beyond(generator):
+    used = products(wide(pair=True))
+    weight = weight_of("dense", used, generator)
+    x = numbers(270, INPUTS, generator=generator, dtype=torch.bfloat16)
+    alone = used.multiply(used.rows_for(weight, x[:1]), weight, Epilogue())
+    for count in (17, 64, 190, 256, 270):
+        assert torch.equal(used.multiply(used.rows_for(weight, x[:count]), weight, Epilogue())[:1], alone), count
+
+
+def test_rows_the_copy_engine_cannot_read_are_loaded_otherwise(generator):
+    used = products(wide(tma=True))
+    weight = weight_of("dense", used, generator)
+    x = numbers(40, INPUTS + 1, generator=generator, dtype=torch.bfloat16)[:, 1:]
+    expected = used.multiply(used.rows_for(weight, x.contiguous()), weight, Epilogue())
+    assert torch.equal(used.multiply(used.rows_for(weight, x), weight, Epilogue()), expected)
+
+
+def test_a_token_tile_holds_its_rows_and_little_more():
+    for num_rows in range(1, 257):
+        first, second = row_pieces(num_rows)
+        assert num_rows <= first + second, num_rows
+        assert first.bit_count() == 1 and second.bit_count() <= 1, num_rows
+        assert num_rows <= 32 or first + second < 1.5 * num_rows, num_rows
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8", "int8"])
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("num_rows", [96, 160, 192, 256])
+def test_tiles_are_cut_until_their_sums_and_stages_fit(kind, silu, num_rows):
+    pieces, shared_bytes = row_pieces(num_rows), 224 << 10
+    config = fitted(
+        WideConfig(128, True, 64 if kind == "dense" else 128, 8, 6, tma=True), pieces, kind, silu, shared_bytes
+    )
+    sums = config.block_n * (2 if config.pair else 1) * sum(pieces)
+    assert sums <= 160 * 32 * config.num_warps or (silu and config.block_n == 64 and config.num_warps == 8)
+    step = (config.block_n * (2 if config.pair else 1) + sum(pieces)) * 128
+    assert config.num_stages * step <= shared_bytes
+    assert config.pair or not silu
