@@ -1,8 +1,8 @@
 """Products of at most a tile of rows: weights on their way before the rows are there, norms and rotations folded in.
 
 The sums are those of `linear`, bit for bit: the same stretches of columns, in the same order. What differs is when
-things are asked for. A program's first weights are read into fast memory while the kernel before still runs; rows come
-through registers, some steps ahead, where a norm can be applied to them.
+things are asked for. A program's first weights are read into fast memory, and the lines behind them into the cache,
+while the kernel before still runs; rows come through registers, one step ahead, where a norm can be applied to them.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,10 +15,11 @@ from slipstream.kernels.triton.launch import (
     arrived_last,
     keep_order,
     let_next_start,
+    prefetch,
     wait_for_previous,
     wait_then_let_start,
 )
-from slipstream.kernels.triton.linear import store_outputs, weight_rows
+from slipstream.kernels.triton.linear import add_parts, store_outputs, sum_of_splits, weight_rows
 from slipstream.kernels.triton.norm_rope import SQUARES, SQUARES_LEVELS, pair_sums
 
 
@@ -43,10 +44,9 @@ def _weights(w_at, k, K, EVEN_K: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _rows(x_at, k, real_M, end, KIND: tl.constexpr):
-    """Return columns of the rows; past the end of the stretch, and of the rows, zeros."""
+def _rows(x_at, k, real_M, is_there, KIND: tl.constexpr):
     ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
-    return tl.load(x_at + k[:, None], mask=real_M[None, :] & (k < end)[:, None], other=ZERO)
+    return tl.load(x_at + k[:, None], mask=real_M[None, :] & is_there[:, None], other=ZERO)
 
 
 @triton.jit
@@ -69,71 +69,55 @@ def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr)
 def _stretch(
     w_at, x_at, norm_ptr, squares_ptr, rows_M, real_M, split, steps, K, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
-    KIND: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, DEEP: tl.constexpr,
-    LATE: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, AHEAD: tl.constexpr,
+    STAGED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
 
     The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
-    first weights, which it starts before the loop, do not wait. Rows are asked for one step ahead, DEEP three.
+    first weights, which it starts before the loop, do not wait.
     """
     STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
-    FAR: tl.constexpr = 3 * STEP if DEEP else STEP
     if KIND == "int8":
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     x = tl.zeros([BLOCK_K, BLOCK_M], x_at.dtype.element_ty)
-    x_1, x_2, other, other_1, other_2 = x, x, x, x, x
+    second_x = x
     norm = tl.zeros([BLOCK_K, BLOCK_M], norm_ptr.dtype.element_ty)
-    norm_1, norm_2 = norm, norm
     norm_at = norm_ptr + tl.zeros([1, BLOCK_M], tl.int32)  # one copy for each row: then it lies as the rows do
     factor = tl.zeros([BLOCK_M], tl.float32)
-    end = tl.minimum((split + 1) * steps * STEP, K)
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
+            if PDL and AHEAD > 0:
+                LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
+                line = split * steps * STEP + STAGED + tl.arange(0, AHEAD) * LINE
+                prefetch(w_at + tl.minimum(line, K - 1)[None, :])
             if LATE:
                 wait_then_let_start(PDL)
             else:
                 wait_for_previous(PDL)
-            x = _rows(x_at, k, real_M, end, KIND)
-            other = _rows(x_at, k + BLOCK_K, real_M, end, KIND) if TWICE else other
-            norm = _rows(norm_at, k, real_M, end, "dense") if NORM else norm
-            if DEEP:
-                x_1, x_2 = _rows(x_at, k + STEP, real_M, end, KIND), _rows(x_at, k + 2 * STEP, real_M, end, KIND)
-                if TWICE:
-                    other_1 = _rows(x_at, k + STEP + BLOCK_K, real_M, end, KIND)
-                    other_2 = _rows(x_at, k + 2 * STEP + BLOCK_K, real_M, end, KIND)
-                if NORM:
-                    norm_1 = _rows(norm_at, k + STEP, real_M, end, "dense")
-                    norm_2 = _rows(norm_at, k + 2 * STEP, real_M, end, "dense")
+            x = _rows(x_at, k, real_M, k < K, KIND)
+            if TWICE:
+                second_x = _rows(x_at, k + BLOCK_K, real_M, k + BLOCK_K < K, KIND)
             if NORM:
+                norm = _rows(norm_at, k, real_M, k < K, "dense")
                 keep_order(PDL)  # or the assembler asks for these rows only when the sums are there
                 factor = _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M, PARTS, LEVELS)
+        ahead = k + STEP
+        more = step + 1 < steps
         rows = x
-        far = _rows(x_at, k + FAR, real_M, end, KIND)
-        if DEEP:
-            x, x_1, x_2 = x_1, x_2, far
-        else:
-            x = far
+        x = _rows(x_at, ahead, real_M, (ahead < K) & more, KIND)
         if NORM:
             # Rounded where torch rounds: after the norm, and after the weight.
             rows = (rows.to(tl.float32) * factor[None, :]).to(rows.dtype).to(tl.float32)
             rows = (rows * norm.to(tl.float32)).to(x.dtype)
-            far_norm = _rows(norm_at, k + FAR, real_M, end, "dense")
-            if DEEP:
-                norm, norm_1, norm_2 = norm_1, norm_2, far_norm
-            else:
-                norm = far_norm
+            norm = _rows(norm_at, ahead, real_M, (ahead < K) & more, "dense")
         acc = _multiply_step(w_at, k, rows, acc, K, EVEN_K, KIND)
         if TWICE:
-            rows = other
-            far = _rows(x_at, k + FAR + BLOCK_K, real_M, end, KIND)
-            if DEEP:
-                other, other_1, other_2 = other_1, other_2, far
-            else:
-                other = far
+            rows = second_x
+            second_x = _rows(x_at, ahead + BLOCK_K, real_M, (ahead + BLOCK_K < K) & more, KIND)
             acc = _multiply_step(w_at, k + BLOCK_K, rows, acc, K, EVEN_K, KIND)
     return acc
 
@@ -201,11 +185,12 @@ def narrow_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, HAS_SQUARES: tl.constexpr, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, HALF: tl.constexpr, DEEP: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
 
-    END is "plain", "silu" or "rope"; PARTS = 2^LEVELS the sums of squares of a row.
+    END is "plain", "silu" or "rope"; PARTS = 2^LEVELS the sums of squares of a row; AHEAD the lines of each weight row
+    to ask for behind the STAGED columns that the loop has under way before it waits.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
@@ -222,19 +207,15 @@ def narrow_kernel(
     x_at = x_ptr + rows_M.to(tl.int64)[None, :] * x_stride
     total = _stretch(
         w_at, x_at, norm_ptr, squares_ptr, rows_M, real_M, split, steps, K, eps, BLOCK_M, BLOCK_N, BLOCK_K, TWICE,
-        EVEN_K, KIND, NORM, PARTS, LEVELS, DEEP, LATE, PDL,
+        EVEN_K, KIND, NORM, PARTS, LEVELS, AHEAD, STAGED, LATE, PDL,
     )  # fmt: skip
     finished = True
     if SPLITS > 1:
-        inside = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        stride = tl.num_programs(0).to(tl.int64) * (BLOCK_N * BLOCK_M)
-        part_at = partial_ptr + n_tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + inside
-        tl.store(part_at + split * stride, total, mask=real_M[None, :])
+        num_tiles = tl.num_programs(0)
+        at, stride = sum_of_splits(total, partial_ptr, n_tile, num_tiles, split, SPLITS, BLOCK_N, BLOCK_M)
         finished = arrived_last(counter_ptr + n_tile, SPLITS)
         if finished:
-            total = tl.load(part_at, mask=real_M[None, :], other=0, cache_modifier=".cg")
-            for other in range(1, SPLITS):
-                total += tl.load(part_at + other * stride, mask=real_M[None, :], other=0, cache_modifier=".cg")
+            total = add_parts(at, stride, SPLITS)
     if finished:
         sums = total.to(tl.float32)
         if KIND != "dense":

@@ -1,5 +1,7 @@
 """How products of a few rows are launched (`narrow`): what is folded into them, and what ships."""
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -13,7 +15,7 @@ from slipstream.kernels.triton.variants import Matrix, Variant
 
 MOST_ROWS = 16
 """The token tile these products have; from 17 rows on those for many rows are faster."""
-_DEEP_COLUMNS = 2048  # in longer stretches weights are slow enough, and a norm takes registers
+_LINE_BYTES = 128
 _FP8_COLUMNS = 128  # after so many an FP8 sum is made whole
 
 
@@ -43,6 +45,7 @@ def multiply_narrow(
     _, num_tiles, splits = grid = launch.grid(num_rows, num_outputs, epilogue.silu)
     y = torch.empty(num_rows, _num_stored(epilogue, num_outputs), dtype=rows.dtype, device=x_TK.device)
     parts = triton.next_power_of_2(-(-num_inputs // SQUARED))
+    staged = (config.num_stages - 1) * config.block_k
     narrow_kernel[(num_tiles, splits)](
         x_TK, weight_NK, y if rows.scale_T is None else rows.scale_T, y if w_scale_N is None else w_scale_N,
         y if epilogue.bias_N is None else epilogue.bias_N,
@@ -60,8 +63,8 @@ def multiply_narrow(
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
         NORM=rows.norm is not None, PARTS=parts, LEVELS=parts.bit_length() - 1,
         HAS_SQUARES=epilogue.squares_TB is not None, **_heads(epilogue.rope),
-        DEEP=rows.norm is None or launch.stretch <= _DEEP_COLUMNS, PDL=launch.dependent,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        AHEAD=_lines_ahead(config, launch.stretch - staged, weight_NK.element_size()), STAGED=staged,
+        PDL=launch.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
@@ -87,6 +90,12 @@ def _heads(write: RopeWrite | None) -> dict[str, int]:
     return {"HEADS": write.heads[0], "GROUPS": write.heads[1], "HALF": write.rope.cos_Pr.shape[1]}
 
 
+def _lines_ahead(config: LinearConfig, columns_left: int, itemsize: int) -> int:
+    """Return how many lines of a row to ask for: a power of two, within the stretch."""
+    most = max(columns_left * itemsize // _LINE_BYTES, 0)
+    return min(config.ahead, 1 << (most.bit_length() - 1)) if most else 0
+
+
 _POINTERS = {"dense": "*bf16", "fp8": "*fp8e4nv"}
 _MATRIX: dict[str, Matrix] = {"dense": "bf16", "fp8": "fp8"}
 
@@ -107,9 +116,10 @@ def variants(architecture: str) -> list[Variant]:
         ("fp8", (4096, 14336), "plain", False, False),
     ):
         config = tuning.linear_config(kind, *shape, 2 if kind == "dense" else 1)
-        name = f"narrow {kind}, {end}{', norm' if norm else ''}, {shape[0]} x {shape[1]}"
-        fitted = tuning.fitted(config, MOST_ROWS, 2 if kind == "dense" else 1, staged_rows=False)
-        shipped.append(_variant(name, kind, fitted, MOST_ROWS, (end, norm, squares)))
+        for block_m in (16, MOST_ROWS):
+            name = f"narrow {kind} {block_m} rows, {end}{', norm' if norm else ''}, {shape[0]} x {shape[1]}"
+            fitted = tuning.fitted(config, block_m, 2 if kind == "dense" else 1)
+            shipped.append(_variant(name, kind, replace(fitted, ahead=config.ahead), block_m, (end, norm, squares)))
     return shipped
 
 
@@ -128,7 +138,8 @@ def _variant(name: str, kind: str, config: LinearConfig, block_m: int, folds: tu
         "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": _FP8_COLUMNS if twice else config.block_k,
         "TWICE": twice, "SPLITS": config.split_k, "EVEN_K": True, "KIND": kind, "END": end, "HAS_BIAS": False,
         "HAS_RESIDUAL": squares, "NORM": norm, "PARTS": 64, "LEVELS": 6, "HAS_SQUARES": squares, "HEADS": 32,
-        "GROUPS": 8, "HALF": 64, "DEEP": not norm or end == "rope", "PDL": False,
+        "GROUPS": 8, "HALF": 64, "AHEAD": config.ahead, "STAGED": (config.num_stages - 1) * config.block_k,
+        "PDL": False,
     }  # fmt: skip
     divisible = (*pointers, *strides)
     return Variant(

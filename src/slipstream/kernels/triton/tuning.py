@@ -23,13 +23,19 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches."""
+    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches.
+
+    Args:
+        ahead: lines (128 bytes) of each weight row to ask for, behind the stages, before the inputs are there; a power
+            of two, or 0 for none.
+    """
 
     block_n: int
     block_k: int
     split_k: int
     num_warps: int
     num_stages: int
+    ahead: int = 8
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class AttentionConfig:
     serial_from: int = 65
     num_warps: int = 4
     num_stages: int = 2
-    programs: int = 528
+    programs: int = 1056
 
 
 @dataclass(frozen=True)
