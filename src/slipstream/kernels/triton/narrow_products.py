@@ -1,7 +1,5 @@
 """How products of a few rows are launched (`narrow`): what is folded into them, and what ships."""
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
@@ -116,10 +114,9 @@ def variants(architecture: str) -> list[Variant]:
         ("fp8", (4096, 14336), "plain", False, False),
     ):
         config = tuning.linear_config(kind, *shape, 2 if kind == "dense" else 1)
-        for block_m in (16, MOST_ROWS):
-            name = f"narrow {kind} {block_m} rows, {end}{', norm' if norm else ''}, {shape[0]} x {shape[1]}"
-            fitted = tuning.fitted(config, block_m, 2 if kind == "dense" else 1)
-            shipped.append(_variant(name, kind, replace(fitted, ahead=config.ahead), block_m, (end, norm, squares)))
+        name = f"narrow {kind}, {end}{', norm' if norm else ''}, {shape[0]} x {shape[1]}"
+        fitted = tuning.fitted(config, MOST_ROWS, 2 if kind == "dense" else 1, staged_rows=False)
+        shipped.append(_variant(name, kind, fitted, MOST_ROWS, (end, norm, squares)))
     return shipped
 
 
