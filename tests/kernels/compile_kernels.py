@@ -13,8 +13,9 @@ import tempfile
 
 import triton
 from before_wait import WAIT, touched_before_wait
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompilationError, make_backend
 
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
@@ -27,6 +28,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+COUNTS = ("T", "M", "num_rows", "num_pairs", "num_pieces", "num_splits", "num_requests", "num_tokens", "num_tiles")
 MATRIX = {  # what a product looks like in each assembly
     "bf16": (r"wgmma\S*bf16|mma\.sync\S*bf16", r"v_mfma_f32_\d+x\d+x\d+\S*bf16"),
     "fp8": (r"wgmma\S*e4m3|mma\.sync\S*e4m3", r"v_mfma_\S*(fp8|f8f6f4)"),
@@ -60,7 +62,34 @@ def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
         "folded": len(re.findall(r"fma\.rn\.f32", text)) if cuda else None,
         "bytes": len(compiled.asm["cubin" if cuda else "hsaco"]),
         "overlap": _overlap(compiled.asm) if constants.get("PDL") else None,
+        "refuses_one": _refuses_one(variant, constants) if cuda else [],
     }  # fmt: skip
+
+
+def _refuses_one(variant: Variant, constants: dict[str, object]) -> list[str]:
+    """Return the counts that a kernel does not compile for where they are 1, which Triton makes a constant."""
+    target = TARGETS["sm_90"]
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": variant.num_warps})
+    refused = []
+    for parameter in variant.kernel.params:
+        if parameter.name not in COUNTS or parameter.do_not_specialize or parameter.name not in variant.signature:
+            continue
+        values = {**constants, parameter.name: 1}
+        signature = {
+            name: "constexpr" if name in values else variant.signature[name] for name in variant.kernel.arg_names
+        }
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        source = ASTSource(variant.kernel, signature, values)
+        try:
+            source.make_ir(
+                target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+            )
+        except CompilationError as error:
+            refused.append(f"{parameter.name}: {error}")
+    return refused
 
 
 def _overlap(asm: dict[str, str]) -> dict[str, object]:
