@@ -56,10 +56,11 @@ def test_codes_have_no_mean_unless_rows_shall_choose_alike():
 def test_the_verb_prints_steps_and_writes_what_it_counted(tmp_path):
     path = tmp_path / "rank.json"
     arguments = ["rank", "--tiny", "--tp", "2", "--device", "cpu", "--batch", "1,2", "--context", "70"]
-    done = CliRunner().invoke(app, [*arguments, "--all-reduce-us", "8", "--out", str(path)])
+    done = CliRunner().invoke(app, [*arguments, "--all-reduce-us", "8", "--routing", "clustered", "--out", str(path)])
     assert done.exit_code == 0, done.output
-    assert "(modelled)" in done.output
+    assert "(modelled)" in done.output and "clustered routing" in done.output
     written = json.loads(path.read_text())
+    assert written["routing"] == "clustered"
     assert [step["step"] for step in written["steps"]] == ["decode", "verify", "draft"] * 2
     decode, verify = written["steps"][:2]
     assert decode["experts_hit"] == 2 and 2 <= verify["experts_hit"] <= 8

@@ -21,6 +21,10 @@ def rank(
     batch: Annotated[str, typer.Option(help="Requests at a time, with commas.")] = "1,2,8,40",
     context: Annotated[str, typer.Option(help="Keys of each request, with commas.")] = "1024,10240",
     form: Annotated[str, typer.Option("--format", help="How experts are stored.")] = "w4a8",
+    routing: Annotated[
+        Literal["spread", "clustered"],
+        typer.Option(help="Whether rows choose experts as apart as trained weights make them, or flock to the same."),
+    ] = "spread",
     nodes: Annotated[int, typer.Option(help="Rows of a verified chain, its root included.")] = 4,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A tile to try, e.g. stage2.block_k=128.")
@@ -50,8 +54,10 @@ def rank(
 
         bandwidth = read_bandwidth(found.device)
         print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
-    built = Rank(shape, form, found, (max(batches), max(contexts)), bandwidth)
-    print(f"{model}, one of {tp} ranks, {form} experts: {built.resident_bytes / 1e9:.1f} GB of weights")
+    built = Rank(shape, form, found, (max(batches), max(contexts)), bandwidth, routing)
+    print(
+        f"{model}, one of {tp} ranks, {form} experts, {routing} routing: {built.resident_bytes / 1e9:.1f} GB of weights"
+    )
     calls = _CALLS_PER_LAYER * shape.target.num_layers
     print(_HEADINGS + (f"  + {calls} all-reduces of {all_reduce_us:g} us (modelled)" if all_reduce_us else ""))
     rows = []
@@ -65,7 +71,7 @@ def rank(
                 rows.append(step)
                 print(_line(step, calls * all_reduce_us * 1e-3 if step.step != "draft" else 0.0))
     if out is not None:
-        _write(out, {"model": model, "tp": tp, "format": form, "read_bandwidth": bandwidth,
+        _write(out, {"model": model, "tp": tp, "format": form, "routing": routing, "read_bandwidth": bandwidth,
                      "resident_bytes": built.resident_bytes, "settings": settings or []}, rows)  # fmt: skip
 
 
