@@ -94,6 +94,7 @@ CASES = {
     "smollm": Case("SmolLM2 BF16", SMOLLM, "dense", 256, SMOLLM_TILES, SMOLLM_HEAD),
 }
 NUM_LAYERS = {"llama": 8, "fp8": 12, "smollm": 30}
+LINES = (0, 8, 16)  # of 128 bytes
 ATTENTION = [  # split, block, num_warps, num_stages
     (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (256, 128, 8, 2), (256, 64, 4, 3),
     (64, 64, 4, 3), (64, 64, 2, 2), (128, 64, 2, 3), (64, 32, 2, 3), (128, 32, 2, 4),
@@ -192,9 +193,16 @@ def ways(tuning: Tuning) -> dict[str, Tuning]:
 
 
 def with_tiles(tuning: Tuning, format: str, shape: str, tiles: Tiles) -> Tuning:
-    """Return a tuning in which a product has these tiles."""
+    """Return a tuning in which a product has these tiles, and asks for as many lines ahead as it did."""
     block_n, block_k, split_k, stages = tiles
-    config = LinearConfig(block_n, block_k, split_k, 4, stages)
+    before = tuning.linear.get(f"{format}:{shape}")
+    config = LinearConfig(block_n, block_k, split_k, 4, stages, *(() if before is None else (before.ahead,)))
+    return dataclasses.replace(tuning, linear={**tuning.linear, f"{format}:{shape}": config})
+
+
+def with_lines(tuning: Tuning, format: str, shape: str, lines: int) -> Tuning:
+    """Return a tuning in which a product asks for so many lines ahead; it has tiles of its own already."""
+    config = dataclasses.replace(tuning.linear[f"{format}:{shape}"], ahead=lines)
     return dataclasses.replace(tuning, linear={**tuning.linear, f"{format}:{shape}": config})
 
 
@@ -296,6 +304,8 @@ def tune(name: str, tuning: Tuning, device: torch.device, deadline: float) -> Tu
         for shape, tiles in layers.case.tiles.items():
             for tile in tiles:
                 judge.try_out(f"{number}: {shape} {tile}", with_tiles(judge.best, layers.case.format, shape, tile))
+    for shape, lines in itertools.product(layers.case.tiles, LINES):  # compiled when met: tiles are known only now
+        judge.try_out(f"{shape}, {lines} lines ahead", with_lines(judge.best, layers.case.format, shape, lines))
     judge.choose_head(layers.case.head)
     print(f"{layers.case.name}: best {judge.timed('best', judge.best):.1f} us for both", flush=True)
     try:
@@ -356,11 +366,13 @@ def check_bits(tuning: Tuning, names: list[str], device: torch.device) -> None:
 def main() -> None:
     """Tune what is asked for, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="folder for the file; --check writes none")
     parser.add_argument("--seconds", type=float, default=110.0, help="stop trying things out by then")
     parser.add_argument("--only", default=",".join(CASES), help="which models, of " + ",".join(CASES))
     parser.add_argument("--check", action="store_true", help="only check that rows keep their bits")
     arguments = parser.parse_args()
+    if arguments.out is None and not arguments.check:
+        parser.error("--out FOLDER is where the tiles go; without it there is only --check.")
     started = time.monotonic()
     device, names = torch.device("cuda"), arguments.only.split(",")
     tuning = read_tuning(architecture_of(device))
