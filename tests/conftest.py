@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import interpreted  # noqa: F401  # decides what kernels are, so it comes before any module that has some
 
 torch.set_num_threads(1)
+
+# A commit is held to the same examples wherever it is tested; `pytest --hypothesis-profile explore` draws others.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore", derandomize=False, print_blob=True)
+settings.load_profile("repeatable")
 
 
 HOST_ONLY = ("test_cpu_", "test_triton_compile", "test_late_device", "test_load_moe", "test_rank")

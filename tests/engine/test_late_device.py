@@ -40,7 +40,11 @@ def true_keys(tokens: list[int]) -> torch.Tensor:
 
 
 def check_keys(engine: Engine) -> None:
-    """Assert that every committed token of every running request has its key and value in the cache."""
+    """Assert that every committed token of every running request has its key and value in the cache.
+
+    Keys are of size 1 to 7, and one pass rounds otherwise than many (2.7e-5 seen after four layers); a key of another
+    token or position is off by far more than the 1e-3 allowed, and one from a freed page is NaN.
+    """
     kv = engine._runner.kv
     for request in engine._scheduler.running:
         count, size = request.num_committed, kv.page_size
@@ -48,7 +52,7 @@ def check_keys(engine: Engine) -> None:
             continue
         slots = [request.pages[i // size] * size + i % size for i in range(count)]
         found = torch.stack([torch.stack([x.keys_SGd[slots], x.values_SGd[slots]]) for x in kv.layers])
-        torch.testing.assert_close(found, true_keys(request.tokens[:count]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, true_keys(request.tokens[:count]), rtol=0, atol=1e-3)
 
 
 def drive(engine: Engine, work: list, order: random.Random, aborted: set[int]) -> dict[int, list[int]]:
