@@ -40,7 +40,7 @@ from slipstream.train.prompts import read_prompts
 ROOT = Path(__file__).resolve().parents[1]
 CHAT = ROOT / "recipes/bench/prompts/mixed.jsonl"
 QUESTIONS = Path(__file__).parent / "peers/questions.jsonl"
-POINTS = (Point("chat", 1), Point("gsm8k", 1), Point("chat", 8))
+POINTS = (Point("chat", 1), Point("gsm8k", 1), Point("chat", 8), Point("gsm8k", 8))
 CONTEXT = 1024
 CANDIDATES = 64  # prompts looked at for answers that are long enough
 SETTLE_S = 0.3  # OpenMP's threads spin for a while after their work; the next program shall not meet them
