@@ -5,6 +5,7 @@
 // token's bits depend only on the keys it sees: not on pages, on what else shares the pass, nor on where in the tree
 // its ancestors are stored (a tree's node gets the bits that plain decoding gives it).
 #pragma once
+#include "activations.h"
 #include "attention_plan.h"
 #include "pool.h"
 #include "transpose.h"
@@ -29,6 +30,8 @@ struct AttentionArgs {
     int heads, kv_heads, head_dim, window;
     float* scores;  // rows of padded_keys floats
     float* inverse;
+    const Linear* reader;  // a weight whose input the output is, quantized as soon as a block of it is there; or null
+    Activations codes;
 };
 
 // One kv head's rows of one block of queries; row = token * group + head within the group. T: float, Brain or Half.
@@ -280,6 +283,15 @@ static void value_chunk(const Unit<T>& unit, int chunk, const Ranks& ranks) {
     for (; at < end; at += 16) value_columns<kValueRows, 1>(unit, 0, at, end - at < 16 ? end - at : 16, ranks);
 }
 
+// The same values as the reader's input, while they are in the first cache of the member that computed them.
+template <class T>
+static void quantize_chunk(const Unit<T>& unit, int chunk) {
+    const int group = unit.group(), per_head = unit.args.head_dim / 32;
+    for (int t = 0; t < unit.block.tokens; ++t)
+        for (int h = 0; h < group; ++h)
+            quantize_block(*unit.args.reader, unit.args.codes, unit.block.first + t, (unit.kv_head * group + h) * per_head + chunk);
+}
+
 // Columns begin .. end of one block's outputs, counted in chunks over its kv heads; keys in tiles, so that memory is
 // read from front to back whatever the number of heads.
 template <class UnitOf>
@@ -291,7 +303,9 @@ static void value_range(const UnitOf& unit_of, int chunks, int begin, int end, A
         const int stop = rank + kTile < shared ? rank + kTile : shared;
         const Ranks ranks{rank, stop, rank == from, stop == shared};
         for (int column = begin; column < end; ++column) {
-            value_chunk(unit_of(column / chunks), column % chunks, ranks);
+            const auto unit = unit_of(column / chunks);
+            value_chunk(unit, column % chunks, ranks);
+            if (ranks.last && unit.args.reader) quantize_chunk(unit, column % chunks);
             ahead.some(lines_per_values(some.rows()));
         }
     }

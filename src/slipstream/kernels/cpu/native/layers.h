@@ -20,6 +20,7 @@ SLIP_INLINE int piece_size(int panels, int team, int rows) {
 struct Workspace {
     float* normed;  // one copy, or one per member when few rows make repeating cheaper than sharing
     char* codes;
+    char* ready;  // codes made by whoever computed the values
     float* qkv;
     float* attended;
     float* gate_up;
@@ -142,20 +143,31 @@ struct Walk {
             prepare_rows(w, a, row, row + 1);
         });
         const Output out{room.gate_up, 2 * static_cast<int64_t>(n), false};
+        const Activations ready = activations(layer.down, room.activated, n, tokens(), room.ready);
         if (n % 16 == 0) {
-            const int panels = n / 16;
-            const auto body = [&](int begin, int end) {
+            const int panels = n / 16, step = quantizes_at_once(layer.down, n) ? 2 : 1;  // two panels make a block
+            const int piece = piece_size(panels, team.size, tokens()) / step;
+            const auto body = [&](int first, int last) {
+                const int begin = step * first, end = step * last;
                 product(w, a, tokens(), begin, end, out);
                 product(w, a, tokens(), panels + begin, panels + end, out);
-                for (int row = 0; row < tokens(); ++row) activate(row, n, 16 * begin, 16 * end);
+                for (int row = 0; row < tokens(); ++row) {
+                    activate(row, n, 16 * begin, 16 * end);
+                    for (int block = first; step == 2 && block < last; ++block) quantize_block(layer.down, ready, row, block);
+                }
             };
-            team.share(panels, piece_size(panels, team.size, tokens()), body, [&] { ask_for(&layer.down, 1); });
+            team.share(panels / step, piece < 1 ? 1 : piece, body, [&] { ask_for(&layer.down, 1); });
         } else {
             multiply(w, a, out, &layer.down);
             team.share(tokens(), 1, [&](int row, int) { activate(row, n, 0, n); });
         }
-        multiply(layer.down, prepare(layer.down, room.activated, n), {hidden, width, true}, next);
+        const Output sum{hidden, width, true};
+        multiply(layer.down, quantizes_at_once(layer.down, n) ? ready : prepare(layer.down, room.activated, n), sum, next);
     }
+
+    // A weight with a scale per block of its input takes it block by block: whoever computes one quantizes it, so that
+    // the others read codes instead of floats, and nobody waits in between.
+    static bool quantizes_at_once(const Linear& w, int span) { return is_by_block(w.format) && span % 32 == 0; }
 
     void activate(int row, int n, int begin, int end) {
         const float* gate = room.gate_up + 2 * static_cast<int64_t>(n) * row;
@@ -182,8 +194,14 @@ struct Walk {
             attention.kv = stack.kv[index];
             attention.q_stride = layer.qkv.n;
             attention.window = layer.window;
+            const bool at_once = quantizes_at_once(layer.o, layer.head_dim);
+            if (at_once) {
+                attention.reader = &layer.o;
+                attention.codes = activations(layer.o, room.attended, layer.o.k, tokens(), room.ready);
+            }
             attend(attention, room.together, room.transposed, team);
-            multiply(layer.o, prepare(layer.o, room.attended, layer.o.k), {hidden, stack.width, true}, &layer.gate_up, 2);
+            const Activations attended = at_once ? attention.codes : prepare(layer.o, room.attended, layer.o.k);
+            multiply(layer.o, attended, {hidden, stack.width, true}, &layer.gate_up, 2);
             feed_forward(layer, index + 1 < stack.num_layers ? &stack.layers[index + 1].qkv : nullptr);
         }
         capture(stack.num_layers);
@@ -221,6 +239,7 @@ static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const B
         QueryBlock* blocks = scratch.take<QueryBlock>(plan_size.blocks + 1);
         room.normed = scratch.take<float>(copies * room.normed_size);
         room.codes = scratch.take<char>(copies * room.codes_size);
+        room.ready = scratch.take<char>(room.codes_size);
         room.qkv = scratch.take<float>(qkv * tokens);
         room.attended = scratch.take<float>(static_cast<int64_t>(first.heads) * first.head_dim * tokens);
         room.gate_up = scratch.take<float>(2 * wide * tokens);
@@ -236,7 +255,7 @@ static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const B
         if (pass == 0) continue;
         const Plan plan = make_plan(batch, group, slots, tails, views, blocks);
         room.attention = {plan, {}, room.qkv, room.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
-                          first.heads, first.kv_heads, first.head_dim, 0, scores, inverse};
+                          first.heads, first.kv_heads, first.head_dim, 0, scores, inverse, nullptr, {}};
     }
     pool.run((kPhasesPerLayer + stack.num_captured) * (stack.num_layers + 1), [&](Team& members) {
         Walk{stack, batch, room, hidden, embedding, members}.run();

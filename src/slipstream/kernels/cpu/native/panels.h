@@ -9,28 +9,22 @@
 // One output's sum runs over blocks from first to last with fused multiply-adds, integers inside a block; dense
 // outputs run over 16 lanes of columns and one tree. Neither depends on rows, threads or instruction set.
 #pragma once
-#include "abi.h"
-#include "vec.h"
+#include "activations.h"
 
 namespace slip {
 namespace SLIP_NAMESPACE {
 
-constexpr bool is_dense(int format) { return format <= F16; }
-constexpr bool is_per_token(int format) { return format == W8A8 || format == W4A8; }
-constexpr bool is_four_bit(int format) { return format == Q4_1 || format == Q4_0 || format == W4A8; }
 constexpr int code_bytes(int format) { return is_four_bit(format) ? 256 : 512; }
 constexpr int scale_halves(int format) { return format == Q4_1 ? 32 : is_per_token(format) ? 0 : 16; }
 SLIP_INLINE int64_t scale_bytes(int format, int64_t blocks) { return (blocks * 2 * scale_halves(format) + 63) / 64 * 64; }
 SLIP_INLINE int64_t panel_bytes(int format, int64_t blocks) {
     return scale_bytes(format, blocks) + blocks * code_bytes(format);
 }
-SLIP_INLINE int num_blocks(int k) { return (k + 31) / 32; }
 
 #if SLIP_ISA == 2
 
 constexpr int kTile = 12;
 constexpr int kDenseRows = 4, kDenseTile = 4;
-constexpr int code_offset(int format) { return is_four_bit(format) ? (format == Q4_1 ? 0 : 8) : 128; }
 using IV = __m512i;
 struct Weights {
     __m512i w[8];
@@ -67,7 +61,6 @@ SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
 
 constexpr int kTile = 4;
 constexpr int kDenseRows = 2, kDenseTile = 2;
-constexpr int code_offset(int format) { return format == Q4_0 || format == W4A8 ? 8 : 0; }
 struct IV {
     __m256i a, b;
 };
@@ -118,7 +111,6 @@ SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
 
 constexpr int kTile = 4;
 constexpr int kDenseRows = 2, kDenseTile = 2;
-constexpr int code_offset(int format) { return is_four_bit(format) ? (format == Q4_1 ? 0 : 8) : 128; }
 struct IV {
     int32_t x[16];
 };
@@ -155,71 +147,6 @@ SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
 
 #endif
 
-// Rows of x as a format wants them: floats, or int8 codes with a scale per block of 32 or per token.
-struct Activations {
-    const float* x;
-    int64_t stride;
-    int8_t* codes;       // [rows, 32 blocks]
-    float* scale;        // [rows, blocks] or [rows]
-    float* scaled_sum;   // scale times the sum of a block's codes, [rows, blocks]
-    int32_t* start;      // what the integer sum starts from, so that codes may be stored with an offset
-    int blocks;
-};
-
-constexpr int64_t activation_bytes(int64_t rows, int64_t k) { return rows * ((k + 31) / 32) * (32 + 12) + 256; }
-
-SLIP_INLINE Activations activations(const Linear& w, const float* x, int64_t stride, int rows, void* room) {
-    Activations a{x, stride, nullptr, nullptr, nullptr, nullptr, num_blocks(w.k)};
-    const int64_t blocks = static_cast<int64_t>(rows) * a.blocks;
-    a.scale = static_cast<float*>(room);
-    a.scaled_sum = a.scale + blocks;
-    a.start = reinterpret_cast<int32_t*>(a.scaled_sum + blocks);
-    a.codes = reinterpret_cast<int8_t*>(a.start + blocks);
-    return a;
-}
-
-SLIP_INLINE CodeSum quantize16(const float* x, int n, float scale, int8_t* codes, CodeSum sum) {
-    return vstore_codes(codes, n >= 16 ? vdiv(vload(x), vset(scale)) : vdiv(vload_n(x, n), vset(scale)), sum);
-}
-
-template <class Scale>
-SLIP_INLINE int quantize_span(const float* x, int k, Scale scale, int8_t* codes, int padded) {
-    CodeSum sum = no_codes();
-    for (int i = 0; i < padded; i += 16) {
-        if (scale == 0.0f || i >= k) std::memset(codes + i, 0, 16);
-        else sum = quantize16(x + i, k - i, scale, codes + i, sum);
-    }
-    return total(sum);
-}
-
-static void quantize_row(const Linear& w, const Activations& a, int row) {
-    const float* x = a.x + row * a.stride;
-    const int64_t first_block = static_cast<int64_t>(row) * a.blocks;
-    int8_t* codes = a.codes + first_block * 32;
-    const int offset = code_offset(w.format);
-    if (is_per_token(w.format)) {
-        V largest = vzero();
-        for (int i = 0; i < w.k; i += 16) largest = vmax(largest, vabs(w.k - i >= 16 ? vload(x + i) : vload_n(x + i, w.k - i)));
-        const float scale = vmax_lane(largest) / 127.0f;
-        a.scale[row] = scale;
-        a.start[row] = -offset * quantize_span(x, w.k, scale, codes, 32 * a.blocks);
-        return;
-    }
-    for (int b = 0; b < a.blocks; ++b) {
-        const float* p = x + 32 * b;
-        const float scale = vmax_lane(vmax(vabs(vload(p)), vabs(vload(p + 16)))) / 127.0f;
-        const int sum = quantize_span(p, 32, scale, codes + 32 * b, 32);
-        a.scale[first_block + b] = scale;
-        a.scaled_sum[first_block + b] = scale * static_cast<float>(sum);
-        a.start[first_block + b] = -offset * sum;
-    }
-}
-
-static void prepare_rows(const Linear& w, const Activations& a, int begin, int end) {
-    if (is_dense(w.format)) return;
-    for (int row = begin; row < end; ++row) quantize_row(w, a, row);
-}
-
 // Where results go: y[row, n], after the bias, added to what is there when `add`.
 struct Output {
     float* y;
@@ -241,20 +168,21 @@ SLIP_INLINE void emit(V sum, const Linear& w, const Output& out, int row, int n0
 
 constexpr int kAhead = 8192;
 
-// Weights come from memory once a step; ask for them well before the hardware, which stops at every 4 KiB, would. Each
-// block asks for its share of a panel's bytes, codes and scales alike, so that nothing is left out or asked for twice.
+// Weights come from memory once a step; ask for them well before the hardware, which stops at every 4 KiB, would. They go
+// to the second cache, which can wait for more lines at once than the first. Each block asks for its share of a panel's
+// bytes, codes and scales alike, so that nothing is left out or asked for twice.
 template <int FORMAT>
 SLIP_INLINE void prefetch_block(const uint8_t* panel, int block) {
     constexpr int kShare = code_bytes(FORMAT) + 2 * scale_halves(FORMAT);
     const uint8_t* ahead = panel + static_cast<int64_t>(block) * kShare + kAhead;
-    for (int line = 0; line < kShare; line += 64) __builtin_prefetch(ahead + line);
+    for (int line = 0; line < kShare; line += 64) __builtin_prefetch(ahead + line, 0, 2);
 }
 
 // Ask for the beginning of what a member will read of a weight, before it is its turn.
 static void prefetch_start(const Linear& w, int first_panel) {
     if (is_dense(w.format)) return;
     const char* p = static_cast<const char*>(w.weight) + first_panel * panel_bytes(w.format, num_blocks(w.k));
-    for (int line = 0; line < kAhead; line += 64) __builtin_prefetch(p + line);
+    for (int line = 0; line < kAhead; line += 64) __builtin_prefetch(p + line, 0, 2);
 }
 
 template <int FORMAT, int M>
