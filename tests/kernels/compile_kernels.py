@@ -21,8 +21,8 @@ from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
-MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "norm_rope", "attention", "sample",
-           "chains", "experts", "latent_attention", "latent_heads", "router")  # fmt: skip
+MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "mxfp4", "norm_rope", "attention",
+           "sample", "chains", "experts", "latent_attention", "latent_heads", "router")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),

@@ -58,7 +58,9 @@ _FORMATS = {
     "w4a8": _Arithmetic("w4a8", True, "int8", torch.int8, "both"),
     "int4_per_channel": _Arithmetic("int4", True, "halves", None, "weight"),
     "int4_group": _Arithmetic("int4", True, "halves", None, "none"),
+    "int4_fp8": _Arithmetic("int4_fp8", True, "fp8_halves", torch.bfloat16, "both"),
     "mxfp4": _Arithmetic("mxfp4", True, "halves", None, "none"),
+    "mxfp4_act": _Arithmetic("mxfp4", True, "mxfp4", torch.bfloat16, "none"),
 }
 _PROGRAMS = 1056  # of a product: eight to each of 132 processors; more would mostly find no tile of theirs
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -204,8 +206,8 @@ class _Run:
             half = num_columns // 2
             group_bytes = 0 if self._arithmetic.scales != "none" or scale is None else half // scale.shape[-1]
             nibble_kernel[grid](
-                rows.codes, weight.codes.view(torch.int8), rows.scale, scale, plan.tiles, plan.pairs, out,
-                plan.max_tiles, plan.num_pairs, num_outputs, half,
+                rows.codes, weight.codes.view(torch.int8), rows.scale, scale, weight.scales.get("scale_2"), plan.tiles,
+                plan.pairs, out, plan.max_tiles, plan.num_pairs, num_outputs, half,
                 GROUP_BYTES=group_bytes, BLOCK_B=tiles.block_k // 2, ASSEMBLY=_assembly(rows.codes), **shared,
             )  # fmt: skip
         else:
@@ -220,7 +222,8 @@ class _Run:
         splits, num_pairs, width = sums.shape[0], sums.shape[1], sums.shape[2] // 2
         hidden = self._empty_rows(num_pairs, width)
         activate_kernel[(num_pairs,)](
-            sums, x.scale, gate_up.scales.get("scale"), self._ids_TK, hidden.codes, hidden.scale, num_pairs, width,
+            sums, x.scale, gate_up.scales.get("scale"), gate_up.scales.get("scale_2"), self._ids_TK, hidden.codes,
+            hidden.scale, num_pairs, width,
             TOP_K=self._top_k, SCALES=self._arithmetic.scales, SPLITS=splits, INPUT=self._arithmetic.input,
             TYPE=_TYPES[self._x_TD.dtype], BLOCK=_block(width), **self._launch,
         )  # fmt: skip
@@ -241,7 +244,7 @@ class _Run:
     def _empty_rows(self, num_rows: int, width: int) -> _Rows:
         dtype, device = self._arithmetic.input_dtype, self._x_TD.device
         codes = torch.empty(num_rows, width, dtype=dtype or self._x_TD.dtype, device=device)
-        if dtype is None:
+        if dtype is None or self._arithmetic.input == "mxfp4":
             return _Rows(codes, None)
         groups = triton.cdiv(width, 128) if self._arithmetic.input == "fp8_block" else 1
         return _Rows(codes, torch.empty(num_rows, groups, dtype=torch.float32, device=device))
