@@ -14,6 +14,7 @@ from slipstream.kernels.triton.expert_rows import (
     combine_kernel,
     rows_kernel,
 )
+from slipstream.kernels.triton.expert_scaled import scaled_kernel
 from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, shipped_tiles
 from slipstream.kernels.triton.expert_words import words_down_kernel, words_gate_up_kernel
 from slipstream.kernels.triton.variants import Matrix, Variant
@@ -40,6 +41,9 @@ def variants(architecture: str) -> list[Variant]:
             for stage, final in ((tiles.stage1, False), (tiles.stage2, True)):
                 label = f"experts {name} <= {limit} pairs, stage {2 if final else 1}"
                 found.append(_product(label, name, stage, tiles.block_t, final, architecture))
+    if architecture == "gfx950":
+        tiles = shipped_tiles(architecture)["mxfp4_act"][-1][1]
+        found += [_scaled(tiles, final) for final in (False, True)] + _beside("mxfp4_packed")
     return [*found, *_beside(), *_beside("fp8_halves"), *_beside("mxfp4"), _sum()]
 
 
@@ -83,6 +87,21 @@ def _product(label: str, name: str, tiles: StageTiles, block_t: int, final: bool
     return _without(variant, absent)
 
 
+def _scaled(tiles: ExpertTiles, final: bool) -> Variant:
+    """Return a stage of MXFP4 rows and experts multiplied as they are stored."""
+    stage = tiles.stage2 if final else tiles.stage1
+    signature = dict.fromkeys(("x_ptr", "w_ptr", "x_scale_ptr", "w_scale_ptr"), "*u8")
+    signature |= {"tiles_ptr": "*i32", "pairs_ptr": "*i32", "out_ptr": "*fp32"}
+    signature |= dict.fromkeys(("max_tiles", "num_pairs", "N", "HALF"), "i32")
+    constants = {
+        "ROWS_PER_INPUT": 1 if final else _TOP_K, "BLOCK_T": tiles.block_t, "BLOCK_N": stage.block_n,
+        "BLOCK_B": stage.block_k // 2, "SPLITS": stage.splits, "EVEN": True, "PDL": False,
+    }  # fmt: skip
+    divisible = tuple(name for name in signature if name not in ("max_tiles", "num_pairs"))
+    name = f"experts mxfp4_act native, stage {2 if final else 1}"
+    return Variant(name, scaled_kernel, signature, constants, stage.warps, stage.stages, "fp4", divisible)
+
+
 def _words(label: str, tiles: ExpertTiles) -> list[Variant]:
     """Return the two stages of a few pairs, as Kimi's rank runs them on CUDA."""
     weight = {"w_ptr": "*i32", "w_scale_ptr": "*fp32", "ids_ptr": "*i64"}
@@ -104,22 +123,24 @@ def _words(label: str, tiles: ExpertTiles) -> list[Variant]:
 
 def _beside(input: str = "int8") -> list[Variant]:
     """Return the kernels that write rows and activated pairs as products read them, as Kimi's rank runs them."""
-    codes = "*i8" if input == "int8" else "*bf16"
+    codes = {"int8": "*i8", "mxfp4_packed": "*u8"}.get(input, "*bf16")
+    scale = "*u8" if input == "mxfp4_packed" else "*fp32"
     rows = {
-        "x_ptr": "*bf16", "codes_ptr": codes, "scale_ptr": "*fp32", "ids_ptr": "*i32", "pairs_ptr": "*i32",
+        "x_ptr": "*bf16", "codes_ptr": codes, "scale_ptr": scale, "ids_ptr": "*i32", "pairs_ptr": "*i32",
         "tiles_ptr": "*i32", "num_pairs": "i32", "max_tiles": "i32", "num_experts": "i32", "width": "i32",
     }  # fmt: skip
     rows_constants = {"INPUT": input, "BLOCK": 8192, "BINS": 512, "BLOCK_T": 16, "STEP": PAIRS_PER_STEP, "PDL": False}
     activate = {
-        "sums_ptr": "*i32" if input == "int8" else "*fp32", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32",
-        "w_scale_2_ptr": "*fp32", "ids_ptr": "*i32", "codes_ptr": codes, "scale_ptr": "*fp32", "num_pairs": "i32",
+        "sums_ptr": "*i32" if input == "int8" else "*fp32", "x_scale_ptr": scale, "w_scale_ptr": "*fp32",
+        "w_scale_2_ptr": "*fp32", "ids_ptr": "*i32", "codes_ptr": codes, "scale_ptr": scale, "num_pairs": "i32",
         "width": "i32",
     }  # fmt: skip
     activate_constants = {
-        "TOP_K": _TOP_K, "SCALES": "none" if input == "mxfp4" else "both", "SPLITS": 4, "INPUT": input,
+        "TOP_K": _TOP_K, "SCALES": "none" if input.startswith("mxfp4") else "both", "SPLITS": 4, "INPUT": input,
         "TYPE": tl.bfloat16, "BLOCK": _INTER, "PDL": False,
     }  # fmt: skip
-    absent = {"int8": {"w_scale_2_ptr"}, "mxfp4": {"x_scale_ptr", "w_scale_2_ptr", "scale_ptr"}}.get(input, set())
+    absent = set() if input == "fp8_halves" else {"w_scale_2_ptr"}
+    absent |= {"scale_ptr", "x_scale_ptr"} if input == "mxfp4" else set()
     name = "" if input == "int8" else f", {input}"
     return [
         _without(Variant(f"experts rows{name}", rows_kernel, rows, rows_constants, 4, 3,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.errors import KernelError
+from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels.triton import expert_words
 from slipstream.kernels.triton.expert_products import nibble_kernel, number_kernel
 from slipstream.kernels.triton.expert_rows import (
@@ -25,6 +25,7 @@ from slipstream.kernels.triton.expert_rows import (
     quantize_kernel,
     rows_kernel,
 )
+from slipstream.kernels.triton.expert_scaled import scaled_kernel
 from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, expert_tiles, matrix_instruction
 from slipstream.kernels.triton.expert_variants import variants
 from slipstream.kernels.triton.expert_words import run_words
@@ -62,6 +63,8 @@ _FORMATS = {
     "mxfp4": _Arithmetic("mxfp4", True, "halves", None, "none"),
     "mxfp4_act": _Arithmetic("mxfp4", True, "mxfp4", torch.bfloat16, "none"),
 }
+_NATIVE = _Arithmetic("scaled", False, "mxfp4_packed", torch.uint8, "none")
+_NATIVE_ON = ("gfx950", "interpreter")
 _PROGRAMS = 1056  # of a product: eight to each of 132 processors; more would mostly find no tile of theirs
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -104,8 +107,11 @@ def experts(
     """Return the weighted sum of each token's experts, as the reference does."""
     options = options or ExpertOptions()
     num_tokens, top_k = expert_ids_TK.shape
-    run = _Run(x_TD, expert_ids_TK.contiguous(), _arithmetic(gate_up, down), options)
-    tiles = options.tiles or expert_tiles(architecture_of(x_TD.device), gate_up.format, num_tokens * top_k)
+    architecture, arithmetic = architecture_of(x_TD.device), _arithmetic(gate_up, down)
+    tiles = options.tiles or expert_tiles(architecture, gate_up.format, num_tokens * top_k)
+    if tiles.native:
+        arithmetic = _native(gate_up.format, architecture)
+    run = _Run(x_TD, expert_ids_TK.contiguous(), arithmetic, options)
     if tiles.words and expert_words.fits(gate_up, down):
         return run.words((gate_up, down), weights_TK.contiguous(), tiles)
     rows, plan = run.rows(gate_up.num_experts, tiles.block_t)
@@ -142,6 +148,15 @@ def _arithmetic(gate_up: ExpertWeights, down: ExpertWeights) -> _Arithmetic:
             f"{', '.join(sorted(_FORMATS))}. Choose the 'reference' kernels for it."
         )
     return _FORMATS[gate_up.format]
+
+
+def _native(weight_format: str, architecture: str) -> _Arithmetic:
+    if weight_format != "mxfp4_act" or architecture not in _NATIVE_ON:
+        raise ConfigError(
+            f"native=1 multiplies MXFP4 rows by MXFP4 weights as they are stored (format 'mxfp4_act', on "
+            f"{_NATIVE_ON[0]}); these are {weight_format!r} on {architecture}. Leave it out."
+        )
+    return _NATIVE
 
 
 class _Run:
@@ -202,7 +217,13 @@ class _Run:
             "num_warps": tiles.warps, "num_stages": tiles.stages, **self._launch,
         }  # fmt: skip
         scale = weight.scales.get("scale")
-        if self._arithmetic.nibbles:
+        if name == "scaled":
+            del shared["FORMAT"], shared["FINAL"]
+            scaled_kernel[grid](
+                rows.codes, weight.codes, rows.scale, scale, plan.tiles, plan.pairs, out, plan.max_tiles,
+                plan.num_pairs, num_outputs, num_columns // 2, BLOCK_B=tiles.block_k // 2, **shared,
+            )  # fmt: skip
+        elif self._arithmetic.nibbles:
             half = num_columns // 2
             group_bytes = 0 if self._arithmetic.scales != "none" or scale is None else half // scale.shape[-1]
             nibble_kernel[grid](
@@ -243,6 +264,9 @@ class _Run:
 
     def _empty_rows(self, num_rows: int, width: int) -> _Rows:
         dtype, device = self._arithmetic.input_dtype, self._x_TD.device
+        if self._arithmetic.input == "mxfp4_packed":
+            shapes = (num_rows, width // 2), (num_rows, width // 32)
+            return _Rows(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
         codes = torch.empty(num_rows, width, dtype=dtype or self._x_TD.dtype, device=device)
         if dtype is None or self._arithmetic.input == "mxfp4":
             return _Rows(codes, None)
