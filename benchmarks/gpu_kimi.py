@@ -32,7 +32,7 @@ from slipstream.kernels.triton.expert_words import words_down_kernel, words_gate
 from slipstream.kernels.triton.experts import experts
 from slipstream.kernels.triton.latent_attention import latent_attention
 
-FORMATS = ("w4a8", "dense", "int4_group", "mxfp4", "fp8_block")
+FORMATS = ("w4a8", "dense", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act", "fp8_block")
 TOKENS = 6  # more than are run word by word, so that a row alone goes through other kernels than rows together
 
 

@@ -7,9 +7,10 @@ import torch
 from typer.testing import CliRunner
 
 from slipstream.cli.bench import app
-from slipstream.engine.rank_models import MODELS, build_target, rank_of
+from slipstream.engine.rank_models import MODELS, build_target, random_experts, rank_of
 from slipstream.errors import ConfigError
 from slipstream.quant.formats.nibbles import unpack_signed
+from slipstream.quant.scheme import dequantize
 
 CPU = torch.device("cpu")
 
@@ -32,12 +33,19 @@ def test_an_unknown_model_is_answered_with_those_there_are():
         rank_of("kimi-k9", 8)
 
 
-@pytest.mark.parametrize("name", ["w4a8", "int4_group", "mxfp4", "fp8_block", "dense"])
+@pytest.mark.parametrize("name", ["w4a8", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act", "fp8_block", "dense"])
 def test_random_experts_have_the_bytes_of_their_format(name):
     spec = rank_of("kimi-k2.5", 1, tiny=True).target
     experts = build_target(spec, name, 16, CPU).layers[1].mlp.experts
     bits = sum(weights.codes.nbytes for weights in experts.weights) * 8 / (8 * 3 * 64 * 128)
-    assert bits == {"w4a8": 4, "int4_group": 4, "mxfp4": 4, "fp8_block": 8, "dense": 16}[name]
+    assert bits == {"fp8_block": 8, "dense": 16}.get(name, 4)
+
+
+@pytest.mark.parametrize("name", ["w4a8", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act"])
+def test_random_experts_are_as_large_as_random_weights(name):
+    torch.manual_seed(0)
+    weights = random_experts(name, (2, 64, 256), CPU)
+    assert 0.6 < dequantize(weights.expert(1)).std() * 16 < 1.6  # powers of two come within a factor
 
 
 def test_codes_have_no_mean_unless_rows_shall_choose_alike():

@@ -21,8 +21,8 @@ from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
-MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "norm_rope", "attention", "sample",
-           "chains", "experts", "latent_attention", "latent_heads", "router")  # fmt: skip
+MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "mxfp4", "norm_rope", "attention",
+           "sample", "chains", "experts", "latent_attention", "latent_heads", "router")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -32,6 +32,7 @@ COUNTS = ("T", "M", "num_rows", "num_pairs", "num_pieces", "num_splits", "num_re
 MATRIX = {  # what a product looks like in each assembly
     "bf16": (r"wgmma\S*bf16|mma\.sync\S*bf16", r"v_mfma_f32_\d+x\d+x\d+\S*bf16"),
     "fp8": (r"wgmma\S*e4m3|mma\.sync\S*e4m3", r"v_mfma_\S*(fp8|f8f6f4)"),
+    "fp4": (r"mma\S*e2m1", r"v_mfma_scale_f32_\S*f8f6f4"),
     "int8": (r"wgmma\S*s8|mma\.sync\S*s8", r"v_mfma_i32_\S*i8"),
 }
 

@@ -11,10 +11,12 @@ from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels.reference.experts import experts as reference
 from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, expert_tiles
 from slipstream.kernels.triton.experts import ExpertOptions, experts
-from slipstream.quant.packed import ExpertWeights
+from slipstream.kernels.triton.tuning import architecture_of
+from slipstream.quant.packed import ExpertWeights, stack_experts
 from slipstream.quant.scheme import scheme_named
 
 SMALL = ExpertTiles(16, StageTiles(32, 64, splits=2), StageTiles(32, 64))
+NATIVE = architecture_of(DEVICE) in ("gfx950", "interpreter")
 WORDS = ExpertTiles(16, StageTiles(4, 64), StageTiles(32, 64), words=True)
 # Weight-only formats round the scaled weight to the activations' type before it is multiplied.
 FORMATS = {
@@ -22,11 +24,20 @@ FORMATS = {
     "w4a8": 1e-3,
     "int4_per_channel": 1e-3,
     "int4_group": 8e-3,
+    "int4_fp8": 1e-3,
     "mxfp4": 1e-3,
+    "mxfp4_act": 1e-3,
     "fp8_per_channel": 1e-3,
     "fp8_block": 1e-3,
 }
-SCHEMES = {"w4a8": "w4a8", "int4_per_channel": "int4", "mxfp4": "mxfp4_weight_only", "fp8_per_channel": "ptpc_fp8"}
+SCHEMES = {
+    "w4a8": "w4a8",
+    "int4_per_channel": "int4",
+    "int4_fp8": "int4_fp8",
+    "mxfp4": "mxfp4_weight_only",
+    "mxfp4_act": "mxfp4",
+    "fp8_per_channel": "ptpc_fp8",
+}
 
 
 def stacked(name, weight_ENK, dtype):
@@ -39,11 +50,8 @@ def stacked(name, weight_ENK, dtype):
         codes = (weight_ENK * 400).clamp(-448, 448).to(torch.float8_e4m3fn)
         return ExpertWeights(name, *shape, codes.to(DEVICE), {"scale": scale.to(DEVICE)})
     scheme = scheme_named("int4", 32) if name == "int4_group" else scheme_named(SCHEMES[name])
-    parts = [scheme.encode(weight, "best") for weight in weight_ENK]
-    scale = torch.stack([part.scales["scale"] for part in parts])
-    return ExpertWeights(
-        name, *shape, torch.stack([part.codes for part in parts]).to(DEVICE), {"scale": scale.to(DEVICE)}
-    )
+    parts = [scheme.encode(weight, "best", float(weight.abs().max())) for weight in weight_ENK]
+    return stack_experts(parts, len(parts), DEVICE)
 
 
 def case(name, dtype=torch.bfloat16, num_tokens=3, width=160, inner=32, num_experts=4, top_k=2):
@@ -69,19 +77,37 @@ def test_each_format_gives_the_references_numbers(name):
     assert not got[2].any()
 
 
-@pytest.mark.parametrize("name", ["w4a8", "dense", "mxfp4"])
+@pytest.mark.parametrize("name", ["w4a8", "dense", "mxfp4", "mxfp4_act", "int4_fp8"])
 def test_float32_activations_lose_nothing(name):
     args = case(name, torch.float32, num_tokens=2)
     assert relative_error(experts(*args, options=ExpertOptions(SMALL)), reference(*args)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["w4a8", "int4_group", "fp8_block"])
+@pytest.mark.parametrize("name", ["w4a8", "int4_group", "int4_fp8", "mxfp4_act", "fp8_block"])
 def test_a_token_has_the_same_bits_alone_as_in_company(name):
     x, gate_up, down, ids, weights = case(name)
     together = experts(x, gate_up, down, ids, weights)
     for token in (0, 2):
         rows = slice(token, token + 1)
         assert torch.equal(experts(x[rows], gate_up, down, ids[rows], weights[rows])[0], together[token])
+
+
+@pytest.mark.skipif(not NATIVE, reason="the GPU has no matrix units for MXFP4")
+@pytest.mark.parametrize("block_k", [64, 128])  # rows of 160 columns are cut evenly by neither
+def test_mxfp4_multiplied_as_it_is_stored_gives_the_references_numbers(block_k):
+    args = case("mxfp4_act", inner=64)
+    args[3][1, 0] = -1
+    native = ExpertTiles(16, StageTiles(32, block_k, splits=2), StageTiles(32, block_k), native=True)
+    got = experts(*args, options=ExpertOptions(native))
+    assert relative_error(got, reference(*args)) < FORMATS["mxfp4_act"]
+    x, gate_up, down, ids, weights = args
+    alone = experts(x[2:], gate_up, down, ids[2:], weights[2:], options=ExpertOptions(native))
+    assert torch.equal(alone[0], got[2])
+
+
+def test_only_mxfp4_is_multiplied_as_it_is_stored():
+    with pytest.raises(ConfigError, match=r"native=1 .*'w4a8'"):
+        experts(*case("w4a8", num_tokens=1), options=ExpertOptions(SMALL.changed({"native": 1})))
 
 
 @settings(max_examples=3, deadline=None)
@@ -140,6 +166,6 @@ def test_each_knob_can_be_set_and_a_wrong_one_is_named():
 
 def test_a_format_without_a_kernel_is_refused_by_name():
     x, gate_up, down, ids, weights = case("dense", num_tokens=1)
-    odd = ExpertWeights("int4_fp8", gate_up.out_features, gate_up.in_features, gate_up.codes)
-    with pytest.raises(KernelError, match="int4_fp8"):
-        experts(x, odd, ExpertWeights("int4_fp8", down.out_features, down.in_features, down.codes), ids, weights)
+    odd = ExpertWeights("q4_0", gate_up.out_features, gate_up.in_features, gate_up.codes)
+    with pytest.raises(KernelError, match="q4_0"):
+        experts(x, odd, ExpertWeights("q4_0", down.out_features, down.in_features, down.codes), ids, weights)

@@ -17,10 +17,14 @@ from slipstream.models.context import KvCache, QueryTokens, paged_context
 PAGE = 16
 
 
+def tiny_target(expert_format):
+    torch.manual_seed(3)
+    return build_target(rank_of("kimi-k2.5", 2, tiny=True).target, expert_format, 64, DEVICE).float()
+
+
 @pytest.fixture(scope="module")
 def target():
-    torch.manual_seed(3)
-    return build_target(rank_of("kimi-k2.5", 2, tiny=True).target, "w4a8", 64, DEVICE).float()
+    return tiny_target("w4a8")
 
 
 def context(target, ops, lengths, width):
@@ -34,8 +38,10 @@ def context(target, ops, lengths, width):
     return paged_context(ops, kv, table, QueryTokens([width] * len(lengths), index, index, torch.full_like(index, -1)))
 
 
+@pytest.mark.parametrize("expert_format", ["w4a8", "int4_fp8", "mxfp4_act"])
 @torch.no_grad()
-def test_a_fused_pass_gives_the_references_stream_and_captures(target):
+def test_a_fused_pass_gives_the_references_stream_and_captures(expert_format):
+    target = tiny_target(expert_format)
     ids = torch.arange(6, device=DEVICE) * 7
     chosen = []
     fast = target(ids, context(target, TritonOps(DEVICE, moe=MoeOptions({}, chosen.append)), [20, 35], 3), (0, 1))

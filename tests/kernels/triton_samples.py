@@ -9,10 +9,13 @@ from slipstream.kernels import AttentionBatch, KvLayer
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.tuning import AttentionConfig, Tuning, architecture_of, read_tuning
-from slipstream.quant.formats import fp8, int4, int8
+from slipstream.quant.formats import fp8, int4, int8, mxfp4
 from slipstream.quant.packed import PackedWeight
+from slipstream.quant.scheme import scheme_named
 
-FORMATS = ("fp8_per_channel", "w8a8_int8", "w4a8", "int4_per_channel", "int4_group")
+FORMATS = (
+    "fp8_per_channel", "w8a8_int8", "w4a8", "int4_per_channel", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act",
+)  # fmt: skip
 REFERENCE = ReferenceOps(DEVICE)
 
 
@@ -33,7 +36,11 @@ def numbers(*shape, generator, dtype=torch.float32) -> torch.Tensor:
 
 def quantized(format: str, rows: int, columns: int, generator) -> PackedWeight:
     weight = torch.randn(rows, columns, generator=generator)
-    if format == "w8a8_int8":
+    if format == "int4_fp8":
+        return scheme_named(format).encode(weight, "best", float(weight.abs().max())).to(DEVICE)
+    if format.startswith("mxfp4"):
+        codes, scale = mxfp4.encode(weight, "best")
+    elif format == "w8a8_int8":
         codes, scale = int8.encode(weight, "best")
     elif format == "fp8_per_channel":
         codes, scale = fp8.encode_per_channel(weight, "best")

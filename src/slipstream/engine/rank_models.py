@@ -15,10 +15,11 @@ from slipstream.models.rope import Rotary
 from slipstream.models.target import Target
 from slipstream.quant.packed import ExpertWeights
 
-EXPERT_FORMATS = ("w4a8", "int4_group", "mxfp4", "fp8_block", "dense")
+EXPERT_FORMATS = ("w4a8", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act", "fp8_block", "dense")
 ROUTINGS = ("spread", "clustered")
 _INT4_SPREAD = 4.6  # the standard deviation of uniform codes -8 to 7
 _MXFP4_SPREAD = 2.8
+_FP8_SPREAD = 90.0  # of a weight's FP8 codes whose largest, some five times as large, is 448
 
 
 @dataclass(frozen=True)
@@ -177,11 +178,15 @@ def random_experts(
             return ExpertWeights(name, num_outputs, num_inputs, weight)
         return experts(weight.to(torch.float8_e4m3fn), -(-num_inputs // 128), dtype=torch.float32, value=size)
     nibbles = torch.empty(num_experts, num_outputs, num_inputs // 2, dtype=torch.uint8, device=device).random_(0, 256)
-    if routing == "spread" and name != "mxfp4":  # whose codes are symmetric
+    if routing == "spread" and not name.startswith("mxfp4"):  # whose codes are symmetric
         nibbles = torch.where(nibbles & 0x0F == 0x08, nibbles & 0xF0, nibbles)
         nibbles = torch.where(nibbles & 0xF0 == 0x80, nibbles & 0x0F, nibbles)
     if name == "w4a8":
         return experts(nibbles, dtype=torch.float32, value=size / _INT4_SPREAD)
+    if name == "int4_fp8":
+        weights = experts(nibbles, dtype=torch.float32, value=size / _FP8_SPREAD)
+        scale_2 = torch.full_like(weights.scales["scale"], _FP8_SPREAD / _INT4_SPREAD)
+        return replace(weights, scales={**weights.scales, "scale_2": scale_2})
     if name == "int4_group":
         return experts(nibbles, num_inputs // 32, dtype=torch.bfloat16, value=size / _INT4_SPREAD)
     exponent = 127 + round(math.log2(size / _MXFP4_SPREAD))

@@ -12,12 +12,11 @@ import triton.language as tl
 
 from slipstream.kernels.triton.expert_rows import FP8_GROUP
 from slipstream.kernels.triton.launch import show_copies, wait_for_inputs
-
-_MX_GROUP_BYTES = tl.constexpr(16)
+from slipstream.kernels.triton.mxfp4 import mxfp4_value
 
 
 @triton.jit
-def _tile(tiles_ptr, pairs_ptr, tile, num_outputs, ROWS_PER_INPUT: tl.constexpr,
+def tile_of(tiles_ptr, pairs_ptr, tile, num_outputs, ROWS_PER_INPUT: tl.constexpr,
           BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """Return this program's expert, pairs, which of them are real, their input rows, its outputs and its split."""
     expert = tl.load(tiles_ptr + 3 * tile).to(tl.int64)
@@ -49,21 +48,12 @@ def _nibbles(codes, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def _mxfp4_value(code, dtype: tl.constexpr):
-    """Return E2M1 codes 0 to 15 as numbers; twice a magnitude is an integer."""
-    magnitude = code & 7
-    double = tl.where(magnitude < 2, magnitude, (2 | (magnitude & 1)) << (tl.maximum(magnitude >> 1, 1) - 1))
-    value = double.to(tl.float32) * 0.5
-    return tl.where(code < 8, value, -value).to(dtype)
-
-
-@triton.jit
 def _expanded(codes, scale_ptr, FORMAT: tl.constexpr, GROUP_BYTES: tl.constexpr, dtype: tl.constexpr,
               scale_mask, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):  # fmt: skip
     """Return a block of packed bytes as two blocks of numbers, low and high nibbles, scaled if groups are."""
     if FORMAT == "mxfp4":
         bits = codes.to(tl.int32)
-        low, high = _mxfp4_value(bits & 15, dtype), _mxfp4_value((bits >> 4) & 15, dtype)
+        low, high = mxfp4_value(bits & 15, dtype), mxfp4_value((bits >> 4) & 15, dtype)
     else:
         low = ((codes << 4) >> 4).to(tl.float32).to(dtype)
         high = (codes >> 4).to(tl.float32).to(dtype)
@@ -77,18 +67,20 @@ def _expanded(codes, scale_ptr, FORMAT: tl.constexpr, GROUP_BYTES: tl.constexpr,
 
 
 @triton.jit
-def nibble_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, out_ptr, max_tiles, num_pairs,
-                  N, HALF, ROWS_PER_INPUT: tl.constexpr, FORMAT: tl.constexpr, GROUP_BYTES: tl.constexpr,
+def nibble_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, tiles_ptr, pairs_ptr, out_ptr, max_tiles,
+                  num_pairs, N, HALF, ROWS_PER_INPUT: tl.constexpr, FORMAT: tl.constexpr, GROUP_BYTES: tl.constexpr,
                   BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, SPLITS: tl.constexpr,
                   FINAL: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Multiply weights of two codes a byte: "w4a8" in integers, "int4" and "mxfp4" with rows in their own type.
+    """Multiply weights of two codes a byte: "w4a8" in integers, the others widened to the rows' own type.
 
-    HALF is the bytes of a weight's row. Unless FINAL, raw sums go to out[split, pair, N] and scales come later.
-    There are fewer programs than there may be tiles: each takes every so-manieth of those there are.
+    The others are "int4" and "mxfp4", whose rows have no scale left to apply, and "int4_fp8", whose rows are FP8 codes
+    in a wider type, with a scale each, and whose weights have two. HALF is the bytes of a weight's row. Unless FINAL,
+    raw sums go to out[split, pair, N] and scales come later. There are fewer programs than there may be tiles: each
+    takes every so-manieth of those there are.
     """
     wait_for_inputs(PDL)
     for tile in range(tl.program_id(1), tl.load(tiles_ptr + 3 * max_tiles), tl.num_programs(1)):
-        expert, pairs, real, rows, outputs, split = _tile(
+        expert, pairs, real, rows, outputs, split = tile_of(
             tiles_ptr, pairs_ptr, tile, N, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
         )
         byte = tl.arange(0, BLOCK_B)
@@ -126,15 +118,20 @@ def nibble_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
         if FORMAT == "w4a8":
             acc = acc >> 4
         if FINAL and GROUP_BYTES == 0:
-            acc = _scaled(acc, x_scale_ptr, w_scale_ptr, rows, real, expert * N + outputs, is_output, FORMAT == "w4a8")
+            input_scales: tl.constexpr = FORMAT == "w4a8" or FORMAT == "int4_fp8"
+            acc = _scaled(acc, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, rows, real, expert * N + outputs, is_output,
+                          input_scales)  # fmt: skip
         at = (split.to(tl.int64) * num_pairs + pairs)[None, :] * N + outputs[:, None]
         tl.store(out_ptr + at, acc, mask=is_output[:, None] & real[None, :])
 
 
 @triton.jit
-def _scaled(acc, x_scale_ptr, w_scale_ptr, rows, real, weight_rows, is_output, INPUT_SCALES: tl.constexpr):
-    """Return sums as numbers: times the scale of each output, and of each row where inputs are quantized."""
+def _scaled(acc, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, rows, real, weight_rows, is_output,
+            INPUT_SCALES: tl.constexpr):  # fmt: skip
+    """Return sums as numbers: times the scale, or both, of each output, and of each row where inputs are quantized."""
     scale = tl.load(w_scale_ptr + weight_rows, mask=is_output, other=0).to(tl.float32)[:, None]
+    if w_scale_2_ptr is not None:
+        scale *= tl.load(w_scale_2_ptr + weight_rows, mask=is_output, other=0)[:, None]
     if INPUT_SCALES:
         scale = tl.load(x_scale_ptr + rows, mask=real, other=0.0)[None, :] * scale
     return acc.to(tl.float32) * scale
@@ -148,7 +145,7 @@ def number_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
     """Multiply weights of one number a column: "dense", "fp8" (scales come last) or "fp8_block" (each 128 columns)."""
     wait_for_inputs(PDL)
     for tile in range(tl.program_id(1), tl.load(tiles_ptr + 3 * max_tiles), tl.num_programs(1)):
-        expert, pairs, real, rows, outputs, split = _tile(
+        expert, pairs, real, rows, outputs, split = tile_of(
             tiles_ptr, pairs_ptr, tile, N, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
         )
         column = tl.arange(0, BLOCK_K)
@@ -177,6 +174,6 @@ def number_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
             else:
                 acc = tl.dot(w, x, acc, input_precision="ieee")
         if FINAL and FORMAT == "fp8":
-            acc = _scaled(acc, x_scale_ptr, w_scale_ptr, rows, real, weight_rows, is_output, True)
+            acc = _scaled(acc, x_scale_ptr, w_scale_ptr, None, rows, real, weight_rows, is_output, True)
         at = (split.to(tl.int64) * num_pairs + pairs)[None, :] * N + outputs[:, None]
         tl.store(out_ptr + at, acc, mask=is_output[:, None] & real[None, :])

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.launch import wait_for_inputs
+from slipstream.kernels.triton.mxfp4 import GROUP, mxfp4_codes, mxfp4_rounded
 
 PAIRS_PER_STEP = 256
 _E4M3_MAX = tl.constexpr(448.0)
@@ -33,18 +34,23 @@ def round_even(x):
 def write_row(x, row, width, codes_ptr, scale_ptr, INPUT: tl.constexpr, BLOCK: tl.constexpr):
     """Write one row (float32 [BLOCK], zero past `width`) as a product with `INPUT` arithmetic reads it.
 
-    INPUT: "plain" and "halves" keep the numbers; "int8" (halves) and "fp8" have one scale for the row, "fp8_block"
-    one for each 128 columns. Divisions are exact, as the reference divides, so codes are the reference's.
+    INPUT: "plain" and "halves" keep the numbers; "int8" (halves), "fp8" and "fp8_halves" have one scale for the row,
+    "fp8_block" one for each 128 columns; "mxfp4" (halves) is rounded, its scales multiplied in; "mxfp4_packed" has two
+    codes a byte, and scales. Divisions are exact, as the reference divides, so codes are the reference's; they may be
+    stored in a wider type.
     """
+    if INPUT == "mxfp4_packed":
+        _write_packed(x, row, width, codes_ptr, scale_ptr, BLOCK)
+        return
     column = tl.arange(0, BLOCK)
     at = column
-    if INPUT == "halves" or INPUT == "int8":
+    if INPUT == "halves" or INPUT == "int8" or INPUT == "fp8_halves" or INPUT == "mxfp4":
         at = (column % 2) * (width // 2) + column // 2
     if INPUT == "int8":
         scale = tl.div_rn(tl.max(tl.abs(x), 0), _INT8_MAX)
         tl.store(scale_ptr + row, scale)
         x = round_even(tl.div_rn(x, tl.zeros_like(x) + tl.where(scale == 0, 1.0, scale)))
-    if INPUT == "fp8":
+    if INPUT == "fp8" or INPUT == "fp8_halves":
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), 1e-12), _E4M3_MAX)
         tl.store(scale_ptr + row, scale)
         x = tl.div_rn(x, tl.zeros_like(x) + scale)
@@ -56,9 +62,23 @@ def write_row(x, row, width, codes_ptr, scale_ptr, INPUT: tl.constexpr, BLOCK: t
         group = tl.arange(0, groups)
         tl.store(scale_ptr + row * num_groups + group, scales, mask=group < num_groups)
         x = tl.reshape(tl.div_rn(x, tl.zeros_like(x) + scales[:, None]), [BLOCK])
-    if INPUT == "fp8" or INPUT == "fp8_block":
+    if INPUT == "fp8" or INPUT == "fp8_halves" or INPUT == "fp8_block":
         x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
+    if INPUT == "fp8_halves":
+        x = x.to(tl.float8e4nv).to(tl.float32)
+    if INPUT == "mxfp4":
+        x = tl.reshape(mxfp4_rounded(tl.reshape(x, [BLOCK // GROUP, GROUP])), [BLOCK])
     tl.store(codes_ptr + row * width + at, x.to(codes_ptr.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _write_packed(x, row, width, codes_ptr, scale_ptr, BLOCK: tl.constexpr):
+    """Write one row as MXFP4 is stored: bytes of an even and an odd column, and a scale for each group."""
+    codes, stored = mxfp4_codes(tl.reshape(x, [BLOCK // GROUP, GROUP]))
+    low, high = tl.split(tl.reshape(codes, [BLOCK // 2, 2]))
+    byte, group = tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK // GROUP)
+    tl.store(codes_ptr + row * (width // 2) + byte, (low | (high << 4)).to(tl.uint8), mask=byte < width // 2)
+    tl.store(scale_ptr + row * (width // GROUP) + group, stored.to(tl.uint8), mask=group < width // GROUP)
 
 
 @triton.jit
@@ -129,7 +149,7 @@ def activated(gate, up, TYPE: tl.constexpr):
 
 
 @triton.jit
-def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, ids_ptr, codes_ptr, scale_ptr, num_pairs, width,
+def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, ids_ptr, codes_ptr, scale_ptr, num_pairs, width,
                     TOP_K: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, INPUT: tl.constexpr,
                     TYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Add one pair's splits, apply scales and silu(gate) * up, round to TYPE and write the row stage 2 reads."""
@@ -152,6 +172,10 @@ def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, ids_ptr, codes_ptr, scal
         w_at = w_scale_ptr + expert * (2 * width) + column
         gate_scale = tl.load(w_at, mask=inside, other=0).to(tl.float32)
         up_scale = tl.load(w_at + width, mask=inside, other=0).to(tl.float32)
+        if w_scale_2_ptr is not None:
+            w_at = w_scale_2_ptr + expert * (2 * width) + column
+            gate_scale *= tl.load(w_at, mask=inside, other=0)
+            up_scale *= tl.load(w_at + width, mask=inside, other=0)
         if SCALES == "both":
             x_scale = tl.load(x_scale_ptr + pair // TOP_K)
             gate_scale, up_scale = x_scale * gate_scale, x_scale * up_scale

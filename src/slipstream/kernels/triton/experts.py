@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.errors import KernelError
+from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels.triton import expert_words
 from slipstream.kernels.triton.expert_products import nibble_kernel, number_kernel
 from slipstream.kernels.triton.expert_rows import (
@@ -25,6 +25,7 @@ from slipstream.kernels.triton.expert_rows import (
     quantize_kernel,
     rows_kernel,
 )
+from slipstream.kernels.triton.expert_scaled import scaled_kernel
 from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, expert_tiles, matrix_instruction
 from slipstream.kernels.triton.expert_variants import variants
 from slipstream.kernels.triton.expert_words import run_words
@@ -58,8 +59,12 @@ _FORMATS = {
     "w4a8": _Arithmetic("w4a8", True, "int8", torch.int8, "both"),
     "int4_per_channel": _Arithmetic("int4", True, "halves", None, "weight"),
     "int4_group": _Arithmetic("int4", True, "halves", None, "none"),
+    "int4_fp8": _Arithmetic("int4_fp8", True, "fp8_halves", torch.bfloat16, "both"),
     "mxfp4": _Arithmetic("mxfp4", True, "halves", None, "none"),
+    "mxfp4_act": _Arithmetic("mxfp4", True, "mxfp4", torch.bfloat16, "none"),
 }
+_NATIVE = _Arithmetic("scaled", False, "mxfp4_packed", torch.uint8, "none")
+_NATIVE_ON = ("gfx950", "interpreter")
 _PROGRAMS = 1056  # of a product: eight to each of 132 processors; more would mostly find no tile of theirs
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -102,8 +107,11 @@ def experts(
     """Return the weighted sum of each token's experts, as the reference does."""
     options = options or ExpertOptions()
     num_tokens, top_k = expert_ids_TK.shape
-    run = _Run(x_TD, expert_ids_TK.contiguous(), _arithmetic(gate_up, down), options)
-    tiles = options.tiles or expert_tiles(architecture_of(x_TD.device), gate_up.format, num_tokens * top_k)
+    architecture, arithmetic = architecture_of(x_TD.device), _arithmetic(gate_up, down)
+    tiles = options.tiles or expert_tiles(architecture, gate_up.format, num_tokens * top_k)
+    if tiles.native:
+        arithmetic = _native(gate_up.format, architecture)
+    run = _Run(x_TD, expert_ids_TK.contiguous(), arithmetic, options)
     if tiles.words and expert_words.fits(gate_up, down):
         return run.words((gate_up, down), weights_TK.contiguous(), tiles)
     rows, plan = run.rows(gate_up.num_experts, tiles.block_t)
@@ -140,6 +148,15 @@ def _arithmetic(gate_up: ExpertWeights, down: ExpertWeights) -> _Arithmetic:
             f"{', '.join(sorted(_FORMATS))}. Choose the 'reference' kernels for it."
         )
     return _FORMATS[gate_up.format]
+
+
+def _native(weight_format: str, architecture: str) -> _Arithmetic:
+    if weight_format != "mxfp4_act" or architecture not in _NATIVE_ON:
+        raise ConfigError(
+            f"native=1 multiplies MXFP4 rows by MXFP4 weights as they are stored (format 'mxfp4_act', on "
+            f"{_NATIVE_ON[0]}); these are {weight_format!r} on {architecture}. Leave it out."
+        )
+    return _NATIVE
 
 
 class _Run:
@@ -200,12 +217,18 @@ class _Run:
             "num_warps": tiles.warps, "num_stages": tiles.stages, **self._launch,
         }  # fmt: skip
         scale = weight.scales.get("scale")
-        if self._arithmetic.nibbles:
+        if name == "scaled":
+            del shared["FORMAT"], shared["FINAL"]
+            scaled_kernel[grid](
+                rows.codes, weight.codes, rows.scale, scale, plan.tiles, plan.pairs, out, plan.max_tiles,
+                plan.num_pairs, num_outputs, num_columns // 2, BLOCK_B=tiles.block_k // 2, **shared,
+            )  # fmt: skip
+        elif self._arithmetic.nibbles:
             half = num_columns // 2
             group_bytes = 0 if self._arithmetic.scales != "none" or scale is None else half // scale.shape[-1]
             nibble_kernel[grid](
-                rows.codes, weight.codes.view(torch.int8), rows.scale, scale, plan.tiles, plan.pairs, out,
-                plan.max_tiles, plan.num_pairs, num_outputs, half,
+                rows.codes, weight.codes.view(torch.int8), rows.scale, scale, weight.scales.get("scale_2"), plan.tiles,
+                plan.pairs, out, plan.max_tiles, plan.num_pairs, num_outputs, half,
                 GROUP_BYTES=group_bytes, BLOCK_B=tiles.block_k // 2, ASSEMBLY=_assembly(rows.codes), **shared,
             )  # fmt: skip
         else:
@@ -220,7 +243,8 @@ class _Run:
         splits, num_pairs, width = sums.shape[0], sums.shape[1], sums.shape[2] // 2
         hidden = self._empty_rows(num_pairs, width)
         activate_kernel[(num_pairs,)](
-            sums, x.scale, gate_up.scales.get("scale"), self._ids_TK, hidden.codes, hidden.scale, num_pairs, width,
+            sums, x.scale, gate_up.scales.get("scale"), gate_up.scales.get("scale_2"), self._ids_TK, hidden.codes,
+            hidden.scale, num_pairs, width,
             TOP_K=self._top_k, SCALES=self._arithmetic.scales, SPLITS=splits, INPUT=self._arithmetic.input,
             TYPE=_TYPES[self._x_TD.dtype], BLOCK=_block(width), **self._launch,
         )  # fmt: skip
@@ -240,8 +264,11 @@ class _Run:
 
     def _empty_rows(self, num_rows: int, width: int) -> _Rows:
         dtype, device = self._arithmetic.input_dtype, self._x_TD.device
+        if self._arithmetic.input == "mxfp4_packed":
+            shapes = (num_rows, width // 2), (num_rows, width // 32)
+            return _Rows(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
         codes = torch.empty(num_rows, width, dtype=dtype or self._x_TD.dtype, device=device)
-        if dtype is None:
+        if dtype is None or self._arithmetic.input == "mxfp4":
             return _Rows(codes, None)
         groups = triton.cdiv(width, 128) if self._arithmetic.input == "fp8_block" else 1
         return _Rows(codes, torch.empty(num_rows, groups, dtype=torch.float32, device=device))

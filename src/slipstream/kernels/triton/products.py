@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.triton import nibble_linear, quantize
+from slipstream.kernels.triton import mxfp4, nibble_linear, quantize
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, token_tile
 from slipstream.kernels.triton.narrow_products import MOST_ROWS, multiply_narrow, rope_fits
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
@@ -25,9 +25,13 @@ _INPUTS: dict[str, Codes | None] = {
     "w4a8": "int8",
     "int4_per_channel": None,
     "int4_group": None,
+    "int4_fp8": None,
+    "mxfp4": None,
+    "mxfp4_act": None,
 }
-"""Formats these kernels multiply, and the codes their rows are turned into."""
-_NIBBLES = ("w4a8", "int4_per_channel", "int4_group")
+"""Formats these kernels multiply, and the codes their rows are turned into; see `_widened_rows` for the others."""
+_NIBBLES = ("w4a8", "int4_per_channel", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act")
+_GROUPED = ("int4_group", "mxfp4", "mxfp4_act")
 _DENSE = (torch.bfloat16, torch.float16, torch.float32)
 _SERIAL_ABOVE = 256  # rows; from here on tiles fill the device without more programs to a tile
 
@@ -49,12 +53,13 @@ class Products:
             return weight
         scales = dict(weight.scales)
         codes = weight.codes.contiguous()
-        if weight.format == "int4_group":
-            half = _half(weight)
+        half = _half(weight) if weight.format in _NIBBLES else 0
+        if weight.format in _GROUPED:
             scales["scale"] = scales["scale"].contiguous()
         else:
-            half = _half(weight) if weight.format in ("w4a8", "int4_per_channel") else 0
             scales["scale"] = by_row(scales["scale"], weight).float().contiguous()
+        if weight.format == "int4_fp8":
+            scales["scale"] = scales["scale"] * scales.pop("scale_2")
         if half is None:
             return weight
         if half:
@@ -70,7 +75,7 @@ class Products:
         return weight.dtype in _DENSE and weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]
 
     def wants(self, weight: Weight) -> Codes | None:
-        """Return the codes a weight's rows are turned into with scales of their own; None: the rows as they are."""
+        """Return the codes a weight's rows are turned into, with a scale each; None where `rows_for` makes the rows."""
         if not isinstance(weight, PackedWeight):
             return None
         return _INPUTS[weight.format.removesuffix(SUFFIX)] if "input_scale" not in weight.scales else None
@@ -83,7 +88,15 @@ class Products:
             if codes is not None:
                 static = weight.scales.get("input_scale")
                 return Rows(*quantize.quantize_rows(x_TK, codes, static, self.dependent), x_TK.dtype)
+            return self._widened_rows(weight.format.removesuffix(SUFFIX), x_TK)
         return Rows(x_TK, None, x_TK.dtype)
+
+    def _widened_rows(self, format: str, x_TK: Tensor) -> Rows:
+        """Return rows rounded as a format's inputs are, in bfloat16, which holds them exactly; or as they are."""
+        if format == "int4_fp8":
+            rows = quantize.quantize_rows(x_TK, "fp8", None, self.dependent, torch.bfloat16)
+            return Rows(*rows, x_TK.dtype)
+        return Rows(mxfp4.round_rows(x_TK, self.dependent) if format == "mxfp4_act" else x_TK, None, x_TK.dtype)
 
     def multiply(self, rows: Rows, weight: Weight, epilogue: Epilogue) -> Tensor:
         """Return rows times the weight."""
@@ -201,5 +214,5 @@ def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:
 def _half(weight: PackedWeight) -> int | None:
     """Return the columns of half a block of nibbles, None if the columns do not come out even."""
     scale = weight.scales["scale"]
-    grouped = weight.format.startswith("int4_group")
+    grouped = weight.format.removesuffix(SUFFIX) in _GROUPED
     return nibble_linear.half_block(weight.in_features, weight.in_features // scale.shape[1] if grouped else None)

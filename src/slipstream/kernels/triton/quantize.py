@@ -72,14 +72,17 @@ def _quantize_kernel(
             tl.store(codes_ptr + row * width + at, encode(x, divisor, CODES), mask=at < width)
 
 
-def quantize_rows(x_TD: Tensor, codes: Codes, static: Tensor | None, dependent: bool) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x_TD: Tensor, codes: Codes, static: Tensor | None, dependent: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Return codes [T, D] and scales [T] of rows whose last dimension is contiguous.
 
     Args:
         static: one float32 scale for all rows, where a checkpoint fixes it.
+        dtype: a wider type to keep the codes in, for a product that would widen them.
     """
     num_rows, width = x_TD.shape
-    codes_TD = torch.empty(num_rows, width, dtype=CODE_DTYPES[codes], device=x_TD.device)
+    codes_TD = torch.empty(num_rows, width, dtype=dtype or CODE_DTYPES[codes], device=x_TD.device)
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=x_TD.device)
     block = min(triton.next_power_of_2(width), _WIDEST)
     _quantize_kernel[(num_rows,)](
@@ -96,16 +99,16 @@ def _num_warps(block: int) -> int:
 
 
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: both kinds of codes, rows of an 8B model and of its feed-forward."""
-    kinds = {"fp8": "*fp8e4nv", "int8": "*i8"}
+    """List what ships: both kinds of codes and FP8 in a wider type, rows of an 8B model and of its feed-forward."""
+    kinds = {"fp8": "*fp8e4nv", "int8": "*i8", "fp8 as bf16": "*bf16"}
     return [
         Variant(
-            f"quantize {codes}, rows up to {block}",
+            f"quantize {kind}, rows up to {block}",
             _quantize_kernel,
             {"x_ptr": "*bf16", "static_ptr": "*fp32", "codes_ptr": pointer, "scale_ptr": "*fp32", "width": "i32",
              "x_stride": "i32"},
-            {"BLOCK": block, "WHOLE": True, "CODES": codes, "STATIC": False, "PDL": False},
+            {"BLOCK": block, "WHOLE": True, "CODES": kind.split()[0], "STATIC": False, "PDL": False},
             _num_warps(block), 2, divisible=("x_ptr", "codes_ptr", "width", "x_stride"),
         )
-        for codes, pointer in kinds.items() for block in (4096, _WIDEST)
+        for kind, pointer in kinds.items() for block in (4096, _WIDEST)
     ]  # fmt: skip

@@ -87,7 +87,8 @@ class Tuning:
 
     Args:
         linear: configurations by "format:N:K".
-        linear_many: tiles of passes with 17 to 64 rows, by "format:N:K", where others are faster than `linear`'s.
+        linear_many: tiles of passes with 17 to 64 rows, by "format:N:K" or by format, where others are better than
+            `linear`'s.
         wide: tiles of passes with more than 256 rows, by format; without `wide_linear` those with more than 64.
         wide_linear: tiles of passes with up to 256 rows that one program takes, by "format:N:K" or by format; of those
             with up to 64 rows by "format:N:K/64" only, and other passes have the narrow tiles.
@@ -132,7 +133,8 @@ class Tuning:
 
     def many_config(self, shape: str, narrow: LinearConfig) -> LinearConfig:
         """Return the tiles of a "format:N:K" for a few dozen rows; the bits stay those of `narrow`."""
-        return _with_order_of(narrow, self.linear_many.get(shape, narrow))
+        tiles = self.linear_many.get(shape) or self.linear_many.get(shape.partition(":")[0], narrow)
+        return _with_order_of(narrow, tiles)
 
     def wide_config(self, format: str, narrow: LinearConfig) -> LinearConfig:
         """Return the tiles for passes of many rows; the bits stay those of `narrow`."""

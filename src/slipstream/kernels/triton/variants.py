@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Matrix = Literal["none", "bf16", "fp8", "int8"]
+Matrix = Literal["none", "bf16", "fp8", "fp4", "int8"]
 
 
 @dataclass(frozen=True)
