@@ -8,7 +8,6 @@ what is kept but not what is computed.
 """
 
 import argparse
-import math
 import statistics
 
 import torch
@@ -17,7 +16,7 @@ from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.engine.loading import read_draft
-from slipstream.kernels import Follower, RoundModels, RoundStart
+from slipstream.kernels import Cut, Follower, RoundModels, RoundStart
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
@@ -54,7 +53,7 @@ class Rounds:
 
     def run(self) -> None:
         """Run one round and keep its times."""
-        result = self._ops.run_round(self._models, self._start, self._depth, -math.inf)
+        result = self._ops.run_round(self._models, self._start, self._depth, Cut())
         assert result is not None, "the kernels read the embedded model"
         self.seconds.append(result.seconds)
 

@@ -1,14 +1,12 @@
 """Drafting a chain in one call proposes what drafting it level by level proposes, and steps keep to one pool."""
 
-import math
-
 import pytest
 import torch
 
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.errors import KernelError
-from slipstream.kernels import ChainStart
+from slipstream.kernels import ChainStart, Cut
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache
 from slipstream.models.packing import quantize_linears
@@ -29,14 +27,14 @@ DRAFTS = {
 class PartByPart(CpuOps):
     """The same kernels, but no round in one call."""
 
-    def run_round(self, models, start, depth, floor):
+    def run_round(self, models, start, depth, cut):
         return None
 
 
 class LevelByLevel(PartByPart):
     """The same kernels, but no chain in one call either."""
 
-    def draft_chain(self, draft, kv, start, depth, floor):
+    def draft_chain(self, draft, kv, start, depth, cut):
         return None
 
 
@@ -79,9 +77,26 @@ def test_a_chain_that_would_leave_its_pages_is_refused(fast_ops):
         torch.zeros(1, 32),
         torch.zeros(1, VOCAB),
     )
-    assert fast_ops.draft_chain(draft, kv, start, 2, -math.inf) is not None
+    assert fast_ops.draft_chain(draft, kv, start, 2, Cut()) is not None
     with pytest.raises(KernelError, match="outside its pages"):
-        fast_ops.draft_chain(draft, kv, start, 3, -math.inf)
+        fast_ops.draft_chain(draft, kv, start, 3, Cut())
+
+
+def test_a_level_is_drafted_only_where_the_chains_before_it_are_likely_enough_together(fast_ops):
+    draft = tiny_draft(TARGET)
+    kv = KvCache.allocate(draft.kv_shape, 4, 4, torch.float32, torch.device("cpu"))
+    pages = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    zeros = torch.zeros(2, dtype=torch.int64)
+    start = ChainStart(pages, 4, zeros, torch.zeros(2), zeros, torch.randn(2, 32), torch.randn(2, VOCAB))
+    scores_RK, _ = fast_ops.draft_chain(draft, kv, start, 4, Cut())
+    assert scores_RK.isfinite().all()
+    by_level = scores_RK.exp().sum(0).tolist()  # falling: what a chain is worth only shrinks
+    for level, worth in enumerate(by_level[:3]):
+        cut_RK, _ = fast_ops.draft_chain(draft, kv, start, 4, Cut(need=worth * 1.001))
+        assert torch.equal(cut_RK[:, : level + 1], scores_RK[:, : level + 1])
+        assert cut_RK[:, level + 1 :].eq(-torch.inf).all()
+    floor = float(scores_RK[:, 0].max()) + 1e-3
+    assert fast_ops.draft_chain(draft, kv, start, 4, Cut(floor))[0][:, 1:].eq(-torch.inf).all()
 
 
 def test_a_draft_that_names_tokens_without_embeddings_is_refused(fast_ops):
@@ -91,7 +106,7 @@ def test_a_draft_that_names_tokens_without_embeddings_is_refused(fast_ops):
     zero = torch.tensor([0])
     start = ChainStart(torch.zeros(1, 2, dtype=torch.int32), 4, zero, torch.zeros(1), zero, *torch.zeros(2, 1, 32))
     with pytest.raises(KernelError, match="outside 0 to 60"):
-        fast_ops.draft_chain(draft, kv, start, 2, -math.inf)
+        fast_ops.draft_chain(draft, kv, start, 2, Cut())
 
 
 def test_torch_keeps_to_one_thread_within_a_step_and_has_its_own_back_after_it(fast_ops, monkeypatch):

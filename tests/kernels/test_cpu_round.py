@@ -8,7 +8,7 @@ import torch
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.errors import KernelError
-from slipstream.kernels import Follower, RoundModels, RoundStart
+from slipstream.kernels import Cut, Follower, RoundModels, RoundStart
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache
 from slipstream.models.packing import quantize_linears
@@ -33,7 +33,7 @@ DRAFTS = {
 class PartByPart(CpuOps):
     """The same kernels, but no round in one call."""
 
-    def run_round(self, models, start, depth, floor):
+    def run_round(self, models, start, depth, cut):
         return None
 
 
@@ -42,9 +42,9 @@ class Counted(CpuOps):
 
     requests: tuple[int, ...] = ()
 
-    def run_round(self, models, start, depth, floor):
+    def run_round(self, models, start, depth, cut):
         self.requests += (len(start.roots),)
-        return super().run_round(models, start, depth, floor)
+        return super().run_round(models, start, depth, cut)
 
 
 class Resting(Pace):
@@ -54,7 +54,7 @@ class Resting(Pace):
 
     def start(self, num_requests, depth):
         super().start(num_requests, depth)
-        return Reach(depth, -math.inf) if Resting.step % 8 < 3 else Reach(0, math.inf, follows=False)
+        return Reach(depth, Cut()) if Resting.step % 8 < 3 else Reach(0, Cut(math.inf), follows=False)
 
 
 def story(draft, ops, temperature=0.0, shape=CHAIN):
@@ -161,16 +161,16 @@ def test_a_round_that_would_leave_its_pages_or_tables_is_refused(fast_ops, chang
     whole = dict(pages=[[0, 1]], roots=[3], lengths=[5], temperatures=[0.0], seeds=[1], limits=[2])  # noqa: C408
     start = RoundStart(**{**whole, "followers": [Follower.start(torch.zeros(32), 96, 8)], **change})
     if accepted:
-        assert fast_ops.run_round(models, start, 3, -math.inf) is not None
+        assert fast_ops.run_round(models, start, 3, Cut()) is not None
         return
     with pytest.raises(KernelError, match="outside its pages"):
-        fast_ops.run_round(models, start, 3, -math.inf)
+        fast_ops.run_round(models, start, 3, Cut())
 
 
 def test_a_floor_above_every_score_checks_roots_alone(fast_ops):
     draft = tiny_draft(TARGET)
     kvs = [KvCache.allocate(model.kv_shape, 2, 4, torch.float32, torch.device("cpu")) for model in (TARGET, draft)]
     start = RoundStart([[0, 1]], [3], [5], [0.0], [1], [2], [Follower.start(torch.zeros(32), 96, 8)])
-    result = fast_ops.run_round(RoundModels(TARGET, kvs[0], (0, 1, 2), draft, kvs[1]), start, 2, math.inf)
+    result = fast_ops.run_round(RoundModels(TARGET, kvs[0], (0, 1, 2), draft, kvs[1]), start, 2, Cut(math.inf))
     assert list(result.checked) == [0]
     assert [len(tokens) for tokens in result.tokens] == [1]

@@ -1,5 +1,6 @@
 """Chains end where going on would not pay, by costs and confidence alone; the text never depends on it."""
 
+import itertools
 import math
 import random
 
@@ -7,9 +8,10 @@ import pytest
 
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
+from slipstream.kernels import Cut
 from slipstream.kernels.cpu.library import LIBRARY_PATH
 from slipstream.kernels.cpu.ops import CpuOps
-from slipstream.speculation.controller import ChainController, DraftedPass
+from slipstream.speculation.controller import ChainController, DraftedChain, DraftedPass
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
@@ -20,67 +22,79 @@ def simulate(row_s: float, base_s: float = 0.005, level_s: float = 0.0003, true_
     """Run a controller on a machine whose costs are known, for one request and chains of 5; return it."""
     controller, order = ChainController(), random.Random(0)
     for _ in range(passes):
-        floor = controller.floor(1)
-        score, nodes, alive = 0.0, [], True
+        reach = controller.reach(1, 5)
+        floor = (reach.cut if reach.depth else controller.cut(1)).floor  # drafting goes on even where it should rest
+        scores, checked, kept, alive = [], 0, 0, True
         for _ in range(5):
-            score += math.log(order.uniform(0.3, 1.0))
-            if score < floor:
+            before = math.exp(scores[-1]) if scores else 1.0
+            scores.append((scores[-1] if scores else 0.0) + math.log(order.uniform(0.3, 1.0)))
+            if scores[-1] < floor:
                 break
-            alive = alive and order.random() < true_chance(math.exp(score)) / (
-                true_chance(math.exp(nodes[-1][0])) if nodes else 1
-            )
-            nodes.append((score, alive))
-        rows, levels = 1 + len(nodes), max(len(nodes), 1)
-        check_s = base_s + row_s * rows
-        cycle_s = check_s + level_s * levels
-        kept = sum(alive for _, alive in nodes)
-        controller.record(DraftedPass(1, rows, levels, level_s * levels, check_s, cycle_s, 1 + kept, nodes))
+            alive = alive and order.random() < true_chance(math.exp(scores[-1])) / true_chance(before)
+            checked, kept = checked + 1, kept + alive
+        check_s = base_s + row_s * (1 + checked)
+        draft_s = level_s * len(scores)
+        chains = [DraftedChain(scores, checked, kept)]
+        controller.record(DraftedPass(chains, len(scores), draft_s, check_s, check_s + draft_s))
     return controller
 
 
 def test_where_rows_cost_nothing_everything_is_worth_checking():
-    assert simulate(row_s=0.0, level_s=0.0).floor(1) == -math.inf
+    assert simulate(row_s=0.0, level_s=0.0).cut(1) == Cut(-math.inf, 0.0)
 
 
 def test_where_a_row_costs_as_much_as_a_pass_only_what_is_nearly_sure_is_drafted():
-    assert simulate(row_s=0.05, base_s=0.0).floor(1) >= math.log(0.7)
+    assert simulate(row_s=0.05, base_s=0.0).cut(1).floor >= math.log(0.7)
 
 
 def test_the_dearer_a_row_the_surer_the_draft_must_be():
-    floors = [simulate(row_s=row_s).floor(1) for row_s in (0.0001, 0.001, 0.004)]
+    floors = [simulate(row_s=row_s).cut(1).floor for row_s in (0.0001, 0.001, 0.004)]
     assert floors == sorted(floors)
     assert floors[0] < floors[-1]
 
 
+def test_the_dearer_a_level_the_more_must_be_likely_to_come_of_it():
+    needs = [simulate(row_s=0.0005, level_s=level_s).cut(1).need for level_s in (0.0001, 0.0005, 0.002)]
+    assert needs == sorted(needs)
+    assert 0 < needs[0] < needs[-1]
+
+
 def test_a_draft_that_is_wrong_when_sure_is_cut_where_an_honest_one_is_not():
-    assert simulate(0.001, true_chance=lambda p: p**6).floor(1) > simulate(0.001, true_chance=lambda p: p).floor(1)
+    wrong, honest = (simulate(0.001, true_chance=lambda p, n=n: p**n).cut(1).floor for n in (6, 1))
+    assert wrong > honest
+
+
+def cut_off(scores, cut):
+    """Return how many levels are drafted: another one while what is likely enough adds up to what it needs."""
+    for level in range(len(scores[0])):
+        above = [math.exp(row[level]) - math.exp(cut.floor) for row in scores if row[level] >= cut.floor]
+        if not above or sum(above) < cut.need:
+            return level + 1
+    return len(scores[0])
 
 
 def decide(level_chances, row_s=0.0005, level_s=0.0004, follow_s=0.0004, requests=8, passes=200):
-    """Run a controller where every level's nodes are kept with a known chance; return the depths it chose."""
+    """Run a controller where each level's tokens are kept with a chance that the draft knows; return what it chose."""
     controller, order, depths = ChainController(), random.Random(0), []
     for _ in range(passes):
         reach = controller.reach(requests, len(level_chances))
-        depths.append(reach.depth)
-        nodes, by_level = [], [(0, 0)] * reach.depth
-        for _ in range(requests):
-            score, alive = 0.0, True
-            for level, chance in enumerate(level_chances[: reach.depth]):
-                score += math.log(order.uniform(0.6, 1.0))
-                if score < reach.floor:
-                    break
-                alive = alive and order.random() < chance
-                nodes.append((score, alive))
-                by_level[level] = (by_level[level][0] + 1, by_level[level][1] + alive)
-        rows, levels = requests + len(nodes), len(by_level)
-        drafts = levels > 0
+        chains, levels = [], 0
+        if reach.depth:
+            chances = [
+                [min(chance * order.uniform(0.9, 1.1), 1.0) for chance in level_chances] for _ in range(requests)
+            ]
+            scores = [list(itertools.accumulate(math.log(p) for p in row[: reach.depth])) for row in chances]
+            levels = cut_off(scores, reach.cut)
+            for row in scores:
+                checked = next((i for i, score in enumerate(row[:levels]) if score < reach.cut.floor), levels)
+                kept = next((i for i in range(checked) if order.random() >= level_chances[i]), checked)
+                chains.append(DraftedChain(row[:levels], checked, kept))
+        chains = chains or [DraftedChain([], 0, 0)] * requests
+        depths.append(max(chain.checked for chain in chains))
+        rows = sum(1 + chain.checked for chain in chains)
         check_s = 0.008 + row_s * rows * order.uniform(0.99, 1.01)
-        draft_s, follow = level_s * levels, follow_s * (drafts or reach.follows)
-        emitted = requests + sum(kept for _, kept in by_level)
-        cycle_s = check_s + draft_s + follow
-        controller.record(
-            DraftedPass(requests, rows, levels, draft_s, check_s, cycle_s, emitted, nodes, follow, by_level)
-        )
+        draft_s, follow = level_s * levels, follow_s * (levels > 0 or reach.follows)
+        controller.record(DraftedPass(chains, levels, draft_s, check_s, check_s + draft_s + follow, follow))
     return depths
 
 
@@ -89,10 +103,12 @@ def usual(depths):
 
 
 def test_drafting_rests_where_nothing_is_kept_and_is_tried_again_now_and_then():
-    depths = decide([0.02, 0.02, 0.02], passes=700)
+    depths = decide([0.4, 0.4, 0.4], row_s=0.003, passes=1500)
     assert usual(depths) == 0
-    tries = [index for index, depth in enumerate(depths) if depth > 0 and depths[index - 1] == 0][-3:]
-    assert 64 <= tries[1] - tries[0] < tries[2] - tries[1] <= 512 + 4
+    tries = [index for index, depth in enumerate(depths) if depth > 0]
+    rests = [after - before for before, after in itertools.pairwise(tries) if after - before > 40]
+    assert rests == sorted(rests)
+    assert 64 <= rests[0] < rests[-1] <= 512 + 4
 
 
 def test_drafting_rests_where_rows_cost_more_than_they_bring():
@@ -105,10 +121,26 @@ def test_a_level_that_does_not_pay_is_left_out_though_the_first_pays():
     assert usual(decide([0.9, 0.9, 0.9])) == 3
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_level_that_pays_is_found_though_it_was_not_tried_at_first(requests):
+    assert usual(decide([0.95] * 5, requests=requests, passes=300)) == 5
+
+
+def test_a_bad_beginning_is_forgotten():
+    controller = ChainController()
+    for kept, passes in ((0, 40), (3, 120)):
+        for _ in range(passes):
+            drafts = controller.reach(1, 3).depth > 0
+            chain = DraftedChain([-0.1, -0.2, -0.3], 3, kept) if drafts else DraftedChain([], 0, 0)
+            check_s, draft_s = 0.004 + 0.0003 * chain.checked, 0.0006 * drafts
+            controller.record(DraftedPass([chain], 3 * drafts, draft_s, check_s, check_s + draft_s))
+    assert controller.reach(1, 3).depth == 3
+
+
 def test_resting_asks_for_no_following_and_drafting_does():
     controller = ChainController()
     for _ in range(40):
-        controller.record(DraftedPass(8, 16, 1, 0.001, 0.01, 0.012, 8, [(-0.1, False)] * 8, 0.001, [(8, 0)]))
+        controller.record(DraftedPass([DraftedChain([-0.1], 1, 0)] * 8, 1, 0.001, 0.01, 0.012, 0.001))
     assert not controller.reach(8, 5).follows
     assert ChainController().reach(8, 5).follows
 
@@ -116,23 +148,25 @@ def test_resting_asks_for_no_following_and_drafting_does():
 def test_confidence_is_corrected_by_what_was_kept():
     controller = ChainController()
     hope = controller.chance(0.55)
-    controller.learn([(math.log(0.55), False)] * 200)
+    controller.learn([DraftedChain([math.log(0.55)], 1, 0)] * 200)
     assert controller.chance(0.55) < 0.1 < hope
-    controller.learn([(math.log(0.95), True)] * 200)
+    controller.learn([DraftedChain([math.log(0.95)], 1, 1)] * 200)
     assert controller.chance(0.95) > 0.95
 
 
 def test_costs_of_small_and_large_batches_are_kept_apart():
     controller = simulate(row_s=0.05, base_s=0.0)
-    assert controller.floor(1) >= math.log(0.7)
-    assert controller.floor(8) == ChainController().floor(8)
+    assert controller.cut(1).floor >= math.log(0.7)
+    assert controller.cut(8) == ChainController().cut(8)
 
 
 def test_one_pass_that_lost_its_core_changes_little():
     steady = simulate(row_s=0.001)
-    before = steady.floor(1)
-    steady.record(DraftedPass(1, 6, 5, 0.0015, 9.0, 9.1, 3, []))
-    assert steady.floor(1) == pytest.approx(before, abs=0.5)
+    before = steady.cut(1)
+    steady.record(DraftedPass([DraftedChain([-0.1] * 5, 5, 2)], 5, 9.0, 9.0, 18.1))
+    after = steady.cut(1)
+    assert after.floor == pytest.approx(before.floor, abs=0.5)
+    assert after.need == pytest.approx(before.need, rel=0.1)
 
 
 def test_a_pass_with_a_prompt_in_it_teaches_what_is_kept_but_not_what_it_costs():
@@ -145,7 +179,7 @@ def test_a_pass_with_a_prompt_in_it_teaches_what_is_kept_but_not_what_it_costs()
         pace.drafted([7], [[math.log(0.95)]], [1])
         pace.checked({7: 0, 8: 300})  # request 8 had its prompt computed
     assert controller.chance(0.95) < hope
-    assert controller.floor(1) == ChainController().floor(1)
+    assert controller.cut(1) == ChainController().cut(1)
 
 
 def test_a_round_followed_by_a_prompts_own_pass_is_left_out():

@@ -89,7 +89,7 @@ class Rounds:
         requests = [work.request for work in plan]
         followed = [request.request_id for request in requests if self._eagle is not None and request.speculate]
         followers: dict[int, Follower] = {}
-        reach = Reach(0, 0.0)
+        reach = Reach(0)
         if self._eagle is not None and followed:
             found, reach = self._eagle.begin_round(
                 {r.request_id: r.pages for r in requests if r.request_id in followed}
@@ -105,7 +105,7 @@ class Rounds:
             followers=[followers.get(request.request_id) for request in requests],
             follow=reach.follows,
         )
-        result = self._run_round(self._models, start, depth, reach.floor)
+        result = self._run_round(self._models, start, depth, reach.cut)
         self._able = result is not None
         if result is not None and self._eagle is not None and followed:
             rows = [row for row, request in enumerate(requests) if request.request_id in followers]

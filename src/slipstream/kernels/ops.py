@@ -5,6 +5,7 @@ heads, G key/value heads, d head width, C width of a latent, E experts, K expert
 V vocabulary, L rows of logits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -224,16 +225,28 @@ class ChainStart:
     logits_RV: Tensor
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Where chains end short of their depth; by default nowhere.
+
+    Args:
+        floor: a token of a lower cumulative log-probability is not checked, nor is what follows it.
+        need: another level is drafted only if the chains' probabilities, each as far as it is above the floor's, add
+            up to so much.
+    """
+
+    floor: float = -math.inf
+    need: float = 0.0
+
+
 @runtime_checkable
 class ChainOps(Protocol):
     """A backend that can also draft whole chains in one call."""
 
-    def draft_chain(
-        self, draft: Any, kv: Any, start: ChainStart, depth: int, floor: float
-    ) -> tuple[Tensor, Tensor] | None:
+    def draft_chain(self, draft: Any, kv: Any, start: ChainStart, depth: int, cut: Cut) -> tuple[Tensor, Tensor] | None:
         """Return cumulative log-probabilities and entries [R, depth]: each the best after the one before.
 
-        Once every chain lies below `floor` no further level is run; levels not run have -inf. `draft` and `kv` are
+        Levels that `cut` leaves out have -inf; what lies below its floor is returned all the same. `draft` and `kv` are
         the models' EAGLE-3 draft and its cache, which lie a package higher. None if the call cannot run this draft.
         """
         ...
@@ -321,12 +334,12 @@ class RoundResult:
 class RoundOps(Protocol):
     """A backend that can also run a whole round in one call: draft, check, keep what agrees, follow."""
 
-    def run_round(self, models: RoundModels, start: RoundStart, depth: int, floor: float) -> RoundResult | None:
+    def run_round(self, models: RoundModels, start: RoundStart, depth: int, cut: Cut) -> RoundResult | None:
         """Return what the parts of a round would, one after the other; None if the call cannot run these models.
 
         Args:
             depth: no chain is longer.
-            floor: tokens of a lower cumulative log-probability are not checked.
+            cut: where chains end before that.
         """
         ...
 

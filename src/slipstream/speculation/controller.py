@@ -1,10 +1,10 @@
 """How far to draft: a token is drafted and checked if its chance of being kept is worth the time that takes.
 
 The chance comes from the draft's own confidence, set right by what was kept before; the time from measured passes. A
-node whose row costs c seconds pays if its chance p of being kept satisfies p >= c * (tokens a second). A level of the
-draft pays if what was kept of it is worth its rows and its own time; if no level does, drafting rests and is tried
-again after 64 passes, then after 128, up to 512. Whatever is decided here, the text is the same: the one rule chooses
-every token, and drafts only save passes.
+node whose row costs c seconds pays if its chance p of being kept satisfies p >= c * (tokens a second); another level of
+the draft pays if the chains it would go on from are likely enough together. If drafting cut so gains nothing over
+passes without drafts, which are measured too, it rests and is tried again after 16 passes, then after 32, up to 512.
+Whatever is decided here, the text is the same: the one rule chooses every token, and drafts only save passes.
 
 Plain values in, plain values out: no clock and no torch.
 """
@@ -13,19 +13,39 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from slipstream.kernels import Cut
+
 _EDGES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _PRIOR_WEIGHT = 10.0
 _MEMORY = 0.98  # of costs, per pass
 _CALIBRATION_MEMORY = 0.998  # of what was kept, per pass
+_GAIN_MEMORY = 0.99  # of what drafting gained, per pass that drafted
+_HOPE, _HOPE_WEIGHT = 0.4, 8.0  # tokens a request gained before anything was seen, and the passes that counts for
+_REST_WEIGHT = 24.0  # passes that what was gained before a rest counts for when drafting is tried again
+_GOES_ON = 0.7  # share of kept tokens whose successor is kept too
 _LEARNING_PASSES = 12
 _PROBE_EVERY = 64
 _PROBE_PASSES = 4
+_SHORTEST_REST = 16
 _LONGEST_REST = 512
 _WORTH_IT = 0.01  # tokens more than a plain pass gives, as a share of those, below which drafting rests
 _PLAIN_MEMORY = 0.95  # of what plain passes take, per plain pass
 _LEARNING_FLOORS = (math.log(0.1), math.log(0.4))  # rows must differ for their cost to show
-_PROBE_FLOOR = math.log(0.05)
+_MANY = 5  # requests from which a row each is dear, so that learning takes fewer and surer ones
+_MANY_FLOORS, _MANY_DEPTH = (math.log(0.3), math.log(0.6)), 2
+_BELOW = math.log(0.5)  # how far below the floor one looks at times: of what is never checked nothing is known
 _MIN_VARIANCE = 0.05  # of rows, below which a slope would be noise
+
+
+@dataclass(frozen=True)
+class DraftedChain:
+    """One request's chain in a round: the cumulative log-probability of every drafted token, how many of them were
+    checked, and how many of those kept.
+    """
+
+    scores: Sequence[float]
+    checked: int
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -33,92 +53,103 @@ class DraftedPass:
     """One round of drafting and checking, with nothing else in it (no prompt).
 
     Args:
-        rows: nodes the target checked, roots included.
         levels: how many levels the draft ran over.
         draft_s: what proposing took.
         check_s: from the proposal to the target's verdict.
         cycle_s: the whole round.
-        emitted: tokens it gave out.
-        nodes: for each checked node, its cumulative log-probability and whether it was kept.
         follow_s: what letting the draft follow took.
-        by_level: for each level of the chains, how many nodes were checked and how many of them kept.
     """
 
-    num_requests: int
-    rows: int
+    chains: Sequence[DraftedChain]
     levels: int
     draft_s: float
     check_s: float
     cycle_s: float
-    emitted: int
-    nodes: Sequence[tuple[float, bool]]
     follow_s: float = 0.0
-    by_level: Sequence[tuple[int, int]] = ()
+
+    @property
+    def rows(self) -> int:
+        """Nodes the target checked, roots included."""
+        return sum(1 + chain.checked for chain in self.chains)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens it gave out."""
+        return sum(1 + chain.kept for chain in self.chains)
+
+    def within(self, cut: Cut) -> tuple[int, int, int]:
+        """Return how many levels would have run, tokens been checked and been kept, had chains been cut so."""
+        floor = math.exp(cut.floor)
+        levels, worth = 0, cut.need
+        while levels < self.levels and worth >= cut.need:
+            scores = [chain.scores[levels] for chain in self.chains if levels < len(chain.scores)]
+            above = [math.exp(score) - floor for score in scores if score >= cut.floor]
+            worth = sum(above) if above else -1.0
+            levels += 1
+        counts = [
+            sum(score >= cut.floor for score in chain.scores[: min(levels, chain.checked)]) for chain in self.chains
+        ]
+        kept = (min(chain.kept, count) for chain, count in zip(self.chains, counts, strict=True))
+        return levels, sum(counts), sum(kept)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far to draft: chains of up to `depth` tokens, each of at least the cumulative log-probability `floor`.
+    """How far to draft: chains of up to `depth` tokens, cut where they do not pay.
 
     With a depth of 0 drafting rests; unless it `follows`, the draft need not be kept up with the text meanwhile.
     """
 
     depth: int
-    floor: float
+    cut: Cut = field(default_factory=Cut)
     follows: bool = True
 
 
-_REST = Reach(0, math.inf)
+_NOTHING = Cut(math.inf)
 
 
 @dataclass
-class _Drafted:
-    """Running sums over passes that drafted: by level, how many nodes were checked and how many of them kept."""
+class _Mean:
+    """A running mean, old values fading."""
 
+    value: float = 0.0
     weight: float = 0.0
-    requests: float = 0.0
-    drafted_rows: float = 0.0
-    check_s: float = 0.0
-    cycle_s: float = 0.0
-    draft_s: float = 0.0
-    levels: float = 0.0
-    by_level: list[tuple[float, float]] = field(default_factory=list)
 
-    @property
-    def level_s(self) -> float:
-        return self.draft_s / self.levels
-
-    def add(self, seen: DraftedPass, check_s: float, cycle_s: float) -> None:
-        for name, value in (
-            ("weight", 1.0),
-            ("requests", seen.num_requests),
-            ("drafted_rows", seen.rows - seen.num_requests),
-            ("check_s", check_s),
-            ("cycle_s", cycle_s),
-            ("draft_s", seen.draft_s),
-            ("levels", seen.levels),
-        ):
-            setattr(self, name, _MEMORY * getattr(self, name) + value)
-        self.by_level += [(0.0, 0.0)] * (len(seen.by_level) - len(self.by_level))
-        for level, (checked, kept) in enumerate(self.by_level):
-            new = seen.by_level[level] if level < len(seen.by_level) else (0, 0)
-            self.by_level[level] = (_MEMORY * checked + new[0], _MEMORY * kept + new[1])
+    def add(self, value: float, memory: float) -> None:
+        self.weight = memory * self.weight + 1
+        self.value += (value - self.value) / self.weight
 
 
 @dataclass
 class _Plain:
     """Running means over passes without drafts, the draft's own time left out."""
 
-    weight: float = 0.0
-    requests: float = 0.0
-    check_s: float = 0.0
-    cycle_s: float = 0.0
+    requests: _Mean = field(default_factory=_Mean)
+    check_s: _Mean = field(default_factory=_Mean)
+    cycle_s: _Mean = field(default_factory=_Mean)
 
     def add(self, num_requests: int, check_s: float, cycle_s: float) -> None:
-        self.weight = _PLAIN_MEMORY * self.weight + 1
-        for name, value in (("requests", num_requests), ("check_s", check_s), ("cycle_s", cycle_s)):
-            before = getattr(self, name)
-            setattr(self, name, before + (value - before) / self.weight)
+        self.requests.add(num_requests, _PLAIN_MEMORY)
+        self.check_s.add(check_s, _PLAIN_MEMORY)
+        self.cycle_s.add(cycle_s, _PLAIN_MEMORY)
+
+
+@dataclass
+class _Drafted:
+    """Running means over passes that drafted; `gain` is in tokens over a plain pass, with today's cut."""
+
+    rows: _Mean = field(default_factory=_Mean)
+    check_s: _Mean = field(default_factory=_Mean)
+    level_s: _Mean = field(default_factory=_Mean)
+    follow_s: _Mean = field(default_factory=_Mean)
+    gain: _Mean = field(default_factory=_Mean)
+
+    def add(self, seen: DraftedPass, check_s: float) -> None:
+        self.rows.add(seen.rows - len(seen.chains), _MEMORY)
+        self.check_s.add(check_s, _MEMORY)
+        for mean, seconds in ((self.level_s, seen.draft_s / seen.levels), (self.follow_s, seen.follow_s)):
+            usual = min(seconds, 2 * mean.value) if mean.weight > 2 else seconds  # one that lost its core tells nothing
+            mean.add(usual, _MEMORY)
 
 
 @dataclass
@@ -136,8 +167,10 @@ class _Costs:
     row_s: float = 0.0
     plain: _Plain = field(default_factory=_Plain)
     drafted: _Drafted = field(default_factory=_Drafted)
+    early: list[DraftedPass] = field(default_factory=list)
+    resting: bool = False
     probe_from: int = _LEARNING_PASSES + _PROBE_EVERY
-    probe_after: int = _PROBE_EVERY
+    probe_after: int = _SHORTEST_REST
 
     def add(self, seen: DraftedPass) -> None:
         check_s, cycle_s = self._usual(seen)
@@ -153,17 +186,13 @@ class _Costs:
             setattr(self, name, _MEMORY * getattr(self, name) + value)
         self.passes += 1
         if seen.levels:
-            self.drafted.add(seen, check_s, cycle_s)
+            self.drafted.add(seen, check_s)
         else:
-            self.plain.add(seen.num_requests, check_s, cycle_s - seen.follow_s)
+            self.plain.add(len(seen.chains), check_s, cycle_s - seen.follow_s)
         variance = self.rows_squared / self.weight - (self.rows / self.weight) ** 2
         if variance > _MIN_VARIANCE:
             covariance = self.rows_check_s / self.weight - self.rows * self.check_s / self.weight**2
             self.row_s = max(covariance / variance, 0.0)
-        if self.passes >= self.probe_from + _PROBE_PASSES:  # rests that prove right last longer
-            rests = self.drafted.weight > 0 and self.best_depth(len(self.drafted.by_level)) == 0
-            self.probe_after = min(2 * self.probe_after, _LONGEST_REST) if rests else _PROBE_EVERY
-            self.probe_from = self.passes + self.probe_after
 
     def _usual(self, seen: DraftedPass) -> tuple[float, float]:
         """Return what a pass took to check and as a whole; one that lost its core for a while says nothing of rows."""
@@ -177,34 +206,41 @@ class _Costs:
     def rate(self, num_requests: int) -> float:
         """Return tokens a second: as it goes now, or without drafting if that gives more."""
         now = self.emitted / self.cycle_s
-        return max(now, num_requests / self.plain_cycle_s(num_requests)) if self.plain.weight else now
+        if not self.plain.cycle_s.weight:
+            return now
+        plain_s = self.plain.cycle_s.value + self.row_s * (num_requests - self.plain.requests.value)
+        return max(now, num_requests / plain_s)
 
-    def plain_cycle_s(self, num_requests: float) -> float:
-        """Return what a pass without drafts takes, by those seen at about this number of requests."""
-        return self.plain.cycle_s + self.row_s * (num_requests - self.plain.requests)
+    def learn_gain(self, seen: DraftedPass, cut: Cut) -> None:
+        """Take in what a pass that drafted would have gained with today's cut, in tokens."""
+        requests, drafted, plain = len(seen.chains), self.drafted, self.plain
+        row_s = self.row_s
+        if plain.check_s.weight and drafted.rows.value > 0:  # the first rows beyond a plain pass may be the dearest
+            plain_s = plain.check_s.value + row_s * (requests - plain.requests.value)
+            row_s = max(row_s, (drafted.check_s.value - plain_s) / drafted.rows.value)
+        levels, checked, kept = seen.within(cut)
+        spent_s = checked * row_s + levels * drafted.level_s.value + drafted.follow_s.value
+        if not drafted.gain.weight:
+            drafted.gain = _Mean(_HOPE * requests, _HOPE_WEIGHT / math.sqrt(requests))
+        drafted.gain.add(kept - spent_s * self.rate(requests), _GAIN_MEMORY)
+
+    def decide(self, num_requests: int) -> None:
+        """Rest if drafting has gained nothing, and set when to look again."""
+        gains = self.drafted.gain.value > _WORTH_IT * num_requests
+        if self.passes >= self.probe_from + _PROBE_PASSES:  # rests that prove right last longer
+            self.probe_after = _SHORTEST_REST if gains else min(2 * self.probe_after, _LONGEST_REST)
+            self.probe_from = self.passes + (_PROBE_EVERY if gains else self.probe_after)
+            self.resting = not gains
+        elif not gains and not self.resting and self.probing is None:
+            self.resting, self.probe_from = True, self.passes + self.probe_after
+        if self.resting:
+            self.drafted.gain.weight = min(self.drafted.gain.weight, _REST_WEIGHT)
 
     @property
     def probing(self) -> int | None:
         """Which of the passes that look again comes next, if it is time for them."""
         step = self.passes - self.probe_from
         return step if 0 <= step < _PROBE_PASSES else None
-
-    def best_depth(self, most: int) -> int:
-        """Return how many levels gain most over not drafting at all, in tokens a pass; 0 if none gains anything."""
-        seen, plain = self.drafted, self.plain
-        requests = seen.requests / seen.weight
-        rate = self.rate(round(requests))
-        row_s, other_s = self.row_s, (seen.cycle_s - seen.draft_s - seen.check_s) / seen.weight
-        if plain.weight and seen.drafted_rows > 0:  # the first rows beyond a plain pass may cost more than others
-            plain_check_s = plain.check_s + row_s * (requests - plain.requests)
-            row_s = max(row_s, (seen.check_s - plain_check_s * seen.weight) / seen.drafted_rows)
-            other_s -= plain.cycle_s - plain.check_s
-        gain, best, best_gain = -max(other_s, 0.0) * rate, 0, _WORTH_IT * requests
-        for depth, (checked, kept) in enumerate(seen.by_level[:most], start=1):
-            gain += (kept - checked * row_s * rate) / seen.weight - seen.level_s * rate
-            if gain > best_gain:
-                best_gain, best = gain, depth
-        return best
 
 
 class ChainController:
@@ -219,29 +255,30 @@ class ChainController:
         """Return how far the next pass should draft, with chains of at most `most` tokens."""
         costs = self._costs.get(_size_class(num_requests))
         passes = 0 if costs is None else costs.passes
-        if passes < _LEARNING_PASSES:  # with and without drafts, so that both show what they cost
-            return _REST if passes % 3 == 2 else Reach(most, self.floor(num_requests))
-        assert costs is not None, "passes were counted"
-        depth = costs.best_depth(most) if costs.drafted.weight else most
-        if costs.probing is not None:  # look again at what has not been tried for long
-            return _REST if costs.probing == 0 else Reach(min(most, depth + 2), self.floor(num_requests))
-        return Reach(depth, self.floor(num_requests), follows=True) if depth else Reach(0, math.inf, follows=False)
-
-    def floor(self, num_requests: int) -> float:
-        """Return the cumulative log-probability below which a node is not worth checking."""
-        costs = self._costs.get(_size_class(num_requests))
-        passes = 0 if costs is None else costs.passes
-        if costs is None or passes < _LEARNING_PASSES:
-            return _LEARNING_FLOORS[passes % 2]
+        if costs is None or passes < _LEARNING_PASSES:  # with and without drafts, so that both show what they cost
+            return Reach(0, _NOTHING) if passes % 3 == 2 else _learning(num_requests, passes, most)
+        if costs.probing == 0:
+            return Reach(0, _NOTHING)
+        if costs.resting and costs.probing is None:
+            return Reach(0, _NOTHING, follows=False)
+        cut = self.cut(num_requests)
         if costs.probing == 1:
-            return _PROBE_FLOOR
-        least = costs.row_s * costs.rate(num_requests)
+            cut = Cut(min(cut.floor, 0.0) + _BELOW, cut.need)
+        return Reach(most, cut)
+
+    def cut(self, num_requests: int) -> Cut:
+        """Return where chains stop being worth their rows, and levels their time, by what is known."""
+        costs = self._costs.get(_size_class(num_requests))
+        if costs is None or costs.passes < _LEARNING_PASSES:
+            return Cut()
+        rate = costs.rate(num_requests)
         lowest = len(_EDGES)
-        while lowest > 0 and self.chance(_EDGES[lowest - 1]) >= least:
+        while lowest > 0 and self.chance(_EDGES[lowest - 1]) >= costs.row_s * rate:
             lowest -= 1
         if lowest == len(_EDGES):
-            return math.inf
-        return math.log(_EDGES[lowest]) if _EDGES[lowest] > 0 else -math.inf
+            return _NOTHING
+        floor = math.log(_EDGES[lowest]) if _EDGES[lowest] > 0 else -math.inf
+        return Cut(floor, costs.drafted.level_s.value * rate / _GOES_ON)
 
     def chance(self, confidence: float) -> float:
         """Return how often nodes of about this confidence are kept.
@@ -253,20 +290,38 @@ class ChainController:
         hope = math.sqrt((_EDGES[index] + upper) / 2)
         return (self._kept[index] + _PRIOR_WEIGHT * hope) / (self._offered[index] + _PRIOR_WEIGHT)
 
-    def learn(self, nodes: Sequence[tuple[float, bool]]) -> None:
-        """Take in drafted nodes: cumulative log-probability, and whether each was kept."""
+    def learn(self, chains: Sequence[DraftedChain]) -> None:
+        """Take in what became of drafted tokens."""
         for index in range(len(_EDGES)):
             self._offered[index] *= _CALIBRATION_MEMORY
             self._kept[index] *= _CALIBRATION_MEMORY
-        for score, kept in nodes:
-            index = _class_of(math.exp(score))
-            self._offered[index] += 1
-            self._kept[index] += kept
+        for chain in chains:
+            for place, score in enumerate(chain.scores[: chain.checked]):
+                index = _class_of(math.exp(score))
+                self._offered[index] += 1
+                self._kept[index] += place < chain.kept
 
     def record(self, seen: DraftedPass) -> None:
         """Take in a whole pass."""
-        self.learn(seen.nodes)
-        self._costs.setdefault(_size_class(seen.num_requests), _Costs()).add(seen)
+        self.learn(seen.chains)
+        num_requests = len(seen.chains)
+        costs = self._costs.setdefault(_size_class(num_requests), _Costs())
+        costs.add(seen)
+        if seen.levels:
+            costs.early.append(seen)
+        if costs.passes < _LEARNING_PASSES:  # what drafting gains can be told once costs are known
+            return
+        cut = self.cut(num_requests)
+        for drafted in costs.early:
+            costs.learn_gain(drafted, cut)
+        costs.early.clear()
+        costs.decide(num_requests)
+
+
+def _learning(num_requests: int, passes: int, most: int) -> Reach:
+    if num_requests < _MANY:
+        return Reach(most, Cut(_LEARNING_FLOORS[passes % 2]))
+    return Reach(min(most, _MANY_DEPTH), Cut(_MANY_FLOORS[passes % 2]))
 
 
 def _class_of(confidence: float) -> int:

@@ -7,14 +7,13 @@ the last slot's logits are the first level of the next tree.
 Shape letters: R requests, W nodes of a level, T slots, D draft width, V draft vocabulary.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels import ChainOps, ChainStart, Follower, Ops, RoundResult, RowSampling
+from slipstream.kernels import ChainOps, ChainStart, Cut, Follower, Ops, RoundResult, RowSampling
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.controller import Reach
@@ -93,15 +92,15 @@ class Eagle3Drafter:
             return roots
         grown = [views[index] for index in known]
         self._catch_up({view.request_id: len(view.tokens) - 1 for view in grown})
-        floor = -math.inf if self._pace is None else self._pace.start(len(views), self.max_nodes - 1).floor
-        candidates = self._chains(grown, floor)
+        cut = Cut() if self._pace is None else self._pace.start(len(views), self.max_nodes - 1).cut
+        candidates = self._chains(grown, cut)
         if candidates is None:
             slots = [self._last[view.request_id] for view in grown]
             candidates = grow(self.shape, _Levels(self, self._ops, grown, self._stacked(slots)))
         trees = _with_trees(roots, known, candidates, self._draft.token_ids_V)
         if self._pace is None:
             return trees
-        kept_RC = candidates.scores_RC >= floor
+        kept_RC = candidates.scores_RC >= cut.floor
         self._pace.drafted([view.request_id for view in grown], candidates.scores_RC.tolist(), kept_RC.sum(1).tolist())
         return trees.cut(known, 1 + kept_RC.sum(1))
 
@@ -160,10 +159,10 @@ class Eagle3Drafter:
                 self._followers[request_id] = (Follower.start(feedback_D, num_features, _REST + self.max_nodes), held)
         followers = [self._followers[request_id][0] for request_id in pages]
         if self._pace is None:
-            return followers, Reach(self.max_nodes - 1, -math.inf)
+            return followers, Reach(self.max_nodes - 1)
         reach = self._pace.start(len(pages), self.max_nodes - 1)
         full = any(follower.late >= _REST for follower in followers)
-        return followers, Reach(reach.depth, reach.floor, reach.follows or full)
+        return followers, Reach(reach.depth, reach.cut, reach.follows or full)
 
     def end_round(self, request_ids: Sequence[int], result: RoundResult) -> None:
         """Take in what a round did to the requests it began with."""
@@ -217,7 +216,7 @@ class Eagle3Drafter:
         self.shape = shape
         self._pace = None
 
-    def _chains(self, views: Sequence[DraftView], floor: float) -> Candidates | None:
+    def _chains(self, views: Sequence[DraftView], cut: Cut) -> Candidates | None:
         """Draft chains in one call where the shape is a chain and the kernels can; the levels below give the same."""
         shape, ops = self.shape, self._ops
         if shape.width != 1 or shape.paths or self._draft.ranks.size > 1 or not isinstance(ops, ChainOps):
@@ -232,7 +231,7 @@ class Eagle3Drafter:
             torch.tensor([view.seed for view in views], device=device),
             *self._stacked(slots),
         )
-        drafted = ops.draft_chain(self._draft, self._kv, start, shape.num_nodes - 1, floor)
+        drafted = ops.draft_chain(self._draft, self._kv, start, shape.num_nodes - 1, cut)
         if drafted is None:
             return None
         scores_RK, entries_RK = drafted

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from slipstream.speculation.controller import ChainController, DraftedPass, Reach
+from slipstream.speculation.controller import ChainController, DraftedChain, DraftedPass, Reach
 
 
 class Pace:
@@ -58,39 +58,30 @@ class Pace:
         if started is None:  # a prompt's pass came between: how long the round before took will not be known
             self._previous = None
         if started is None or len(kept) != self._num_requests or set(chains) != set(kept):
-            self._controller.learn(_nodes(chains, kept))
+            self._controller.learn(_chains(chains, kept))
             return
         seen = _drafted_pass(chains, kept, (self._drafted_at - started, self._clock() - self._drafted_at, 0.0))
         self._previous = (started, seen)
 
 
-def _nodes(chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int]) -> list[tuple[float, bool]]:
+def _chains(chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int]) -> list[DraftedChain]:
     return [
-        (score, index < kept[request_id])
+        DraftedChain(scores, count, kept[request_id])
         for request_id, (scores, count) in chains.items()
         if request_id in kept
-        for index, score in enumerate(scores[:count])
     ]
 
 
 def _drafted_pass(
     chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int], seconds: tuple[float, float, float]
 ) -> DraftedPass:
-    counts = {request_id: count for request_id, (_, count) in chains.items()}
     return DraftedPass(
-        num_requests=len(kept),
-        rows=sum(1 + count for _, count in chains.values()),
+        chains=_chains(chains, kept),
         levels=max(sum(score > -float("inf") for score in scores) for scores, _ in chains.values()),
         draft_s=seconds[0],
         check_s=seconds[1],
         cycle_s=0.0,
-        emitted=sum(1 + count for count in kept.values()),
-        nodes=_nodes(chains, kept),
         follow_s=seconds[2],
-        by_level=[
-            (sum(count > level for count in counts.values()), sum(count > level for count in kept.values()))
-            for level in range(max(counts.values()))
-        ],
     )
 
 

@@ -20,7 +20,7 @@ from slipstream.kernels.cpu.library import (
     NativeLinear,
 )
 from slipstream.kernels.cpu.weights import SUFFIX, dense_format, describe_dense, describe_panels, is_dense
-from slipstream.kernels.ops import ChainStart
+from slipstream.kernels.ops import ChainStart, Cut
 
 _TABLES = ("q4_1", "q4_0", "q8_0")
 _NORM_EACH, _NORM_JOINED = 1, 2  # native/abi.h
@@ -101,7 +101,7 @@ class DraftCache:
         return known
 
 
-def describe_chain(start: ChainStart, depth: int, floor: float, outputs: tuple[Tensor, Tensor]) -> NativeChain:
+def describe_chain(start: ChainStart, depth: int, cut: Cut, outputs: tuple[Tensor, Tensor]) -> NativeChain:
     """Point at what a chain starts from and where its log-probabilities and entries go."""
     pages_RP = start.page_table_RP
     hidden_RD = start.hidden_RD.to(torch.float32, copy=True)
@@ -119,7 +119,8 @@ def describe_chain(start: ChainStart, depth: int, floor: float, outputs: tuple[T
         len(pages_RP),
         start.page_size,
         depth,
-        floor,
+        cut.floor,
+        cut.need,
     )
     native.keep = (start, hidden_RD, logits_RV, outputs)
     return native

@@ -10,7 +10,7 @@ from slipstream.errors import KernelError
 from slipstream.kernels.cpu.arena import Arena
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 5
+ABI = 6
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -198,6 +198,7 @@ class NativeChain(Structure):
         ("page_size", c_int32),
         ("depth", c_int32),
         ("floor", c_float),
+        ("need", c_float),
     )
 
 
@@ -231,6 +232,7 @@ class NativeRound(Structure):
         ("page_size", c_int32),
         ("depth", c_int32),
         ("floor", c_float),
+        ("need", c_float),
         ("follow", c_int32),
         ("capacity", c_int32),
     )

@@ -27,6 +27,7 @@ from slipstream.kernels.cpu.weights import PANEL_FORMATS, SUFFIX, describe_dense
 from slipstream.kernels.ops import (
     AttentionBatch,
     ChainStart,
+    Cut,
     KvLayer,
     Layer,
     RoundModels,
@@ -270,9 +271,7 @@ class CpuOps:
             return hidden, captured
         return hidden.to(hidden_TD.dtype), [state.to(hidden_TD.dtype) for state in captured]
 
-    def draft_chain(
-        self, draft: Any, kv: Any, start: ChainStart, depth: int, floor: float
-    ) -> tuple[Tensor, Tensor] | None:
+    def draft_chain(self, draft: Any, kv: Any, start: ChainStart, depth: int, cut: Cut) -> tuple[Tensor, Tensor] | None:
         """Draft whole chains in one call, if the library can read the draft's blocks, head and embeddings."""
         described = self._drafts.find(draft)
         stack = self._stacks.find(list(draft.layers), kv)
@@ -280,16 +279,16 @@ class CpuOps:
             return None
         scores_RK = torch.empty((len(start.lengths_R), depth))
         entries_RK = torch.empty((len(start.lengths_R), depth), dtype=torch.int64)
-        chain = describe_chain(start, depth, floor, (scores_RK, entries_RK))
+        chain = describe_chain(start, depth, cut, (scores_RK, entries_RK))
         check(self._library.slip_draft_chain(self._handle, stack.native((), ()), described.native, chain))
         return scores_RK, entries_RK
 
-    def run_round(self, models: RoundModels, start: RoundStart, depth: int, floor: float) -> RoundResult | None:
+    def run_round(self, models: RoundModels, start: RoundStart, depth: int, cut: Cut) -> RoundResult | None:
         """Run a whole round in one call, if the library can read both models."""
         described = self._rounds.find(models)
         if described is None:
             return None
-        call = RoundCall(start, models.target_kv.page_size, depth, floor)
+        call = RoundCall(start, models.target_kv.page_size, depth, cut)
         check(self._library.slip_round(self._handle, described.native, call.native, described.vocab))
         return call.result()
 

@@ -14,7 +14,7 @@ import torch
 from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, readable_ends
 from slipstream.kernels.cpu.library import NativeRound, NativeRoundModels
 from slipstream.kernels.cpu.stack import DescribedStack, StackCache
-from slipstream.kernels.ops import Follower, RoundModels, RoundResult, RoundStart
+from slipstream.kernels.ops import Cut, Follower, RoundModels, RoundResult, RoundStart
 
 
 class DescribedModels:
@@ -77,7 +77,7 @@ class RoundCache:
 class RoundCall:
     """One call's values, in and out."""
 
-    def __init__(self, start: RoundStart, page_size: int, depth: int, floor: float) -> None:
+    def __init__(self, start: RoundStart, page_size: int, depth: int, cut: Cut) -> None:
         requests = len(start.roots)
         columns = max((len(pages) for pages in start.pages), default=0)
         table = [page for pages in start.pages for page in (*pages, *([0] * (columns - len(pages))))]
@@ -112,7 +112,8 @@ class RoundCall:
             requests,
             page_size,
             depth,
-            floor,
+            cut.floor,
+            cut.need,
             start.follow,
             capacity,
         )

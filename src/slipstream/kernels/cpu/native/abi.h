@@ -129,7 +129,8 @@ struct Chain {
     int32_t requests;
     int32_t page_size;
     int32_t depth;
-    float floor;  // a chain whose cumulative log-probability is below it needs no further level
+    float floor;  // of the cumulative log-probability, below which a token is not checked
+    float need;   // what the chains' probabilities above the floor's must add up to for another level
 };
 
 // The models of a round; without a draft, both of its parts are null.
@@ -161,7 +162,8 @@ struct Round {
     int32_t requests;
     int32_t page_size;
     int32_t depth;
-    float floor;       // of the cumulative log-probability, below which a token is not checked
+    float floor;       // as for a chain
+    float need;
     int32_t follow;    // let the draft follow at once, not when it next drafts
     int32_t capacity;  // of `late_states`
 };

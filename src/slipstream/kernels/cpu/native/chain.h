@@ -64,14 +64,17 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
             if (draft.normed_feedback) copy_row(chain.hidden, normed, requests * width);
         }
         top_k(pool, scratch, {requests, vocab, 1, 0}, level > 0 ? logits : chain.root_logits, draft.token_ids, sampling, scores, entries);
+        float worth = 0.0f;
         bool go_on = false;
         for (int r = 0; r < requests; ++r) {
             const int64_t at = static_cast<int64_t>(r) * depth + level;
             chain.scores[at] = (level > 0 ? chain.scores[at - 1] : 0.0f) + scores[r];
             chain.entries[at] = entries[r];
-            go_on |= chain.scores[at] >= chain.floor;
+            if (chain.scores[at] < chain.floor) continue;
+            go_on = true;
+            worth += expf(chain.scores[at]) - expf(chain.floor);
         }
-        if (!go_on) break;
+        if (!go_on || worth < chain.need) break;
     }
 }
 

@@ -133,7 +133,7 @@ class RoundWork {
         linear(pool_, rooms_.call, m_.draft->ends.head, normed, width, count, chain_logits_);
         draft_chain(pool_, rooms_.call, rooms_.chain, *m_.draft_blocks, *m_.draft,
                     {chain_pages_, position_, temperature_, seed_, chain_logits_, chain_hidden_, chain_scores_, chain_entries_,
-                     r_.page_table_stride, count, r_.page_size, depth, r_.floor});
+                     r_.page_table_stride, count, r_.page_size, depth, r_.floor, r_.need});
         for (int at = 0; at < count; ++at) {
             const int i = who_[at];
             bool goes_on = true;
