@@ -9,13 +9,16 @@ Whatever is decided here, the text is the same: the one rule chooses every token
 Plain values in, plain values out: no clock and no torch.
 """
 
+import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.kernels import Cut
 
 _EDGES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_HOPES = tuple(math.sqrt((low + high) / 2) for low, high in itertools.pairwise((*_EDGES, 1.0)))
 _PRIOR_WEIGHT = 10.0
 _MEMORY = 0.98  # of costs, per pass
 _CALIBRATION_MEMORY = 0.998  # of what was kept, per pass
@@ -273,7 +276,7 @@ class ChainController:
             return Cut()
         rate = costs.rate(num_requests)
         lowest = len(_EDGES)
-        while lowest > 0 and self.chance(_EDGES[lowest - 1]) >= costs.row_s * rate:
+        while lowest > 0 and self._chance(lowest - 1) >= costs.row_s * rate:
             lowest -= 1
         if lowest == len(_EDGES):
             return _NOTHING
@@ -285,10 +288,10 @@ class ChainController:
 
         Where little was seen, the square root of the confidence: hopeful enough to be tried and then corrected.
         """
-        index = _class_of(confidence)
-        upper = _EDGES[index + 1] if index + 1 < len(_EDGES) else 1.0
-        hope = math.sqrt((_EDGES[index] + upper) / 2)
-        return (self._kept[index] + _PRIOR_WEIGHT * hope) / (self._offered[index] + _PRIOR_WEIGHT)
+        return self._chance(_class_of(confidence))
+
+    def _chance(self, index: int) -> float:
+        return (self._kept[index] + _PRIOR_WEIGHT * _HOPES[index]) / (self._offered[index] + _PRIOR_WEIGHT)
 
     def learn(self, chains: Sequence[DraftedChain]) -> None:
         """Take in what became of drafted tokens."""
@@ -325,7 +328,7 @@ def _learning(num_requests: int, passes: int, most: int) -> Reach:
 
 
 def _class_of(confidence: float) -> int:
-    return sum(confidence >= edge for edge in _EDGES[1:])
+    return bisect_right(_EDGES, confidence, 1) - 1
 
 
 def _size_class(num_requests: int) -> int:
