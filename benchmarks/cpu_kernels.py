@@ -15,7 +15,7 @@ import torch
 
 from slipstream.kernels import AttentionBatch, KvLayer
 from slipstream.kernels.cpu.ops import CpuOps
-from slipstream.quant.gguf_blocks import BLOCK_BYTES
+from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 from slipstream.quant.packed import PackedWeight
 
 ROWS = (1, 2, 4, 8, 16)
@@ -132,8 +132,8 @@ def row_times(product: Callable[[torch.Tensor, W], torch.Tensor], weights: list[
 
 def random_weight(format: str, outputs: int, columns: int) -> PackedWeight:
     """Return a weight of random codes; its values do not matter to the time."""
-    if format in BLOCK_BYTES:
-        codes = torch.randint(0, 60, (outputs, columns // 32 * BLOCK_BYTES[format]), dtype=torch.uint8)
+    if format in BLOCK_FORMATS:
+        codes = torch.randint(0, 60, (outputs, BLOCK_FORMATS[format].row_bytes(columns)), dtype=torch.uint8)
         return PackedWeight(format, outputs, columns, codes)
     scale = {"scale": torch.rand(outputs)}
     if format == "w8a8_int8":
