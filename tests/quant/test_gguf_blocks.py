@@ -26,5 +26,5 @@ def test_any_bytes_dequantize_to_the_numbers_the_gguf_package_reads(format, seed
 
 
 def test_rows_that_are_no_whole_blocks_are_refused():
-    with pytest.raises(CheckpointError, match="blocks of 210 bytes; these are torch.uint8 rows of 211"):
+    with pytest.raises(CheckpointError, match=r"blocks of 210 bytes; these are torch\.uint8 rows of 211"):
         dequantize("q6_k", torch.zeros(2, 211, dtype=torch.uint8))

@@ -10,7 +10,7 @@ from slipstream.errors import KernelError
 from slipstream.kernels.cpu.arena import Arena
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 6
+ABI = 7
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
