@@ -128,10 +128,7 @@ def test_the_draft_in_one_call_matches_the_reference(cpu_ops, generator, caplog,
     "format", ["float32", "bfloat16", "q4_1", "q8_0", "w8a8_int8", "w4a8", "q4_k", "q6_k", "mixed"]
 )
 def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, format, keys):
-    if format in ("q4_k", "q6_k", "mixed") and keys != torch.float16:
-        pytest.skip("beside a GGUF's blocks keys are float16")
-    k_format = format in ("q4_k", "q6_k", "mixed")
-    model = make_target(generator, **(WIDE if k_format else {}))
+    model = make_target(generator, **(WIDE if format in ("q4_k", "q6_k", "mixed") else {}))
     if format == "bfloat16":
         model.layers.to(torch.bfloat16)
     elif format == "mixed":
@@ -170,6 +167,18 @@ def test_blocks_of_mixed_formats_in_one_call_match_the_reference(cpu_ops, genera
     assert torch.equal(hidden, got.last_TD)
     expected = plain(ids, context(REFERENCE, cache(plain), 0, rows, 16))
     assert (got.last_TD - expected.last_TD).norm() < 0.02 * expected.last_TD.norm()
+
+
+def test_a_format_that_changes_within_a_panel_is_multiplied_part_by_part_and_said_so(fast_ops, generator, caplog):
+    model = make_target(generator, head_dim=8, num_kv_heads=1, rope=RopeSpec(10000.0, 8), hidden_size=32)
+    pack_mixed(model, ("q4_1", "q8_0", "q5_0"), fast_ops, generator)
+    ids = torch.randint(0, 90, (6,), generator=generator)
+    with caplog.at_level(logging.WARNING):
+        whole = model(ids, context(fast_ops, cache(model), 0, 6, 16)).last_TD
+    assert sum("format changes within 16 rows" in record.message for record in caplog.records) == 1
+    kv = cache(model)
+    parts = [model(ids[at : at + 2], context(fast_ops, kv, at, 2, 16)).last_TD for at in range(0, 6, 2)]
+    assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("keys", KEYS, ids=[f"{str(dtype).removeprefix('torch.')}-keys" for dtype in KEYS])

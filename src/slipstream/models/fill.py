@@ -43,6 +43,8 @@ class Filler:
             module = name.removesuffix(".weight")
             shapes |= {f"{module}.{suffix}": shape for suffix, shape in stored.items()}
         check_tensors(self._source, self._names, shapes)
+        if isinstance(self._packs, GgufBlocks):
+            self._packs.say_expanded([self._names[name] for name in wanted if name not in packed], self._dtype)
         for part in model.modules():
             if isinstance(part, Rotary):
                 part.fill(self._device)
@@ -57,8 +59,6 @@ class Filler:
         packed = {name: stored for name, place in wanted.items() if (stored := self._stored(name, place)) is not None}
         if isinstance(self._packs, GgufBlocks):
             dense = {place.module for name, place in wanted.items() if name not in packed and name.endswith(".weight")}
-            expanded = [name for name, place in wanted.items() if place.module in dense and name in self._names]
-            self._packs.say_expanded([self._names[name] for name in expanded], self._dtype)
             packed = {name: stored for name, stored in packed.items() if wanted[name].module not in dense}
         return packed
 
@@ -123,7 +123,7 @@ class Filler:
 
     def _pack_runs(self, module: Linear | Embedding, names: list[str], packed: dict[str, Place]) -> None:
         """Hand over what a GGUF stores, whose joined layers may mix formats: more bits for v than for q and k."""
-        runs = [run.to(self._device) for run in join_runs(self._read(names, packed)).runs]
+        runs = [run.to(self._device) for run in join_runs(self._read(names, packed))]
         prepared = [run if self._ops is None else self._ops.prepare(run) for run in runs]
         if isinstance(module, Embedding):
             [table] = prepared

@@ -68,7 +68,7 @@ class GgufBlocks:
         if quantized:
             _log.warning(
                 "%s: %d tensors in %s are expanded to %s, %.0f MB instead of %.0f; slipstream keeps %s as stored, "
-                "where all parts of a joined layer (q, k, v; gate, up) are.",
+                "where all parts of a joined layer (q, k, v; gate, up) are among them.",
                 self._reader.path,
                 len(quantized),
                 ", ".join(sorted({info.dtype for info in quantized})),

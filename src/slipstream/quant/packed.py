@@ -118,10 +118,9 @@ def join_rows(parts: list[PackedWeight]) -> PackedWeight:
     )
 
 
-def join_runs(parts: list[PackedWeight]) -> PackedWeight | MixedWeight:
-    """Stack weights that share an input; neighbours of one format become one run."""
-    runs = [join_rows(list(run)) for _, run in groupby(parts, key=lambda part: part.format)]
-    return runs[0] if len(runs) == 1 else MixedWeight(tuple(runs))
+def join_runs(parts: list[PackedWeight]) -> list[PackedWeight]:
+    """Stack neighbours of one format among weights that share an input."""
+    return [join_rows(list(run)) for _, run in groupby(parts, key=lambda part: part.format)]
 
 
 def stack_experts(parts: Iterable[PackedWeight], count: int, device: torch.device) -> ExpertWeights:

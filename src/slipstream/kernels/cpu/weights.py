@@ -20,10 +20,11 @@ _MAX_INTEGER_COLUMNS = 65536
 
 
 def to_panels(weight: PackedWeight, engine: NativeEngine) -> PackedWeight:
-    """Return the weight as panels of 16 rows, in a format named with "/cpu"; the bytes stay as many, but for
-    Q4_K and Q5_K, whose scales of 6 bits become bytes (4 more for 256 weights).
+    """Return the weight as panels of 16 rows, in a format named with "/cpu".
 
-    The result belongs to the CPU kernels only: its `codes` are [panels, bytes of a panel], and it cannot be joined.
+    The bytes stay as many, except that scales and minima of Q4_K and Q5_K, six bits each, become bytes: 4 more for 256
+    weights. The result belongs to the CPU kernels only: its `codes` are [panels, bytes of a panel], and it cannot be
+    joined.
     """
     blocks = BLOCK_FORMATS.get(weight.format)
     if blocks is not None and weight.in_features % blocks.columns:
