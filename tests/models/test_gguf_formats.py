@@ -10,10 +10,11 @@ from slipstream.checkpoint.names import gguf_name
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.memory import weight_bytes
-from slipstream.errors import KernelError
+from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels import AttentionBatch, Ops, select
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.load import load_target
+from slipstream.models.parallel import ALONE, Ranks
 from slipstream.models.target import Target
 from slipstream.quant.gguf_blocks import BLOCK_FORMATS, dequantize
 from slipstream.speculation.sampling import SamplingParams
@@ -174,3 +175,21 @@ def test_layers_with_a_part_in_an_unknown_format_are_expanded_and_said_so(tmp_pa
     [record] = caplog.records
     assert "m.gguf: 16 tensors in Q2_K, Q3_K, Q4_K are expanded to float32" in record.message
     assert "Q4_K, Q5_K, Q6_K as stored" in record.message
+
+
+def test_a_rank_holds_its_rows_and_whole_blocks_of_columns(tmp_path):
+    reference = select(CPU, "reference")
+    reader = GgufReader(write(tmp_path / "m.gguf", "q4_k", {**Q4_K_M, "self_attn.o_proj": "q8_0"}))
+    whole, part = (
+        load_target(reader, torch.float32, CPU, ops=reference, ranks=ranks) for ranks in (ALONE, Ranks(1, 2))
+    )
+    (qk, v), down = whole.layers[0].self_attn.qkv_proj.packed.runs, whole.layers[0].mlp.down_proj.packed
+    own_qk, own_v = part.layers[0].self_attn.qkv_proj.packed.runs
+    q, k = qk.codes.split([WIDTH, WIDTH // 2])
+    assert torch.equal(own_qk.codes, torch.cat([q[WIDTH // 2 :], k[WIDTH // 4 :]]))
+    assert torch.equal(own_v.codes, v.codes[WIDTH // 4 :])
+    assert torch.equal(part.layers[0].mlp.down_proj.packed.codes, down.codes[:, BLOCK_FORMATS["q6_k"].nbytes :])
+    with pytest.raises(ConfigError, match="o_proj cut through a block of 256"):
+        load_target(
+            GgufReader(write(tmp_path / "k.gguf", "q4_k", {})), torch.float32, CPU, ops=reference, ranks=Ranks(1, 2)
+        )
