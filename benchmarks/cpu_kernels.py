@@ -1,6 +1,6 @@
-"""Time the CPU kernels' products and attention on the shapes of SmolLM2-135M, beside torch's and memory's own time.
+"""Time the CPU kernels' products and attention on the shapes of small models, beside torch's and memory's own time.
 
-    python benchmarks/cpu_kernels.py [--threads 2] [--only products|attention]
+    python benchmarks/cpu_kernels.py [--threads 2] [--only products|attention] [--formats q4_1,q4_k,q6_k]
 
 Each figure is the median of repeated calls over enough copies of a weight that none stays in cache between calls.
 """
@@ -8,19 +8,20 @@ Each figure is the median of repeated calls over enough copies of a weight that 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
 from slipstream.kernels import AttentionBatch, KvLayer
 from slipstream.kernels.cpu.ops import CpuOps
-from slipstream.quant.gguf_blocks import BLOCK_BYTES
+from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 from slipstream.quant.packed import PackedWeight
 
 ROWS = (1, 2, 4, 8, 16)
-SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576), (576, 49152))  # columns, outputs
-FORMATS = ("q4_1", "q4_0", "q8_0", "w8a8_int8", "w4a8", "bfloat16", "float32")
+# Columns and outputs of SmolLM2-135M's layers, and two of Llama-3.2-1B's, whose widths the K formats can have.
+SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576), (576, 49152), (2048, 2048), (2048, 8192))
+FORMATS = ("q4_1", "q4_0", "q5_0", "q8_0", "q4_k", "q5_k", "q6_k", "w8a8_int8", "w4a8", "bfloat16", "float32")
 KEYS = (torch.float32, torch.bfloat16, torch.float16)
 ATTENTION = ((1, 1, 200), (1, 4, 200), (1, 4, 1000), (8, 1, 200), (8, 4, 200))  # requests, rows, tokens before
 LAYERS = 30
@@ -34,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=("products", "attention"))
+    parser.add_argument("--formats", default=",".join(FORMATS), help="of the products, with commas")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     ops = CpuOps(args.threads)
@@ -42,7 +44,7 @@ def main() -> None:
     if args.only != "products":
         print_attention(ops)
     if args.only != "attention":
-        print_products(ops, bandwidth)
+        print_products(ops, bandwidth, args.formats.split(","))
 
 
 def print_attention(ops: CpuOps) -> None:
@@ -84,11 +86,13 @@ def attention_batch(requests: int, rows: int, context: int) -> AttentionBatch:
     )
 
 
-def print_products(ops: CpuOps, bandwidth: float) -> None:
-    """Print one table per shape."""
+def print_products(ops: CpuOps, bandwidth: float, formats: Sequence[str]) -> None:
+    """Print one table per shape; a format that cannot have so many columns is left out."""
     for columns, outputs in SHAPES:
         print(f"\n{columns} x {outputs}: microseconds a call for {', '.join(f'M={m}' for m in ROWS)}; floor at M=1")
-        for format in FORMATS:
+        for format in formats:
+            if format in BLOCK_FORMATS and columns % BLOCK_FORMATS[format].columns:
+                continue
             times, size = kernel_times(ops, format, outputs, columns)
             floor = size / bandwidth * 1e6
             print(f"  {format:10} " + " ".join(f"{t:8.1f}" for t in times) + f"   floor {floor:8.1f}")
@@ -132,8 +136,8 @@ def row_times(product: Callable[[torch.Tensor, W], torch.Tensor], weights: list[
 
 def random_weight(format: str, outputs: int, columns: int) -> PackedWeight:
     """Return a weight of random codes; its values do not matter to the time."""
-    if format in BLOCK_BYTES:
-        codes = torch.randint(0, 60, (outputs, columns // 32 * BLOCK_BYTES[format]), dtype=torch.uint8)
+    if format in BLOCK_FORMATS:
+        codes = torch.randint(0, 60, (outputs, BLOCK_FORMATS[format].row_bytes(columns)), dtype=torch.uint8)
         return PackedWeight(format, outputs, columns, codes)
     scale = {"scale": torch.rand(outputs)}
     if format == "w8a8_int8":

@@ -79,10 +79,10 @@ def tiny_draft(target: Target, seed: int = 1, **changes: object) -> Eagle3Draft:
     return draft.eval()
 
 
-def follower_draft(target: Target) -> Eagle3Draft:
+def follower_draft(target: Target, **changes: object) -> Eagle3Draft:
     """Return a draft that guesses well: its own block does nothing, and its head is the target's on the last state."""
     vocab = target.spec.vocab_size
-    draft = tiny_draft(target, captured_layers=(4, 4, 4), vocab_size=vocab, draft_vocab_size=vocab)
+    draft = tiny_draft(target, captured_layers=(4, 4, 4), vocab_size=vocab, draft_vocab_size=vocab, **changes)
     width = target.spec.hidden_size
     draft.fc.weight.zero_()
     draft.fc.weight[:, :width].copy_(torch.eye(width))

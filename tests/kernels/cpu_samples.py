@@ -3,26 +3,40 @@
 import torch
 
 from slipstream.kernels import AttentionBatch, KvLayer
-from slipstream.quant.gguf_blocks import BLOCK_BYTES
+from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 from slipstream.quant.packed import PackedWeight
 
-FORMATS = ("q4_1", "q4_0", "q8_0", "w8a8_int8", "w4a8")
+FORMATS = (*BLOCK_FORMATS, "w8a8_int8", "w4a8")
+_HALVES = {"q4_1": slice(0, 4), "q5_1": slice(0, 4), "q4_k": slice(0, 4), "q5_k": slice(0, 4), "q6_k": slice(208, 210)}
 
 
 def packed_weight(format: str, rows: int, columns: int, generator: torch.Generator) -> PackedWeight:
-    if format in BLOCK_BYTES:
-        size = BLOCK_BYTES[format]
-        blocks = torch.randint(0, 256, (rows, columns // 32, size), generator=generator, dtype=torch.uint8)
-        halves = 2 if format == "q4_1" else 1
-        scales = (torch.randn(rows, columns // 32, halves, generator=generator) * 0.01).half()
-        blocks[..., : 2 * halves] = scales.view(torch.uint8)
-        return PackedWeight(format, rows, columns, blocks.flatten(1))
+    if format in BLOCK_FORMATS:
+        return PackedWeight(format, rows, columns, random_blocks(format, rows, columns, generator))
     scale = {"scale": torch.rand(rows, generator=generator) * 0.01}
     if format == "w8a8_int8":
         codes = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
     else:
         codes = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
     return PackedWeight(format, rows, columns, codes, scale)
+
+
+def random_blocks(format: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Any bytes will do for codes and small scales; half floats are drawn so that weights are about 0.1."""
+    stored = BLOCK_FORMATS[format]
+    shape = (rows, columns // stored.columns, stored.nbytes)
+    blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    halves = blocks[..., _HALVES.get(format, slice(0, 2))]
+    size = 0.01 if stored.columns == 32 else 0.0003
+    scales = (torch.randn(*shape[:2], halves.shape[-1] // 2, generator=generator) * size).half()
+    halves.copy_(scales.view(torch.uint8))
+    return blocks.flatten(1)
+
+
+def columns_for(format: str, columns: int) -> int:
+    """Return the smallest number of columns from `columns` on that a format can have."""
+    step = BLOCK_FORMATS[format].columns if format in BLOCK_FORMATS else 1
+    return -(-columns // step) * step
 
 
 def integer_product(x_TD: torch.Tensor, weight: PackedWeight) -> torch.Tensor:

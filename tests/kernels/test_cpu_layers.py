@@ -13,6 +13,7 @@ from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
+from slipstream.quant.packed import MixedWeight
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
 KEYS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +29,8 @@ SHAPE = dict(  # noqa: C408
     rope=RopeSpec(10000.0, 16),
     max_position=256,
 )
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "rope": RopeSpec(10000.0, 64), "num_layers": 2}
 
 
 def make_target(generator, **changes) -> Target:
@@ -53,6 +56,18 @@ def pack(model, format, ops, generator):
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
             rows = sum(linear.parts.values())
             linear.pack(ops.prepare(packed_weight(format, rows, linear.in_features, generator)))
+
+
+def pack_mixed(model, formats, ops, generator):
+    """Replace the blocks' weights by packed ones, joined layers' parts in as many formats as there are."""
+    for layer in model.layers:
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            kinds = [formats[part % len(formats)] for part in range(len(linear.parts))]
+            runs = [
+                ops.prepare(packed_weight(kind, rows, linear.in_features, generator))
+                for kind, rows in zip(kinds, linear.parts.values(), strict=True)
+            ]
+            linear.pack(MixedWeight(tuple(runs)))
 
 
 def context(ops, kv, start, count, page_size):
@@ -109,11 +124,15 @@ def test_the_draft_in_one_call_matches_the_reference(cpu_ops, generator, caplog,
 
 
 @pytest.mark.parametrize("keys", KEYS, ids=[f"{str(dtype).removeprefix('torch.')}-keys" for dtype in KEYS])
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "q4_1", "q8_0", "w8a8_int8", "w4a8"])
+@pytest.mark.parametrize(
+    "format", ["float32", "bfloat16", "q4_1", "q8_0", "w8a8_int8", "w4a8", "q4_k", "q6_k", "mixed"]
+)
 def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, format, keys):
-    model = make_target(generator)
+    model = make_target(generator, **(WIDE if format in ("q4_k", "q6_k", "mixed") else {}))
     if format == "bfloat16":
         model.layers.to(torch.bfloat16)
+    elif format == "mixed":
+        pack_mixed(model, ("q4_k", "q6_k", "q8_0"), fast_ops, generator)
     elif format != "float32":
         pack(model, format, fast_ops, generator)
     ids = torch.randint(0, 90, (64,), generator=generator)
@@ -128,6 +147,38 @@ def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, form
                     parts.append(model(part, context(ops, kv, at, len(part), page_size), (2,)))
                 assert torch.equal(torch.cat([part.last_TD for part in parts]), whole.last_TD)
                 assert torch.equal(torch.cat([part.captured[0] for part in parts]), whole.captured[0])
+
+
+@pytest.mark.parametrize("formats", [("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("q4_0", "q6_k", "q5_1")])
+@pytest.mark.parametrize("rows", [1, 5, 30])
+def test_blocks_of_mixed_formats_in_one_call_match_the_reference(cpu_ops, generator, caplog, formats, rows):
+    seed = generator.initial_seed()
+    biases = {"qkv_bias": True, "mlp_bias": True}
+    model, plain = (make_target(torch.Generator().manual_seed(seed), **WIDE, **biases) for _ in range(2))
+    pack_mixed(model, formats, cpu_ops, torch.Generator().manual_seed(seed + 1))
+    pack_mixed(plain, formats, REFERENCE, torch.Generator().manual_seed(seed + 1))
+    ids = torch.randint(0, 90, (rows,), generator=generator)
+    got = model(ids, context(cpu_ops, cache(model), 0, rows, 16))
+    assert not caplog.records
+    by_parts = context(cpu_ops, cache(model), 0, rows, 16)
+    hidden = model.embed_tokens(ids, cpu_ops)
+    for layer in model.layers:
+        hidden = layer(hidden, by_parts)
+    assert torch.equal(hidden, got.last_TD)
+    expected = plain(ids, context(REFERENCE, cache(plain), 0, rows, 16))
+    assert (got.last_TD - expected.last_TD).norm() < 0.02 * expected.last_TD.norm()
+
+
+def test_a_format_that_changes_within_a_panel_is_multiplied_part_by_part_and_said_so(fast_ops, generator, caplog):
+    model = make_target(generator, head_dim=8, num_kv_heads=1, rope=RopeSpec(10000.0, 8), hidden_size=32)
+    pack_mixed(model, ("q4_1", "q8_0", "q5_0"), fast_ops, generator)
+    ids = torch.randint(0, 90, (6,), generator=generator)
+    with caplog.at_level(logging.WARNING):
+        whole = model(ids, context(fast_ops, cache(model), 0, 6, 16)).last_TD
+    assert sum("format changes within 16 rows" in record.message for record in caplog.records) == 1
+    kv = cache(model)
+    parts = [model(ids[at : at + 2], context(fast_ops, kv, at, 2, 16)).last_TD for at in range(0, 6, 2)]
+    assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("keys", KEYS, ids=[f"{str(dtype).removeprefix('torch.')}-keys" for dtype in KEYS])

@@ -12,9 +12,9 @@ from slipstream.kernels import Ops
 from slipstream.models.accounting import Place, check_tensors
 from slipstream.models.layers import Embedding, Linear
 from slipstream.models.moe import Experts
-from slipstream.models.packing import check_uniform, checkpoint_modules, packed_source
+from slipstream.models.packing import GgufBlocks, check_uniform, checkpoint_modules, packed_source
 from slipstream.models.rope import Rotary
-from slipstream.quant.packed import PackedWeight, join_rows, reorder_rows, stack_experts
+from slipstream.quant.packed import MixedWeight, PackedWeight, join_rows, join_runs, reorder_rows, stack_experts
 from slipstream.quant.scheme import dequantize
 
 _log = logging.getLogger(__name__)
@@ -37,12 +37,14 @@ class Filler:
 
     def fill(self, model: nn.Module, wanted: dict[str, Place]) -> None:
         """Take `wanted` (our tensor names to places) from the checkpoint, and nothing else may be in it."""
-        packed = {name: stored for name, place in wanted.items() if (stored := self._stored(name, place)) is not None}
+        packed = self._kept_as_stored(wanted)
         shapes = {name: place.shape for name, place in wanted.items() if name not in packed}
         for name, stored in packed.items():
             module = name.removesuffix(".weight")
             shapes |= {f"{module}.{suffix}": shape for suffix, shape in stored.items()}
         check_tensors(self._source, self._names, shapes)
+        if isinstance(self._packs, GgufBlocks):
+            self._packs.say_expanded([self._names[name] for name in wanted if name not in packed], self._dtype)
         for part in model.modules():
             if isinstance(part, Rotary):
                 part.fill(self._device)
@@ -51,6 +53,14 @@ class Filler:
                 self._copy(name, place)
         self._reorder({place.module for name, place in wanted.items() if name not in packed})
         self._pack({name: wanted[name] for name in packed})
+
+    def _kept_as_stored(self, wanted: dict[str, Place]) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Return what packed weights are stored as; a GGUF's layers with a part that cannot be kept are expanded."""
+        packed = {name: stored for name, place in wanted.items() if (stored := self._stored(name, place)) is not None}
+        if isinstance(self._packs, GgufBlocks):
+            dense = {place.module for name, place in wanted.items() if name not in packed and name.endswith(".weight")}
+            packed = {name: stored for name, stored in packed.items() if wanted[name].module not in dense}
+        return packed
 
     def _stored(self, name: str, place: Place) -> dict[str, tuple[int, ...]] | None:
         """Return what a packed weight is stored as; None for a dense one."""
@@ -97,6 +107,9 @@ class Filler:
             assert isinstance(module, Linear | Embedding)
             expected = len(module.parts) if isinstance(module, Linear) else 1
             check_uniform(str(self._source.folder), names[0], len(names) == expected)
+            if isinstance(self._packs, GgufBlocks):
+                self._pack_runs(module, names, packed)
+                continue
             joined = self._join(names, packed)
             if isinstance(module, Linear) and (order := module.row_order()) is not None:
                 joined = reorder_rows(joined, order)
@@ -107,6 +120,17 @@ class Filler:
                 continue
             joined = joined.to(self._device)
             module.pack(joined if self._ops is None else self._ops.prepare(joined))
+
+    def _pack_runs(self, module: Linear | Embedding, names: list[str], packed: dict[str, Place]) -> None:
+        """Hand over what a GGUF stores, whose joined layers may mix formats: more bits for v than for q and k."""
+        runs = [run.to(self._device) for run in join_runs(self._read(names, packed))]
+        prepared = [run if self._ops is None else self._ops.prepare(run) for run in runs]
+        if isinstance(module, Embedding):
+            [table] = prepared
+            module.pack(table)
+        else:
+            assert module.row_order() is None and not module.stays_dense, "no GGUF has latent attention"
+            module.pack(prepared[0] if len(prepared) == 1 else MixedWeight(tuple(prepared)))
 
     def _note_expanded(self, name: str, format: str) -> None:
         """Say, once for each kind of layer, that it is not kept as stored."""
@@ -140,12 +164,15 @@ class Filler:
         )
 
     def _join(self, names: list[str], packed: dict[str, Place]) -> PackedWeight:
-        assert self._packs is not None
-        windows = {name: packed[name].window for name in names}
-        read = [self._packs.read(self._modules[name.removesuffix(".weight")], *windows[name]) for name in names]
+        read = self._read(names, packed)
         for name, part in zip(names, read, strict=True):
             self._check_same(name, read[0].format, part.format)
         return join_rows(read)
+
+    def _read(self, names: list[str], packed: dict[str, Place]) -> list[PackedWeight]:
+        assert self._packs is not None
+        windows = {name: packed[name].window for name in names}
+        return [self._packs.read(self._modules[name.removesuffix(".weight")], *windows[name]) for name in names]
 
     def _check_same(self, name: str, first: str, format: str) -> None:
         if format != first:

@@ -10,7 +10,7 @@ from slipstream.checkpoint.span import Span
 from slipstream.kernels import Ops
 from slipstream.models.context import ForwardContext
 from slipstream.models.parallel import ALONE, Ranks
-from slipstream.quant.packed import PackedWeight
+from slipstream.quant.packed import MixedWeight, PackedWeight
 
 
 class Linear(nn.Module):
@@ -39,9 +39,9 @@ class Linear(nn.Module):
         out_features = sum(self.parts.values())
         self.weight = nn.Parameter(torch.empty(out_features, self.in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.packed: PackedWeight | None = None
+        self.packed: PackedWeight | MixedWeight | None = None
 
-    def pack(self, packed: PackedWeight) -> None:
+    def pack(self, packed: PackedWeight | MixedWeight) -> None:
         """Give up the dense weight for a packed one of the same shape."""
         assert (packed.out_features, packed.in_features) == (sum(self.parts.values()), self.in_features)
         self.weight = None
@@ -67,7 +67,12 @@ class Linear(nn.Module):
         if self.weight is not None:
             return ops.linear(x_TD, self.weight, bias_N)
         assert self.packed is not None
-        return ops.packed_linear(x_TD, self.packed, bias_N)
+        runs = self.packed.runs
+        if len(runs) == 1:
+            return ops.packed_linear(x_TD, runs[0], bias_N)
+        heights = [run.out_features for run in runs]
+        biases = [None] * len(runs) if bias_N is None else torch.split(bias_N, heights)
+        return torch.cat([ops.packed_linear(x_TD, *part) for part in zip(runs, biases, strict=True)], dim=-1)
 
 
 class RMSNorm(nn.Module):

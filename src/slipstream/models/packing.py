@@ -1,6 +1,7 @@
 """Packed weights on their way from a checkpoint into a model: as a GGUF stores them, or as a quantizer wrote them."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -13,11 +14,13 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import Ops
 from slipstream.models.layers import Linear
 from slipstream.quant.formats import int8
-from slipstream.quant.gguf_blocks import BLOCK, BLOCK_BYTES
+from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 from slipstream.quant.load import QuantScheme, packed_part, read_scheme
 from slipstream.quant.packed import PackedWeight
 
 Shape = tuple[int, ...]
+_FLOATS = ("F32", "F16", "BF16")
+_log = logging.getLogger(__name__)
 
 
 class PackedSource(Protocol):
@@ -40,21 +43,40 @@ class GgufBlocks:
 
     def stored(self, module: str, shape: Shape) -> dict[str, Shape] | None:
         """A block format is one tensor, whose shape a GGUF gives in weights."""
-        known = self._reader.info(f"{module}.weight").dtype.lower() in BLOCK_BYTES
+        known = self._reader.info(f"{module}.weight").dtype.lower() in BLOCK_FORMATS
         return {"weight": shape} if known else None
 
     def read(self, module: str, rows: Span, columns: Span) -> PackedWeight:
         """Copy the blocks out of the file."""
         raw = self._reader.raw(f"{module}.weight")
         format = raw.quant_type.lower()
-        if columns.start % BLOCK or columns.stop % BLOCK:
+        blocks = BLOCK_FORMATS[format]
+        if columns.start % blocks.columns or columns.stop % blocks.columns:
             raise ConfigError(
                 f"{self._reader.path}: a rank's columns [{columns.start}, {columns.stop}) of {module} cut through a "
-                f"block of {BLOCK}. Use fewer tensor-parallel ranks, or another dtype than auto to expand the blocks."
+                f"block of {blocks.columns}. Use fewer tensor-parallel ranks, or another dtype than auto to expand the "
+                "blocks."
             )
-        first, last = (index // BLOCK * BLOCK_BYTES[format] for index in (columns.start, columns.stop))
+        first, last = (blocks.row_bytes(index) for index in (columns.start, columns.stop))
         data = raw.data.reshape(rows.total, -1).view("uint8")[rows.start : rows.stop, first:last]
         return PackedWeight(format, rows.size, columns.size, torch.from_numpy(data.copy()))
+
+    def say_expanded(self, tensors: Iterable[str], dtype: torch.dtype) -> None:
+        """Say which of a model's weights are not kept as stored, and what that costs."""
+        infos = [self._reader.info(name) for name in tensors]
+        quantized = [info for info in infos if info.dtype not in _FLOATS]
+        if quantized:
+            _log.warning(
+                "%s: %d tensors in %s are expanded to %s, %.0f MB instead of %.0f; slipstream keeps %s as stored, "
+                "where all parts of a joined layer (q, k, v; gate, up) are among them.",
+                self._reader.path,
+                len(quantized),
+                ", ".join(sorted({info.dtype for info in quantized})),
+                str(dtype).removeprefix("torch."),
+                sum(info.num_elements for info in quantized) * dtype.itemsize / 1e6,
+                sum(info.nbytes for info in quantized) / 1e6,
+                ", ".join(format.upper() for format in BLOCK_FORMATS),
+            )
 
 
 class QuantizedFolder:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -30,9 +31,41 @@ class PackedWeight:
         return replace(self, codes=self.codes.to(device), scales=scales)
 
     @property
+    def runs(self) -> tuple["PackedWeight", ...]:
+        """All rows have one format."""
+        return (self,)
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes this weight takes."""
         return self.codes.nbytes + sum(scale.nbytes for scale in self.scales.values())
+
+
+@dataclass(frozen=True)
+class MixedWeight:
+    """Rows of several formats, run after run, as a GGUF may store the q, k and v that are joined into one layer."""
+
+    runs: tuple[PackedWeight, ...]
+
+    @property
+    def format(self) -> str:
+        """Name the formats."""
+        return " and ".join(run.format for run in self.runs)
+
+    @property
+    def out_features(self) -> int:
+        """Count the rows of all runs."""
+        return sum(run.out_features for run in self.runs)
+
+    @property
+    def in_features(self) -> int:
+        """Return the columns, which all runs share."""
+        return self.runs[0].in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes this weight takes."""
+        return sum(run.nbytes for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -83,6 +116,11 @@ def join_rows(parts: list[PackedWeight]) -> PackedWeight:
         torch.cat([part.codes for part in parts]),
         scales,
     )
+
+
+def join_runs(parts: list[PackedWeight]) -> list[PackedWeight]:
+    """Stack neighbours of one format among weights that share an input."""
+    return [join_rows(list(run)) for _, run in groupby(parts, key=lambda part: part.format)]
 
 
 def stack_experts(parts: Iterable[PackedWeight], count: int, device: torch.device) -> ExpertWeights:

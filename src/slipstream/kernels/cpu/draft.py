@@ -19,10 +19,10 @@ from slipstream.kernels.cpu.library import (
     NativeEnds,
     NativeLinear,
 )
-from slipstream.kernels.cpu.weights import SUFFIX, dense_format, describe_dense, describe_panels, is_dense
+from slipstream.kernels.cpu.weights import SUFFIX, dense_format, describe_linear, is_dense, weight_address
 from slipstream.kernels.ops import ChainStart, Cut
+from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 
-_TABLES = ("q4_1", "q4_0", "q8_0")
 _NORM_EACH, _NORM_JOINED = 1, 2  # native/abi.h
 
 
@@ -30,7 +30,7 @@ class DescribedEnds:
     """A model's head, norm and table of embeddings, and the tensors they point into."""
 
     def __init__(self, model: Any) -> None:
-        self._tensors: list[Tensor] = []
+        self._kept: list[object] = []
         self.native = NativeEnds(
             self.linear(model.lm_head),
             self._embedding(model.embed_tokens),
@@ -40,11 +40,7 @@ class DescribedEnds:
 
     def linear(self, linear: Any) -> NativeLinear:
         """Point at a layer's weight and bias, for as long as this lives."""
-        bias_N = None if linear.bias is None else self.keep(linear.bias.detach().float().contiguous())
-        if linear.weight is not None:
-            return describe_dense(self.keep(linear.weight.detach()), bias_N)
-        self._tensors.extend([linear.packed.codes, *linear.packed.scales.values()])
-        return describe_panels(linear.packed, bias_N)
+        return describe_linear(linear, self._kept)
 
     def floats(self, tensor: Tensor) -> int:
         """Point at a tensor as float32 numbers."""
@@ -52,7 +48,7 @@ class DescribedEnds:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Hold a tensor for as long as this lives."""
-        self._tensors.append(tensor)
+        self._kept.append(tensor)
         return tensor
 
     def _embedding(self, table: Any) -> NativeEmbedding:
@@ -128,7 +124,7 @@ def describe_chain(start: ChainStart, depth: int, cut: Cut, outputs: tuple[Tenso
 
 def readable_ends(model: Any) -> bool:
     """Tell whether the library can read a model's head and its table of embeddings."""
-    return _readable(model.lm_head, None) and _readable(model.embed_tokens, _TABLES)
+    return _readable(model.lm_head, None) and _readable(model.embed_tokens, tuple(BLOCK_FORMATS))
 
 
 def _readable(part: Any, formats: tuple[str, ...] | None) -> bool:
@@ -142,4 +138,4 @@ def _readable(part: Any, formats: tuple[str, ...] | None) -> bool:
 def _witness(draft: Any) -> tuple[int, ...]:
     """Return what changes when a draft is repacked or given another table."""
     parts = (draft.lm_head, draft.embed_tokens, draft.fc)
-    return tuple(part.weight.data_ptr() if part.weight is not None else part.packed.codes.data_ptr() for part in parts)
+    return tuple(map(weight_address, parts))

@@ -10,21 +10,36 @@ from slipstream.errors import KernelError
 from slipstream.kernels.cpu.arena import Arena
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 6
+ABI = 7
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
 
-FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "q4_1": 3, "q4_0": 4, "q8_0": 5, "w8a8_int8": 6, "w4a8": 7}
+FORMATS = {
+    "f32": 0,
+    "bf16": 1,
+    "f16": 2,
+    "q4_1": 3,
+    "q4_0": 4,
+    "q8_0": 5,
+    "w8a8_int8": 6,
+    "w4a8": 7,
+    "q4_k": 8,
+    "q6_k": 9,
+    "q5_0": 10,
+    "q5_1": 11,
+    "q5_k": 12,
+}
 
 
 class NativeLinear(Structure):
-    """A weight: dense rows, or panels of 16 rows."""
+    """A weight: dense rows, or panels of 16 rows; `rest` points at the rows that follow in another format."""
 
     _fields_ = (
         ("weight", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
+        ("rest", c_void_p),
         ("format", c_int32),
         ("n", c_int32),
         ("k", c_int32),

@@ -38,6 +38,7 @@ from slipstream.kernels.ops import (
 from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.threads import torch_threads
+from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class CpuOps:
 
     def packed_rows(self, weight: PackedWeight, row_ids_T: Tensor) -> Tensor:
         """Return rows of a packed table as float32 numbers."""
-        if not weight.format.endswith(SUFFIX) or weight.format.removesuffix(SUFFIX) not in ("q4_1", "q4_0", "q8_0"):
+        if not weight.format.endswith(SUFFIX) or weight.format.removesuffix(SUFFIX) not in BLOCK_FORMATS:
             return self._reference.packed_rows(weight, row_ids_T)
         ids_T = row_ids_T.to(torch.int64).contiguous()
         out_TD = torch.empty((*ids_T.shape, weight.in_features))

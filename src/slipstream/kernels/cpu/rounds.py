@@ -14,6 +14,7 @@ import torch
 from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, readable_ends
 from slipstream.kernels.cpu.library import NativeRound, NativeRoundModels
 from slipstream.kernels.cpu.stack import DescribedStack, StackCache
+from slipstream.kernels.cpu.weights import weight_address
 from slipstream.kernels.ops import Cut, Follower, RoundModels, RoundResult, RoundStart
 
 
@@ -24,7 +25,7 @@ class DescribedModels:
         self, models: RoundModels, stacks: tuple[DescribedStack, DescribedStack | None], draft: DescribedDraft | None
     ) -> None:
         self._models = models
-        self._watched = [(part, _address(part)) for part in _watched_parts(models)]
+        self._watched = [(part, weight_address(part)) for part in _watched_parts(models)]
         self._parts = (stacks, draft)
         self._ends = DescribedEnds(models.target)
         self._target = stacks[0].native(models.captured_layers, None)
@@ -40,7 +41,7 @@ class DescribedModels:
     def describes(self, models: RoundModels) -> bool:
         """Tell whether these are the models it was made of, none given other weights as a whole since."""
         same = models is self._models or models == self._models
-        return same and all(_address(part) == address for part, address in self._watched)
+        return same and all(weight_address(part) == address for part, address in self._watched)
 
 
 class RoundCache:
@@ -147,12 +148,6 @@ def _watched_parts(models: RoundModels) -> list[Any]:
             parts += [first.self_attn.qkv_proj, first.mlp.down_proj, last.self_attn.o_proj]
             parts += [model.lm_head, model.embed_tokens]
     return parts if models.draft is None else [*parts, models.draft.fc]
-
-
-def _address(part: Any) -> int:
-    packed = part.packed
-    address: int = part.weight.data_ptr() if packed is None else packed.codes.data_ptr()
-    return address
 
 
 def _is_plain(models: RoundModels) -> bool:

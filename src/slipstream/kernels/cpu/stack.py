@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.batch import describe_kv, kv_is_plain
 from slipstream.kernels.cpu.library import NativeKv, NativeLayer, NativeLinear, NativeStack
-from slipstream.kernels.cpu.weights import SUFFIX, describe_dense, describe_panels, is_dense
+from slipstream.kernels.cpu.weights import PANEL, SUFFIX, describe_linear, is_dense, weight_address
 
 MAX_GROUP = 256
 """Query heads that may share a key head (native/attention.h)."""
@@ -51,7 +51,7 @@ class DescribedBlocks:
     """The blocks of one model."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self._tensors: list[Tensor] = []
+        self._kept: list[object] = []
         self.witness = _witness(layers)
         self.width: int = layers[0].input_layernorm.weight.shape[0]
         self.native = (NativeLayer * len(layers))(*(self._layer(layer) for layer in layers))
@@ -86,17 +86,13 @@ class DescribedBlocks:
         )
 
     def _linear(self, linear: Any) -> NativeLinear:
-        bias_N = None if linear.bias is None else self._keep(linear.bias.detach().float().contiguous())
-        if linear.weight is not None:
-            return describe_dense(self._keep(linear.weight.detach()), bias_N)
-        self._tensors.extend([linear.packed.codes, *linear.packed.scales.values()])
-        return describe_panels(linear.packed, bias_N)
+        return describe_linear(linear, self._kept)
 
     def _floats(self, tensor: Tensor) -> int:
         return self._keep(tensor.detach().float().contiguous()).data_ptr()
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        self._tensors.append(tensor)
+        self._kept.append(tensor)
         return tensor
 
 
@@ -143,10 +139,7 @@ def _witness(layers: Sequence[Any]) -> tuple[object, ...]:
     return (
         len(layers),
         id(last),
-        *(
-            linear.weight.data_ptr() if linear.weight is not None else linear.packed.codes.data_ptr()
-            for linear in (first.self_attn.qkv_proj, first.mlp.down_proj, last.self_attn.o_proj)
-        ),
+        *map(weight_address, (first.self_attn.qkv_proj, first.mlp.down_proj, last.self_attn.o_proj)),
         first.input_layernorm.weight.data_ptr(),
     )
 
@@ -168,8 +161,11 @@ def _unfit(layers: Sequence[Any]) -> str:
         for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
             if linear.weight is not None and not is_dense(linear.weight):
                 return f"block {index} has weights of {linear.weight.dtype} with strides {linear.weight.stride()}"
-            if linear.weight is None and not linear.packed.format.endswith(SUFFIX):
-                return f"block {index} has weights of format {linear.packed.format}, not prepared for the CPU kernels"
+            runs = () if linear.weight is not None else linear.packed.runs
+            if unknown := next((run.format for run in runs if not run.format.endswith(SUFFIX)), None):
+                return f"block {index} has weights of format {unknown}, not prepared for the CPU kernels"
+            if any(run.out_features % PANEL for run in runs[:-1]):
+                return f"block {index} has weights whose format changes within {PANEL} rows"
         if layer.input_layernorm.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"block {index} has norms of {layer.input_layernorm.weight.dtype}"
     return ""

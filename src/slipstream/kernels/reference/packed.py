@@ -6,19 +6,14 @@ from torch import Tensor
 
 from slipstream.kernels.reference.gguf import gguf_linear, gguf_rows
 from slipstream.kernels.reference.quantized import QUANTIZED_LINEARS
+from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 from slipstream.quant.packed import PackedWeight
 
 PACKED_LINEARS: dict[str, Callable[[Tensor, PackedWeight], Tensor]] = {
-    "q4_0": gguf_linear,
-    "q4_1": gguf_linear,
-    "q8_0": gguf_linear,
+    **dict.fromkeys(BLOCK_FORMATS, gguf_linear),
     **QUANTIZED_LINEARS,
 }
 """x_TD and a weight to y_TN, without bias."""
 
-PACKED_ROWS: dict[str, Callable[[PackedWeight, Tensor], Tensor]] = {
-    "q4_0": gguf_rows,
-    "q4_1": gguf_rows,
-    "q8_0": gguf_rows,
-}
+PACKED_ROWS: dict[str, Callable[[PackedWeight, Tensor], Tensor]] = dict.fromkeys(BLOCK_FORMATS, gguf_rows)
 """A table and row ids to float32 rows, for the formats embeddings are stored in."""

@@ -4,15 +4,31 @@
 
 namespace slip {
 
-enum Format : int32_t { F32 = 0, BF16 = 1, F16 = 2, Q4_1 = 3, Q4_0 = 4, Q8_0 = 5, W8A8 = 6, W4A8 = 7 };
+enum Format : int32_t {
+    F32 = 0,
+    BF16 = 1,
+    F16 = 2,
+    Q4_1 = 3,
+    Q4_0 = 4,
+    Q8_0 = 5,
+    W8A8 = 6,
+    W4A8 = 7,
+    Q4_K = 8,
+    Q6_K = 9,
+    Q5_0 = 10,
+    Q5_1 = 11,
+    Q5_K = 12
+};
 
 enum Isa : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
 
-// A weight [n, k]. Dense formats are rows as stored; the others are panels of 16 rows (see panels.h).
+// A weight [n, k]. Dense formats are rows as stored; the others are panels of 16 rows (see panels.h). Rows that follow in
+// another format, of those with a scale per block, are a weight of their own; n is then a multiple of 16.
 struct Linear {
     const void* weight;
     const float* scale;  // one per row, for W8A8 and W4A8
     const float* bias;   // may be null
+    const Linear* rest;  // the rows that follow; null where there are none
     int32_t format;
     int32_t n;
     int32_t k;

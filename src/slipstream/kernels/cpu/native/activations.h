@@ -1,46 +1,51 @@
 // What a product reads of its input: floats as they are, or int8 codes with a scale per block of 32 or per token.
 #pragma once
-#include "abi.h"
+#include "formats.h"
 #include "vec.h"
 
 namespace slip {
 namespace SLIP_NAMESPACE {
 
-constexpr bool is_dense(int format) { return format <= F16; }
-constexpr bool is_per_token(int format) { return format == W8A8 || format == W4A8; }
-constexpr bool is_by_block(int format) { return !is_dense(format) && !is_per_token(format); }
-constexpr bool is_four_bit(int format) { return format == Q4_1 || format == Q4_0 || format == W4A8; }
 SLIP_INLINE int num_blocks(int k) { return (k + 31) / 32; }
 
-// What is added to a weight's codes to store them; on AVX2 eight-bit codes are multiplied with their sign.
+// What is added to a weight's codes when they are multiplied; on AVX2 eight-bit codes are multiplied with their sign.
 constexpr int code_offset(int format) {
 #if SLIP_ISA == 1
-    return format == Q4_0 || format == W4A8 ? 8 : 0;
-#else
-    return is_four_bit(format) ? (format == Q4_1 ? 0 : 8) : 128;
+    if (code_bits(format) == 8) return 0;
 #endif
+    return code_zero(format);
+}
+
+SLIP_INLINE int num_runs(const Linear& w) {
+    int runs = 0;
+    for (const Linear* run = &w; run; run = run->rest) ++runs;
+    return runs;
 }
 
 // Rows of x as a format wants them: floats, or int8 codes with a scale per block of 32 or per token.
 struct Activations {
     const float* x;
     int64_t stride;
-    int8_t* codes;       // [rows, 32 blocks]
-    float* scale;        // [rows, blocks] or [rows]
-    float* scaled_sum;   // scale times the sum of a block's codes, [rows, blocks]
-    int32_t* start;      // what the integer sum starts from, so that codes may be stored with an offset
+    int8_t* codes;      // [rows, 32 blocks]
+    float* scale;       // [rows, blocks] or [rows]
+    float* scaled_sum;  // scale times the sum of a block's codes, [rows, blocks]
+    int32_t* start;     // what the integer sums start from, so that codes may be stored with an offset: [rows, blocks],
+                        // [rows, blocks, 2] where halves have scales, or [rows]
+    int64_t run_starts;  // from the starts of a run of the weight's rows to those of the next
     int blocks;
 };
 
-constexpr int64_t activation_bytes(int64_t rows, int64_t k) { return rows * ((k + 31) / 32) * (32 + 12) + 256; }
+SLIP_INLINE int64_t activation_bytes(int64_t rows, const Linear& w) {
+    return rows * num_blocks(w.k) * (32 + 8 + 8 * num_runs(w)) + 256;
+}
 
 SLIP_INLINE Activations activations(const Linear& w, const float* x, int64_t stride, int rows, void* room) {
-    Activations a{x, stride, nullptr, nullptr, nullptr, nullptr, num_blocks(w.k)};
-    const int64_t blocks = static_cast<int64_t>(rows) * a.blocks;
+    const int64_t blocks = static_cast<int64_t>(rows) * num_blocks(w.k);
+    Activations a{x, stride, nullptr, nullptr, nullptr, nullptr, 2 * blocks, num_blocks(w.k)};
     a.scale = static_cast<float*>(room);
     a.scaled_sum = a.scale + blocks;
-    a.start = reinterpret_cast<int32_t*>(a.scaled_sum + blocks);
-    a.codes = reinterpret_cast<int8_t*>(a.start + blocks);
+    a.codes = reinterpret_cast<int8_t*>(a.scaled_sum + blocks);
+    a.start = reinterpret_cast<int32_t*>(a.codes + 32 * blocks);
     return a;
 }
 
@@ -62,10 +67,21 @@ SLIP_INLINE void quantize_block(const Linear& w, const Activations& a, int row, 
     const float* x = a.x + row * a.stride + 32 * block;
     const int64_t at = static_cast<int64_t>(row) * a.blocks + block;
     const float scale = vmax_lane(vmax(vabs(vload(x)), vabs(vload(x + 16)))) / 127.0f;
-    const int sum = quantize_span(x, 32, scale, a.codes + 32 * at, 32);
+    int8_t* codes = a.codes + 32 * at;
+    const int sum = quantize_span(x, 32, scale, codes, 32);
     a.scale[at] = scale;
     a.scaled_sum[at] = scale * static_cast<float>(sum);
-    a.start[at] = -code_offset(w.format) * sum;
+    int32_t* start = a.start;
+    for (const Linear* run = &w; run; run = run->rest, start += a.run_starts) {
+        if (has_half_scales(run->format)) {
+            int first = 0;
+            for (int i = 0; i < 16; ++i) first += codes[i];
+            start[2 * at] = -code_offset(run->format) * first;
+            start[2 * at + 1] = -code_offset(run->format) * (sum - first);
+        } else {
+            start[at] = -code_offset(run->format) * sum;
+        }
+    }
 }
 
 static void quantize_row(const Linear& w, const Activations& a, int row) {

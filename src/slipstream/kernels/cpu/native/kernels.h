@@ -14,7 +14,7 @@ static void linear(Pool& pool, Scratch& scratch, const Linear& w, const float* x
     char* codes = nullptr;
     for (int pass = 0; pass < 2; ++pass) {
         scratch.begin(pass == 1);
-        codes = scratch.take<char>(is_dense(w.format) ? 0 : activation_bytes(rows, w.k));
+        codes = scratch.take<char>(is_dense(w.format) ? 0 : activation_bytes(rows, w));
     }
     const Activations a = activations(w, x, stride, rows, codes);
     const Output out{y, w.n, false};

@@ -114,7 +114,7 @@ struct Walk {
         const int d = layer.head_dim, heads = layer.heads + 2 * layer.kv_heads;
         const auto one = [&](int item) {
             const int row = item / heads, head = item % heads;
-            float* x = room.qkv + static_cast<int64_t>(row) * layer.qkv.n + head * d;
+            float* x = room.qkv + static_cast<int64_t>(row) * num_outputs(layer.qkv) + head * d;
             const int64_t at = batch.slots[row] * kv.slot_stride;
             const bool query = head < layer.heads, value = head >= layer.heads + layer.kv_heads;
             if (value) {
@@ -188,11 +188,11 @@ struct Walk {
         for (int index = 0; index < stack.num_layers; ++index) {
             const Layer& layer = stack.layers[index];
             capture(index);
-            multiply(layer.qkv, block_input(layer), {room.qkv, layer.qkv.n, false}, &layer.o);
+            multiply(layer.qkv, block_input(layer), {room.qkv, num_outputs(layer.qkv), false}, &layer.o);
             rotate_and_write(layer, stack.kv[index]);
             AttentionArgs attention = room.attention;
             attention.kv = stack.kv[index];
-            attention.q_stride = layer.qkv.n;
+            attention.q_stride = num_outputs(layer.qkv);
             attention.window = layer.window;
             const bool at_once = quantizes_at_once(layer.o, layer.head_dim);
             if (at_once) {
@@ -216,12 +216,12 @@ static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const B
     for (int i = 0; i < stack.num_layers; ++i) {
         const Layer& layer = stack.layers[i];
         for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
-            const int64_t need = (activation_bytes(tokens, w->k) + 63) / 64 * 64;
+            const int64_t need = (activation_bytes(tokens, *w) + 63) / 64 * 64;
             codes = need > codes ? need : codes;
         }
         normed = layer.qkv.k > normed ? layer.qkv.k : normed;
         normed = stack.width > normed ? stack.width : normed;
-        qkv = layer.qkv.n > qkv ? layer.qkv.n : qkv;
+        qkv = num_outputs(layer.qkv) > qkv ? num_outputs(layer.qkv) : qkv;
         wide = layer.intermediate > wide ? layer.intermediate : wide;
     }
     const PlanRoom plan_size = plan_room(batch, group);

@@ -98,7 +98,7 @@ bool valid(const Round& r, const RoundModels& m, int64_t vocab) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 6; }
+SLIP_EXPORT int32_t slip_abi() { return 7; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)

@@ -1,151 +1,24 @@
 // Products y = x W^T with a weight kept in panels of 16 rows (integer codes) or as stored rows (float32, bf16, f16).
 //
-// A panel starts with its blocks' scales (16 half floats d, then, for Q4_1, 16 half floats m), filled up to 64-byte lines,
-// so that memory is wanted in the order in which it lies. Then come, for each block of 32 columns, the codes of 16 rows
-// side by side in groups of 4 columns, so that one 64-byte vector feeds 16 outputs at once. Four-bit codes: byte 4 r + c
-// of chunk j (64 bytes) has column 8 j + c of row r in its low half and column 8 j + 4 + c in its high half. Eight-bit
-// codes: byte 4 r + c of chunk j is column 4 j + c of row r, plus 128. Rows past the last are zero.
+// A panel starts with its blocks' scales, filled up to 64-byte lines, so that memory is wanted in the order in which it
+// lies: 16 half floats d, then, where blocks have a minimum, 16 half floats m. Formats whose half floats belong to 8 blocks
+// (the K formats) have them once, and after them, block by block, two bytes a row: of Q4_K and Q5_K the scale and the
+// minimum, to be multiplied by d and m (which is kept with its sign turned); of Q6_K the scales of columns 0..15 and 16..31.
 //
-// One output's sum runs over blocks from first to last with fused multiply-adds, integers inside a block; dense
+// Then come, for each block of 32 columns, the codes of 16 rows side by side in groups of 4 columns, so that one 64-byte
+// vector feeds 16 outputs at once. Four bits: byte 4 r + c of chunk j (64 bytes) has column 8 j + c of row r in its low
+// half and column 8 j + 4 + c in its high half. Five bits: a chunk more, whose bit i is the fifth of column 4 i + c. Six
+// bits: two more, of which number i / 4 has the upper two bits of column 4 i + c at bit 2 (i % 4). Eight bits: byte
+// 4 r + c of chunk j is column 4 j + c of row r, plus 128. Rows past the last are zero.
+//
+// One output's sum runs over blocks from first to last with fused multiply-adds, whole numbers inside a block; dense
 // outputs run over 16 lanes of columns and one tree. Neither depends on rows, threads or instruction set.
 #pragma once
 #include "activations.h"
+#include "codes.h"
 
 namespace slip {
 namespace SLIP_NAMESPACE {
-
-constexpr int code_bytes(int format) { return is_four_bit(format) ? 256 : 512; }
-constexpr int scale_halves(int format) { return format == Q4_1 ? 32 : is_per_token(format) ? 0 : 16; }
-SLIP_INLINE int64_t scale_bytes(int format, int64_t blocks) { return (blocks * 2 * scale_halves(format) + 63) / 64 * 64; }
-SLIP_INLINE int64_t panel_bytes(int format, int64_t blocks) {
-    return scale_bytes(format, blocks) + blocks * code_bytes(format);
-}
-
-#if SLIP_ISA == 2
-
-constexpr int kTile = 12;
-constexpr int kDenseRows = 4, kDenseTile = 4;
-using IV = __m512i;
-struct Weights {
-    __m512i w[8];
-};
-SLIP_INLINE IV iset(int32_t x) { return _mm512_set1_epi32(x); }
-SLIP_INLINE V ifloat(IV x) { return _mm512_cvtepi32_ps(x); }
-template <int FORMAT>
-SLIP_INLINE Weights unpack(const uint8_t* codes) {
-    Weights u;
-    if constexpr (is_four_bit(FORMAT)) {
-        const __m512i low = _mm512_set1_epi8(15);
-        for (int j = 0; j < 4; ++j) {
-            const __m512i c = _mm512_loadu_si512(codes + 64 * j);
-            u.w[2 * j] = _mm512_and_si512(c, low);
-            u.w[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(c, 4), low);
-        }
-    } else {
-        for (int j = 0; j < 8; ++j) u.w[j] = _mm512_loadu_si512(codes + 64 * j);
-    }
-    return u;
-}
-SLIP_INLINE __m512i four_codes(const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return _mm512_set1_epi32(four);
-}
-template <int FORMAT>
-SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
-    for (int j = 0; j < 8; ++j) acc = _mm512_dpbusd_epi32(acc, u.w[j], four_codes(x + 4 * j));
-    return acc;
-}
-
-#elif SLIP_ISA == 1
-
-constexpr int kTile = 4;
-constexpr int kDenseRows = 2, kDenseTile = 2;
-struct IV {
-    __m256i a, b;
-};
-struct Weights {
-    const uint8_t* codes;
-};
-SLIP_INLINE IV iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-SLIP_INLINE V ifloat(IV x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-template <int FORMAT>
-SLIP_INLINE Weights unpack(const uint8_t* codes) {
-    return {codes};
-}
-SLIP_INLINE __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-SLIP_INLINE __m256i four_codes(const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return _mm256_set1_epi32(four);
-}
-template <int FORMAT>
-SLIP_INLINE __m256i dot_half(__m256i acc, const uint8_t* codes, const int8_t* x) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    if constexpr (is_four_bit(FORMAT)) {  // 8 pairs of at most 2 * 15 * 127 stay below 2^15
-        const __m256i low = _mm256_set1_epi8(15);
-        __m256i pairs = _mm256_setzero_si256();
-        for (int j = 0; j < 4; ++j) {
-            const __m256i c = load32(codes + 64 * j);
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(_mm256_and_si256(c, low), four_codes(x + 8 * j)));
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(c, 4), low),
-                                                                 four_codes(x + 8 * j + 4)));
-        }
-        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, ones));
-    } else {  // |w| times x with w's sign: a pair is at most 2 * 128 * 127, below 2^15
-        const __m256i flip = _mm256_set1_epi8(static_cast<char>(-128));
-        for (int j = 0; j < 8; ++j) {
-            const __m256i w = _mm256_xor_si256(load32(codes + 64 * j), flip);
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four_codes(x + 4 * j), w));
-            acc = _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, ones));
-        }
-        return acc;
-    }
-}
-template <int FORMAT>
-SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
-    return {dot_half<FORMAT>(acc.a, u.codes, x), dot_half<FORMAT>(acc.b, u.codes + 32, x)};
-}
-
-#else
-
-constexpr int kTile = 4;
-constexpr int kDenseRows = 2, kDenseTile = 2;
-struct IV {
-    int32_t x[16];
-};
-struct Weights {
-    const uint8_t* codes;
-};
-SLIP_INLINE IV iset(int32_t x) {
-    IV r;
-    for (int i = 0; i < 16; ++i) r.x[i] = x;
-    return r;
-}
-SLIP_INLINE V ifloat(const IV& a) {
-    V r;
-    for (int i = 0; i < 16; ++i) r.x[i] = static_cast<float>(a.x[i]);
-    return r;
-}
-template <int FORMAT>
-SLIP_INLINE Weights unpack(const uint8_t* codes) {
-    return {codes};
-}
-template <int FORMAT>
-SLIP_INLINE IV dot(IV acc, const Weights& u, const int8_t* x) {
-    for (int j = 0; j < (is_four_bit(FORMAT) ? 4 : 8); ++j)
-        for (int r = 0; r < 16; ++r)
-            for (int c = 0; c < 4; ++c) {
-                const int code = u.codes[64 * j + 4 * r + c];
-                if constexpr (is_four_bit(FORMAT))
-                    acc.x[r] += (code & 15) * x[8 * j + c] + (code >> 4) * x[8 * j + 4 + c];
-                else
-                    acc.x[r] += code * x[4 * j + c];
-            }
-    return acc;
-}
-
-#endif
 
 // Where results go: y[row, n], after the bias, added to what is there when `add`.
 struct Output {
@@ -173,16 +46,54 @@ constexpr int kAhead = 8192;
 // bytes, codes and scales alike, so that nothing is left out or asked for twice.
 template <int FORMAT>
 SLIP_INLINE void prefetch_block(const uint8_t* panel, int block) {
-    constexpr int kShare = code_bytes(FORMAT) + 2 * scale_halves(FORMAT);
+    constexpr int kShare = code_bytes(FORMAT) + scale_share(FORMAT);
     const uint8_t* ahead = panel + static_cast<int64_t>(block) * kShare + kAhead;
     for (int line = 0; line < kShare; line += 64) __builtin_prefetch(ahead + line, 0, 2);
 }
 
-// Ask for the beginning of what a member will read of a weight, before it is its turn.
-static void prefetch_start(const Linear& w, int first_panel) {
-    if (is_dense(w.format)) return;
-    const char* p = static_cast<const char*>(w.weight) + first_panel * panel_bytes(w.format, num_blocks(w.k));
-    for (int line = 0; line < kAhead; line += 64) __builtin_prefetch(p + line, 0, 2);
+// What turns a block's whole numbers into its part of 16 outputs.
+template <int FORMAT>
+struct Scales {
+    V d, minimum;     // of the block
+    V first, second;  // of its halves
+    V super_d = vzero(), super_minimum = vzero();
+
+    // Blocks are read in order; half floats that 8 of them share are read with the first.
+    SLIP_INLINE void read(Scales& s, const uint8_t* start, int block) {
+        if constexpr (is_super(FORMAT)) {
+            const uint8_t* shared = start + static_cast<int64_t>(block / kSuper) * kSuper * scale_share(FORMAT);
+            if (block % kSuper == 0) read_halves(shared, s.super_d, s.super_minimum);
+            const uint8_t* own = shared + half_bytes(FORMAT) + 32 * (block % kSuper);
+            if constexpr (has_half_scales(FORMAT)) {
+                s.d = s.super_d;
+                s.first = vload_i8(reinterpret_cast<const int8_t*>(own));
+                s.second = vload_i8(reinterpret_cast<const int8_t*>(own) + 16);
+            } else {
+                s.d = vmul(s.super_d, vload_u8(own));
+                s.minimum = vmul(s.super_minimum, vload_u8(own + 16));
+            }
+        } else {
+            read_halves(start + static_cast<int64_t>(block) * scale_share(FORMAT), s.d, s.minimum);
+        }
+    }
+
+    SLIP_INLINE void read_halves(const uint8_t* at, V& d, V& minimum) {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(at);
+        d = vload_f16(halves);
+        if constexpr (has_minimum(FORMAT)) minimum = vload_f16(halves + 16);
+    }
+};
+
+// A block's sum of products, scales of halves multiplied in. They are bytes and the sums below 2^17, so that both products
+// and their sum are whole numbers below 2^24, which floats hold exactly.
+template <int FORMAT>
+SLIP_INLINE V whole_sum(const Weights& u, const Scales<FORMAT>& s, const int8_t* x, const int32_t* start) {
+    if constexpr (has_half_scales(FORMAT)) {
+        const V second = ifloat(dot<FORMAT, 4, 8>(iset(start[1]), u, x));
+        return vfma(ifloat(dot<FORMAT, 0, 4>(iset(start[0]), u, x)), s.first, vmul(second, s.second));
+    } else {
+        return ifloat(dot<FORMAT>(iset(has_minimum(FORMAT) ? 0 : start[0]), u, x));
+    }
 }
 
 template <int FORMAT, int M>
@@ -190,7 +101,6 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
     const int blocks = a.blocks;
     const uint8_t* start = static_cast<const uint8_t*>(w.weight) + panel * panel_bytes(FORMAT, blocks);
     const uint8_t* codes = start + scale_bytes(FORMAT, blocks);
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(start);
     const int64_t base = static_cast<int64_t>(row) * blocks;
     if constexpr (is_per_token(FORMAT)) {
         IV sum[M];
@@ -205,18 +115,19 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
         for (int m = 0; m < M; ++m)
             emit(vmul(ifloat(sum[m]), vmul(vset(a.scale[row + m]), scale)), w, out, row + m, 16 * panel);
     } else {
+        constexpr int kStarts = has_half_scales(FORMAT) ? 2 : 1;
         V sum[M];
+        Scales<FORMAT> s;
         for (int m = 0; m < M; ++m) sum[m] = vzero();
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
             if (row == 0) prefetch_block<FORMAT>(start, b);
-            const V d = vload_f16(halves + b * scale_halves(FORMAT));
+            Scales<FORMAT>::read(s, start, b);
             for (int m = 0; m < M; ++m) {
                 const int64_t at = base + static_cast<int64_t>(m) * blocks + b;
-                const V whole = ifloat(dot<FORMAT>(iset(FORMAT == Q4_1 ? 0 : a.start[at]), u, a.codes + at * 32));
-                sum[m] = vfma(whole, vmul(d, vset(a.scale[at])), sum[m]);
-                if constexpr (FORMAT == Q4_1)
-                    sum[m] = vfma(vload_f16(halves + b * scale_halves(FORMAT) + 16), vset(a.scaled_sum[at]), sum[m]);
+                const V whole = whole_sum<FORMAT>(u, s, a.codes + at * 32, a.start + kStarts * at);
+                sum[m] = vfma(whole, vmul(s.d, vset(a.scale[at])), sum[m]);
+                if constexpr (has_minimum(FORMAT)) sum[m] = vfma(s.minimum, vset(a.scaled_sum[at]), sum[m]);
             }
         }
         for (int m = 0; m < M; ++m) emit(sum[m], w, out, row + m, 16 * panel);
@@ -311,10 +222,7 @@ static void dense_product(const Linear& w, const Activations& a, int rows, int b
     }
 }
 
-SLIP_INLINE int num_panels(const Linear& w) { return (w.n + 15) / 16; }
-
-// Compute outputs 16 begin .. 16 end of every row.
-static void product(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
+static void run_product(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
     const int last = 16 * end < w.n ? 16 * end : w.n;
     switch (w.format) {
         case F32: return dense_product<F32>(w, a, rows, 16 * begin, last, out);
@@ -323,9 +231,47 @@ static void product(const Linear& w, const Activations& a, int rows, int begin, 
         case Q4_1: return panel_tiles<Q4_1>(w, a, rows, begin, end, out);
         case Q4_0: return panel_tiles<Q4_0>(w, a, rows, begin, end, out);
         case Q8_0: return panel_tiles<Q8_0>(w, a, rows, begin, end, out);
+        case Q4_K: return panel_tiles<Q4_K>(w, a, rows, begin, end, out);
+        case Q5_K: return panel_tiles<Q5_K>(w, a, rows, begin, end, out);
+        case Q6_K: return panel_tiles<Q6_K>(w, a, rows, begin, end, out);
+        case Q5_0: return panel_tiles<Q5_0>(w, a, rows, begin, end, out);
+        case Q5_1: return panel_tiles<Q5_1>(w, a, rows, begin, end, out);
         case W8A8: return panel_tiles<W8A8>(w, a, rows, begin, end, out);
         default: return panel_tiles<W4A8>(w, a, rows, begin, end, out);
     }
+}
+
+SLIP_INLINE int run_panels(const Linear& w) { return (w.n + 15) / 16; }
+
+// Outputs and panels of a weight, of all its runs.
+SLIP_INLINE int num_outputs(const Linear& w) {
+    int outputs = 0;
+    for (const Linear* run = &w; run; run = run->rest) outputs += run->n;
+    return outputs;
+}
+SLIP_INLINE int num_panels(const Linear& w) { return (num_outputs(w) + 15) / 16; }
+
+// Compute outputs 16 begin .. 16 end of every row.
+static void product(const Linear& w, const Activations& a, int rows, int begin, int end, const Output& out) {
+    Activations read = a;
+    Output into = out;
+    for (const Linear* run = &w; run && end > 0; run = run->rest) {
+        const int panels = run_panels(*run);
+        if (begin < panels) run_product(*run, read, rows, begin, end < panels ? end : panels, into);
+        begin = begin < panels ? 0 : begin - panels;
+        end -= panels;
+        into.y += run->n;
+        read.start += read.run_starts;
+    }
+}
+
+// Ask for the beginning of what a member will read of a weight, before it is its turn.
+static void prefetch_start(const Linear& w, int first_panel) {
+    const Linear* run = &w;
+    for (; run->rest && first_panel >= run_panels(*run); run = run->rest) first_panel -= run_panels(*run);
+    if (is_dense(run->format)) return;
+    const char* p = static_cast<const char*>(run->weight) + first_panel * panel_bytes(run->format, num_blocks(run->k));
+    for (int line = 0; line < kAhead; line += 64) __builtin_prefetch(p + line, 0, 2);
 }
 
 }  // namespace SLIP_NAMESPACE

@@ -55,6 +55,12 @@ SLIP_INLINE V vload_bf16(const uint16_t* p) {
 SLIP_INLINE V vload_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+SLIP_INLINE V vload_u8(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+SLIP_INLINE V vload_i8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 SLIP_INLINE void vstore_f16(uint16_t* p, V x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -117,6 +123,13 @@ SLIP_INLINE V vload_bf16(const uint16_t* p) { return {bf16x8(p), bf16x8(p + 8)};
 SLIP_INLINE V vload_f16(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+SLIP_INLINE __m128i load8(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+SLIP_INLINE V vload_u8(const uint8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load8(p))), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load8(p + 8)))};
+}
+SLIP_INLINE V vload_i8(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load8(p))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load8(p + 8)))};
 }
 SLIP_INLINE void vstore_f16(uint16_t* p, V x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
@@ -181,6 +194,8 @@ SLIP_INLINE float half_to_float(uint16_t half) {
     return bits_to_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 SLIP_INLINE V vload_f16(const uint16_t* p) { SLIP_EACH(half_to_float(p[i])); }
+SLIP_INLINE V vload_u8(const uint8_t* p) { SLIP_EACH(static_cast<float>(p[i])); }
+SLIP_INLINE V vload_i8(const int8_t* p) { SLIP_EACH(static_cast<float>(p[i])); }
 SLIP_INLINE uint16_t float_to_half(float x) {  // half to even, as the instruction rounds
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
