@@ -53,6 +53,7 @@ def make_corpus(
     if source.finished:
         return source.tally
     _check_lengths(recipe)
+    _make_folder(folder)
     generator = _generator(speaker, replace(recipe.generate, seed=recipe.generate.seed + config.seed))
     started = time.monotonic()
     number = len(done)
@@ -75,6 +76,16 @@ def make_corpus(
             f"is it instruction-tuned, and is its chat template the right one?"
         )
     return source.tally
+
+
+def _make_folder(folder: Path) -> None:
+    """Have the corpus's folder there before anything is generated for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be made ({error.strerror or error}); name another place (--work)."
+        ) from error
 
 
 def make_eval_set(speaker: Speaker, item: EvalSet, data: Path, path: Path, config: GeneratorConfig) -> Corpus:
