@@ -53,6 +53,8 @@ class Client:
     @classmethod
     async def connect(cls, session: aiohttp.ClientSession, url: str) -> "Client":
         """Ask the server for its model, and whether it counts tokens chunk by chunk."""
+        if not url.startswith(("http://", "https://")):
+            raise ServerError(f"{url}: is no address of a server; write it as http://127.0.0.1:8600.")
         client = cls(session, url, "")
         models = (await client.get_json("/v1/models")).get("data")
         if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
