@@ -11,11 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.bench.evals.gsm8k import EvalError, load_data
+from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.cli.main import app, main
 from slipstream.errors import ConfigError, RequestError
 from slipstream.records.store import RecordError, check_writable, write_text
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import HttpError
+from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.logs import set_up_logs
+from slipstream.serve.protocol import ResponseFormat
 from slipstream.serve.server import check_address
 from training import write_target_folder
 
@@ -153,6 +157,13 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
     check_address(ServeConfig("m", port=port))
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:8000 cannot be listened on"):
         check_address(ServeConfig("m", host="no.such.host.invalid"))
+
+
+def test_a_tokenizer_that_grammars_cannot_read_is_the_clients_business_and_no_failure(target):
+    compiler = GrammarCompiler(Tokenizer.load(target), 99)
+    with pytest.raises(HttpError, match="JSON cannot be asked of this model") as error:
+        compiler.compile(ResponseFormat(type="json_object"))
+    assert (error.value.status, error.value.param) == (400, "response_format")
 
 
 def test_a_log_level_that_is_none_is_refused():

@@ -272,6 +272,16 @@ def test_keys_limits_and_origins():
         assert "secret-1" not in repr(server.config)
 
 
+def test_a_mistake_of_ours_is_a_500_in_openais_form_that_names_the_request(monkeypatch):
+    with Running(tiny_engine()) as server, server.client() as client:
+        monkeypatch.setattr(server.tokenizer, "encode", lambda *_, **__: 1 / 0)
+        answer = client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "mine"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "mine" in answer.json()["error"]["message"]
+        assert client.get("/health").status_code == 200
+
+
 def test_a_client_that_sends_far_too_much_still_reads_why():
     body = b"x" * (4 << 20)
     fields = {"Host": "a", "Connection": "close", "Content-Type": "application/json", "Content-Length": len(body)}

@@ -156,6 +156,11 @@ def _add_errors(app: FastAPI) -> None:
     async def on_framework_error(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(HttpError(error.status_code, str(error.detail)).body(), error.status_code, error.headers)
 
+    @app.exception_handler(Exception)  # our mistake: it goes to the log with its traceback, the client is told of it
+    async def on_our_error(request: Request, _: Exception) -> JSONResponse:
+        error = HttpError(500, f"The server failed; its log says how, under request {request.state.request_id}.")
+        return JSONResponse(error.body(), 500)
+
 
 def _invalid(errors: Sequence[Any]) -> HttpError:
     """Name the first field at fault. What the client sent is not repeated: it may be large, or secret."""
