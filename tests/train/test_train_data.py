@@ -201,6 +201,16 @@ def test_a_recipe_refuses_values_that_cannot_be(section, values, words):
         make_recipe({"train": {"steps": 1}, section: values}, "recipe")
 
 
+def test_a_corpus_that_another_target_wrote_is_refused(data, tmp_path):
+    corpus = tmp_path / "corpus"
+    first = Speaker(tiny_target(vocab_size=VOCAB), CharTokenizer(), digest="of the first")
+    make_corpus(first, recipe(maths=0), data, corpus, lambda *_: None)
+    make_corpus(first, recipe(maths=0), data, corpus, lambda *_: None)
+    other = Speaker(tiny_target(seed=1, vocab_size=VOCAB), CharTokenizer(), digest="of another")
+    with pytest.raises(DataError, match="was written by another target"):
+        make_corpus(other, recipe(maths=0), data, corpus, lambda *_: None)
+
+
 def test_a_number_with_an_exponent_needs_no_dot(tmp_path):
     (tmp_path / "recipe.yaml").write_text("train: {steps: 1, lr: 6e-4}")
     assert read_recipe(tmp_path / "recipe.yaml").train.lr == 6e-4

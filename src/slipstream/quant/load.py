@@ -76,7 +76,7 @@ def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: 
     modules = sorted({name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in _MARKS})
     there = {name: value for name, value in quantization.items() if value != []}  # an empty list says as little as null
     _check_fields(Fields(there, config_file(source), "quantization_config."))
-    method = quantization.get("quant_method")
+    method = there.get("quant_method")
     readers: dict[object, Callable[[Mapping[str, Any], str, frozenset[str], Path], Layout]] = {
         "quark": _quark_layer,
         "compressed-tensors": _compressed_layer,

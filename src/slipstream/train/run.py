@@ -89,8 +89,8 @@ class TrainingRun:
                 f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} "
                 f"positions."
             )
-        self.speaker = Speaker(model, Tokenizer.load(Path(path)))
         self.digest = _weights_digest(model)
+        self.speaker = Speaker(model, Tokenizer.load(Path(path)), self.digest)
         self.stored_features: str | None = None
         self.world = World.join(device)
         self.timings = Timings()
