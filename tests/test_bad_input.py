@@ -1,5 +1,6 @@
 """What a user may get wrong ends in a sentence that names it, costs no time first, and leaves nothing behind."""
 
+import asyncio
 import errno
 import json
 import resource
@@ -10,11 +11,12 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from slipstream.bench.client import Client, ServerError, open_session
 from slipstream.bench.evals.gsm8k import EvalError, load_data
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.cli.main import app, main
 from slipstream.errors import ConfigError, RequestError
-from slipstream.records.store import RecordError, check_writable, write_text
+from slipstream.records.store import RecordError, check_writable, read_record, write_text
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import HttpError
 from slipstream.serve.grammar import GrammarCompiler
@@ -147,6 +149,28 @@ def test_an_address_that_is_none_is_said_to_be_none(tmp_path):
     urls = ["--url", "localhost", "--baseline-url", "localhost", "--out", tmp_path / "l.json"]
     result = call("eval", "lossless", "--prompts", tmp_path / "p.jsonl", *urls)
     assert "localhost: is no address of a server" in str(result.exception)
+
+
+def test_a_server_that_answers_with_no_text_is_said_to():
+    async def ask() -> None:
+        async def answer(reader, writer) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe")
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server, open_session() as session:
+            await Client.connect(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    with pytest.raises(ServerError, match="v1/models: not JSON"):
+        asyncio.run(ask())
+
+
+def test_a_record_of_no_kind_is_refused(tmp_path):
+    (tmp_path / "record.json").write_text('{"kind": []}')
+    with pytest.raises(RecordError, match=r"kind \[\] is not a slipstream record"):
+        read_record(tmp_path / "record.json")
 
 
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():

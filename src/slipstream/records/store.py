@@ -71,7 +71,7 @@ def read_record(path: Path) -> Record:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise RecordError(f"{path}: not a readable record ({error}). Delete it and run the point again.") from error
     kind = value.get("kind") if isinstance(value, dict) else None
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise RecordError(f"{path}: kind {kind!r} is not a slipstream record. It should be one of {', '.join(KINDS)}.")
     return read(KINDS[kind], value, str(path))
 
