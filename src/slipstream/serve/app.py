@@ -159,7 +159,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)  # our mistake: it goes to the log with its traceback, the client is told of it
     async def on_our_error(request: Request, _: Exception) -> JSONResponse:
         error = HttpError(500, f"The server failed; its log says how, under request {request.state.request_id}.")
-        return JSONResponse(error.body(), 500)
+        # uvicorn ends the connection of a request that failed; a client that is told so does not use it again.
+        return JSONResponse(error.body(), 500, {"Connection": "close"})
 
 
 def _invalid(errors: Sequence[Any]) -> HttpError:
