@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpu_models import filled_cache, random_target
+from gpu_models import SMOLLM_135M, filled_cache, random_target
 from gpu_tune import LLAMA, SMOLLM, Shape, epilogue, random_weight
-from slipstream.checkpoint.spec import ModelSpec, RopeSpec
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.ops import TritonOps
@@ -43,20 +42,6 @@ SEAMS = (50, 100, 190, 191, 192, 193, 254, 255, 256, 257, 318, 319, 320, 321, 38
 CONTEXTS = (60, 188, 189, 190, 254, 316, 317, 318, 445, 600)
 PAGE = 16
 MOST_KEYS = 768
-SMOLLM_135M = ModelSpec(
-    architecture="LlamaForCausalLM",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    rms_eps=1e-5,
-    rope=RopeSpec(100000.0, 64),
-    max_position=8192,
-    tie_embeddings=True,
-)
 
 Span = tuple[int, int, int]
 """A request's queries in a pass: the request, the first place and the one past the last."""

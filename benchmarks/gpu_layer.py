@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpu_models import LLAMA_8B, filled_cache, random_target
+from gpu_models import LLAMA_8B, SMOLLM_135M, filled_cache, random_target
 from gpu_tune import Shape, bits_differ, copies_of
-from slipstream.checkpoint.spec import ModelSpec, RopeSpec
+from slipstream.checkpoint.spec import ModelSpec
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.products import Products
@@ -37,10 +37,7 @@ PAGE = 16
 BATCHES = (1, 8)
 ROWS_CHECKED = (1, 4, 8, 16, 17, 32, 33, 48)
 REPLAYS = 15
-SMOLLM = dataclasses.replace(
-    LLAMA_8B, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
-    vocab_size=49152, rope=RopeSpec(100000.0, 64),
-)  # fmt: skip
+SMOLLM = dataclasses.replace(SMOLLM_135M, max_position=LLAMA_8B.max_position, tie_embeddings=False)
 Tiles = tuple[int, int, int, int]
 """block_n, block_k, split_k, num_stages"""
 

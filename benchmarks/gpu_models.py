@@ -43,6 +43,19 @@ LLAMA_8B = ModelSpec(
     max_position=16384,
     tie_embeddings=False,
 )
+SMOLLM_135M = dataclasses.replace(
+    LLAMA_8B,
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rope=RopeSpec(100000.0, 64),
+    max_position=8192,
+    tie_embeddings=True,
+)
 TINY = dataclasses.replace(
     LLAMA_8B,
     vocab_size=97,

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "slipstream"
 MODULES = sorted(SOURCE.rglob("*.py"))
+PAGES = sorted(path for place in ("*.md", "docs/*.md", "recipes/*/*.md") for path in ROOT.glob(place))
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "base", "misc"}
@@ -54,9 +55,11 @@ def test_every_word_of_the_glossary_is_explained():
         assert f"**{word}**" in glossary, word
 
 
-def test_the_readme_names_only_files_that_exist():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    linked = re.findall(r"\]\((?!http)([^)#]+)\)", readme)
-    assert linked
-    missing = [name for name in linked if not (ROOT / name).exists()]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_links_only_to_what_exists(page):
+    text = page.read_text(encoding="utf-8")
+    linked = re.findall(r"\]\((?!http)([^)#\s]+)", text)
+    named = re.findall(r"`((?:benchmarks|scripts|tests|recipes|src)/[\w./-]+\.\w+)", text)
+    missing = [name for name in linked if not (page.parent / name).exists()]
+    missing += [name for name in named if not (ROOT / name).exists()]
     assert not missing

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.cli.main import app
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("recipes/*/README.md"))]
 runner = CliRunner()
 
 
@@ -126,15 +128,16 @@ def test_one_call_compares_several_depths_with_drafts_as_they_are_served(tmp_pat
     assert "3,6" in wrong.output
 
 
-def test_the_readmes_commands_have_the_options_it_shows():
-    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
-    lines = [line.partition("#")[0].split() for line in readme.splitlines() if line.startswith("slipstream ")]
-    assert len(lines) >= 10
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_have_the_options_it_shows(page):
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.split("  #")[0].split() for line in text.splitlines() if line.startswith("slipstream ")]
+    assert lines or page.name not in ("README.md", "train.md", "quantize.md", "serve.md", "bench.md")
     for _, *words in lines:
         command = typer.main.get_command(app)
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]
-        known = {option for parameter in command.params for option in parameter.opts}
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         shown = {word for word in words if word.startswith("-")}
         assert shown <= known, (command.name, shown - known)
 

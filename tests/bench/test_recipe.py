@@ -42,6 +42,7 @@ def load(tmp_path):
     ("change", "words"),
     [
         ("concurency=[1]", "unknown key 'concurency'. Did you mean 'concurrency'?"),
+        ("servers={}", "at least one server is needed"),
         ("target.context=40", "48 tokens do not fit in a context of 40"),
         ("servers.vllm.context=9000", "context 9000 exceeds the target's 4096"),
         ("topologies=[{tp: 16}]", "topology tp16 needs 16 devices; test box has 8"),
@@ -78,6 +79,12 @@ def test_a_mistake_is_refused_where_it_is(load, change, words):
 def test_a_key_given_twice_is_refused(load):
     with pytest.raises(RecipeError, match="key 'seeds' is given twice"):
         load(GOOD + "seeds: [4]\n")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "tiny.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(RecipeError, match=r"tiny\.yaml: is not a text file in UTF-8"):
+        load_recipe(tmp_path / "tiny.yaml")
 
 
 def test_a_missing_key_is_named(load):

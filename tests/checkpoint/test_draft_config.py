@@ -253,5 +253,18 @@ def test_each_engine_finds_the_captured_layers_in_its_own_convention_and_place()
         assert block["rope_theta"] == block["rope_parameters"]["rope_theta"] == 500000.0
     verifier = write(spec, "speculators")["speculators_config"]["verifier"]
     assert verifier["name_or_path"] == "org/target"
-    with pytest.raises(CheckpointError, match="origin"):
+    with pytest.raises(CheckpointError, match="--target"):
         draft_config(spec, "speculators")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"slipstream": {"captured_layers": []}}, "captured_layers' is an empty list"),
+        ({"hidden_act": "gelu"}, "hidden_act' is 'gelu'"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers' is 1000000"),
+    ],
+)
+def test_a_draft_that_cannot_be_is_refused_by_field(change, words):
+    with pytest.raises(CheckpointError, match=words):
+        draft_spec({**SPECFORGE, **change}, SOURCE, LAYERS)

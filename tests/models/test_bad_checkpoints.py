@@ -76,6 +76,21 @@ def test_weights_that_are_no_numbers_are_refused(target_folder, value):
         load(target_folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_of_a_type_that_nothing_explains_are_refused(target_folder, dtype):
+    change(target_folder, model__layers__0__self_attn__q_proj__weight=torch.ones(32, 32).to(dtype))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .*q_proj\.weight is stored as"):
+        load(target_folder)
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "max_position_embeddings", "head_dim"])
+def test_a_number_no_model_has_is_refused_before_memory_is_asked_for(target_folder, field):
+    config = json.loads((target_folder / "config.json").read_text())
+    (target_folder / "config.json").write_text(json.dumps({**config, field: 10**9}))
+    with pytest.raises(CheckpointError, match=f"field '{field}' is 1000000000"):
+        load(target_folder)
+
+
 def test_a_truncated_file_is_named(target_folder):
     path = target_folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

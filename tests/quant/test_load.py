@@ -85,6 +85,46 @@ def test_the_in_memory_export_is_read_in_the_order_it_names(caplog):
     assert len(caplog.records) == 1  # the notice of the second reading only
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("quant_method", ["quark"], "'quantization_config.quant_method' is"),
+        ("export", "x", "'quantization_config.export' is 'x' where an object"),
+        ("layer_quant_config", 5, "'quantization_config.layer_quant_config' is 5"),
+        ("global_quant_config.weight", [5], "'quantization_config.global_quant_config.weight' is 5"),
+        ("global_quant_config.weight.dtype", {}, r"global_quant_config\.weight\.dtype' is {}"),
+        ("global_quant_config.weight.qscheme", [], r"global_quant_config\.weight\.qscheme' is \[\]"),
+        ("global_quant_config.input_tensors", {"dtype": []}, r"input_tensors\.dtype' is \[\]"),
+    ],
+)
+def test_a_quantization_config_of_another_type_is_refused_by_field(path, value, words):
+    config, tensors = golden("int4_wo_per_channel")
+    place = config["quantization_config"]
+    *parents, last = path.split(".")
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    with pytest.raises(CheckpointError, match=f"config.json: field .*{words}"):
+        read_scheme(config, tensors, HERE)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [5, {"weights": 5}, {"weights": {"num_bits": "4"}}, {"weights": {"strategy": "group"}}, {"targets": ["re:("]}],
+)
+def test_a_group_of_another_type_is_refused_by_field(group):
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+    with pytest.raises(CheckpointError, match=r"field 'quantization_config\.config_groups\.g"):
+        read_scheme({"quantization_config": quantization}, {f"{MODULE}.weight_packed": WEIGHT}, HERE)
+
+
+def test_scales_that_are_no_numbers_are_refused():
+    config, tensors = golden("ptpc_fp8")
+    tensors[f"{MODULE}.weight_scale"][3] = float("nan")
+    with pytest.raises(CheckpointError, match=f"{MODULE}.weight_scale holds NaN"):
+        read(config, tensors)
+
+
 def test_asymmetric_weights_and_unknown_methods_are_refused_by_name():
     config, tensors = golden("int4_wo_per_channel")
     asymmetric = copy.deepcopy(config)

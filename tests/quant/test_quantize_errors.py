@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 from folders import draft_tensors, write_folder
 
 from slipstream.errors import CheckpointError, ConfigError
@@ -68,17 +69,39 @@ def test_a_quantized_checkpoint_is_not_quantized_again(draft, tmp_path, run):
 
 def test_an_existing_folder_is_kept_unless_overwriting_was_asked_for(draft, tmp_path, run):
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "precious").write_text("mine")
+    run(draft, out)
+    (out / "stale").write_text("of the run before")
     with pytest.raises(CheckpointError, match="--overwrite"):
         run(draft, out)
-    assert names(out) == ["precious"]
+    assert "stale" in names(out)
     run(draft, out, overwrite=True)
-    assert "precious" not in names(out) and "config.json" in names(out)
+    assert "stale" not in names(out) and "config.json" in names(out)
     assert names(tmp_path) == ["draft", "out"]
     for inside in (draft, draft / "inside", tmp_path):
         with pytest.raises(CheckpointError, match="in or around the source"):
             run(draft, inside, overwrite=True)
+
+
+def test_what_slipstream_did_not_write_is_never_replaced(draft, tmp_path, run):
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    for precious in (folder / "precious", file):
+        precious.write_text("mine")
+    for out in (folder, file):
+        with pytest.raises(CheckpointError, match="did not write it"):
+            run(draft, out, overwrite=True)
+    assert (folder / "precious").read_text() == file.read_text() == "mine"
+    assert names(tmp_path) == ["draft", "file", "folder"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
+def test_a_projection_that_is_no_plain_float_is_refused_and_not_kept_unsaid(tmp_path, run, dtype):
+    tensors = draft_tensors()
+    name = "midlayer.self_attn.q_proj.weight"
+    source = write_folder(tmp_path / "draft", {**tensors, name: tensors[name].to(dtype)})
+    with pytest.raises(CheckpointError, match=f"{name} is stored as"):
+        run(source, tmp_path / "out")
+    assert names(tmp_path) == ["draft"]
 
 
 def test_a_disk_too_small_is_seen_before_anything_is_written(draft, tmp_path, run, monkeypatch):

@@ -81,6 +81,22 @@ def test_a_wrong_chat_is_a_400_that_names_the_field(client, change, field):
     assert field in answer.json()["error"]["param"]
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "The body is not JSON (at character 1: Expecting property name enclosed in double quotes)."),
+        (b'{"prompt": 5}', "prompt: Input should be a valid string; or: Input should be a valid list"),
+        (b'{"prompt": "a", "stop": [' + b'"x",' * 99 + b'"x"]}', "stop: List should have at most 64 items"),
+        (b'{"prompt": "a", "max_tokens": "x"}', "max_tokens: Input should be a valid integer"),
+        (b'{"prompt": ["a", "b", "c"], "n": 128}', "The request asks for 384 answers; the server takes"),
+    ],
+)
+def test_the_message_says_it_in_the_clients_words(client, content, message):
+    answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(message)
+
+
 def test_unknown_fields_are_ignored_and_unknown_models_are_not_found(client):
     assert client.post("/v1/completions", json={**TEXT, "user": "me", "frobnicate": 1}).status_code == 200
     answer = client.post("/v1/completions", json={**TEXT, "model": "other"})

@@ -272,6 +272,28 @@ def test_keys_limits_and_origins():
         assert "secret-1" not in repr(server.config)
 
 
+def test_a_mistake_of_ours_is_a_500_in_openais_form_that_names_the_request(monkeypatch):
+    with Running(tiny_engine()) as server, server.client() as client:
+        monkeypatch.setattr(server.tokenizer, "encode", lambda *_, **__: 1 / 0)
+        answer = client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "mine"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "mine" in answer.json()["error"]["message"]
+        assert client.get("/health").status_code == 200
+
+
+def test_a_client_that_sends_far_too_much_still_reads_why():
+    body = b"x" * (4 << 20)
+    fields = {"Host": "a", "Connection": "close", "Content-Type": "application/json", "Content-Length": len(body)}
+    head = "\r\n".join(["POST /v1/completions HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())])
+    with Running(tiny_engine(), max_body_bytes=2000) as server:
+        with socket.create_connection(("127.0.0.1", server.config.port), timeout=30) as connection:
+            connection.sendall(f"{head}\r\n\r\n".encode() + body)
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert b"413" in answer.splitlines()[0]
+        assert b"--max-body-bytes, 2000" in answer
+
+
 def test_by_default_no_other_origin_may_call_and_admin_is_open_only_on_loopback():
     with Running(tiny_engine()) as server, server.client() as client:
         answer = client.post(

@@ -1,4 +1,5 @@
 import json
+import lzma
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from slipstream.train.generate import GenerationResult, GeneratorConfig
 from slipstream.train.make_data import Speaker, make_corpus, make_eval_set
 from slipstream.train.passages import whole_sentences
 from slipstream.train.prompts import normalized, read_excluded, read_prompts
-from slipstream.train.recipe import EvalSet, make_recipe
+from slipstream.train.recipe import EvalSet, make_recipe, read_recipe
 from slipstream.train.vocab import choose_vocab
 from training import EOS, CharTokenizer, tiny_target
 
@@ -174,6 +175,74 @@ def test_a_recipe_refuses_keys_it_does_not_know():
         make_recipe({"train": {"steps": 1, "learning_rate": 1}}, "recipe")
     with pytest.raises(ConfigError, match="optimiser"):
         make_recipe({"train": {"steps": 1}, "optimiser": {}}, "recipe")
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("train", {"steps": "ten"}, "recipe.train.steps: expected a whole number, found 'ten'"),
+        ("train", {"steps": 0}, "steps is 0"),
+        ("train", {"steps": 1, "lr": [1]}, "recipe.train.lr: expected a number"),
+        ("train", {"time_budget_s": float("nan")}, "time_budget_s is nan"),
+        ("draft", {"vocab_size": 0}, "vocab_size is 0"),
+        ("data", {"seed": "x"}, "recipe.data.seed"),
+        ("data", {"max_answer": 0}, "max_answer is 0"),
+        ("generate", {"check_every": 0}, "check_every is 0"),
+        ("files", {"prompts": "train.jsonl"}, "recipe.files.prompts: expected a list"),
+        ("files", {"evaluate": 3}, "recipe.files.evaluate: expected a list"),
+        ("files", {"evaluate": [{"name": "a"}]}, "key 'file' is missing"),
+        ("files", {"evaluate": [{"name": "../a", "file": "b"}]}, "files are named after it"),
+        ("files", {"evaluate": [{"name": "a", "file": "b", "first": -1}]}, "first is -1"),
+        ("files", {"evaluate": 2 * [{"name": "a", "file": "b"}]}, "names a twice"),
+    ],
+)
+def test_a_recipe_refuses_values_that_cannot_be(section, values, words):
+    with pytest.raises(ConfigError, match=words):
+        make_recipe({"train": {"steps": 1}, section: values}, "recipe")
+
+
+def test_a_corpus_that_another_target_wrote_is_refused(data, tmp_path):
+    corpus = tmp_path / "corpus"
+    first = Speaker(tiny_target(vocab_size=VOCAB), CharTokenizer(), digest="of the first")
+    make_corpus(first, recipe(maths=0), data, corpus, lambda *_: None)
+    make_corpus(first, recipe(maths=0), data, corpus, lambda *_: None)
+    other = Speaker(tiny_target(seed=1, vocab_size=VOCAB), CharTokenizer(), digest="of another")
+    with pytest.raises(DataError, match="was written by another target"):
+        make_corpus(other, recipe(maths=0), data, corpus, lambda *_: None)
+
+
+def test_a_number_with_an_exponent_needs_no_dot(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("train: {steps: 1, lr: 6e-4}")
+    assert read_recipe(tmp_path / "recipe.yaml").train.lr == 6e-4
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: cannot be read as a recipe"):
+        read_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"question": ', ":2: is not JSON"),
+        (b"[1]", ":2: is not a JSON object"),
+        (b'{"messages": 5}', ":2: its messages are 5"),
+        (b'{"messages": [5]}', ":2: a message needs a role"),
+        (b'{"conversations": [{"from": ["human"], "value": "a"}]}', ":2: a message needs a role"),
+        (b'{"instruction": "a", "instances": [3]}', ":2: 'instances' is not a list"),
+        (b'{"question": "\xff"}', "no text in UTF-8"),
+    ],
+)
+def test_a_broken_line_of_prompts_is_named(tmp_path, line, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"question": "a"}\n' + line + b'\n{"question": "b"}\n')
+    with pytest.raises(DataError, match=f"{path}.*{words}"):
+        read_prompts(path)
+
+
+def test_a_compressed_file_that_ends_too_soon_is_said_to_be_damaged(tmp_path):
+    path = tmp_path / "prompts.jsonl.xz"
+    path.write_bytes(lzma.compress(b'{"question": "a"}\n' * 99)[:-20])
+    with pytest.raises(DataError, match="is damaged"):
+        read_prompts(path)
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(tmp_path, monkeypatch):

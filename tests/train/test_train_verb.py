@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 from slipstream.cli.main import app
 from slipstream.engine.llm import LLM
 from slipstream.engine.loading import LoadOptions
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
 from slipstream.train.average import average_with
+from slipstream.train.errors import DataError
 from slipstream.train.prompts import read_prompts
 from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
 from training import RECIPE, objective_for, random_texts, tiny_target, write_target_folder
@@ -147,3 +148,25 @@ def test_every_recipe_we_ship_is_read_and_holds_its_evaluation_out(path):
     recipe = read_recipe(path)
     assert {item.file for item in recipe.files.evaluate}.isdisjoint(recipe.files.prompts)
     assert {"gsm8k", "instructions"} <= {item.name for item in recipe.files.evaluate}
+
+
+def test_an_output_that_slipstream_did_not_write_is_refused_before_any_work(places):
+    questions = (places / "train.jsonl").read_text()
+    for out in (places / "target", places / "train.jsonl"):
+        with pytest.raises(CheckpointError, match="did not write it"):
+            run_train(places, "--out", out)
+        assert not out.with_name(f"{out.name}-work").exists()
+    assert (places / "train.jsonl").read_text() == questions
+    assert (places / "target" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("option", ["--init-from", "--average-with"])
+def test_a_draft_to_start_from_is_looked_at_before_any_work(places, option):
+    with pytest.raises(CheckpointError, match="not an EAGLE-3 draft"):
+        run_train(places, "--out", places / "refused", option, places / "target")
+    assert not (places / "refused-work").exists()
+
+
+def test_a_work_folder_that_cannot_be_made_is_refused_before_anything_is_generated(places):
+    with pytest.raises(DataError, match=r"train\.jsonl/corpus: cannot be made"):
+        run_train(places, "--out", places / "refused", "--work", places / "train.jsonl")

@@ -53,6 +53,8 @@ class Client:
     @classmethod
     async def connect(cls, session: aiohttp.ClientSession, url: str) -> "Client":
         """Ask the server for its model, and whether it counts tokens chunk by chunk."""
+        if not url.startswith(("http://", "https://")):
+            raise ServerError(f"{url}: is no address of a server; write it as http://127.0.0.1:8600.")
         client = cls(session, url, "")
         models = (await client.get_json("/v1/models")).get("data")
         if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
@@ -71,7 +73,7 @@ class Client:
         """Fetch a page, raising ServerError unless it is there."""
         try:
             async with self._session.get(self.url + path) as response:
-                text = await response.text()
+                text = await response.text(errors="replace")
                 if response.status != 200:
                     raise ServerError(f"{self.url}{path}: HTTP {response.status}: {text[:200]}")
                 return text
@@ -86,7 +88,7 @@ class Client:
         """Post a JSON object and return the one that comes back."""
         try:
             async with asyncio.timeout(timeout_s), self._session.post(self.url + path, json=body) as response:
-                text = await response.text()
+                text = await response.text(errors="replace")
                 if response.status != 200:
                     raise ServerError(f"{self.url}{path}: HTTP {response.status}: {text[:200]}")
                 return _object(text, self.url + path)
@@ -141,7 +143,7 @@ class Client:
         path = "/v1/chat/completions" if prompt.messages else "/v1/completions"
         async with self._session.post(self.url + path, json=self._body(prompt, sampling)) as response:
             if response.status != 200:
-                raise ServerError(f"HTTP {response.status}: {(await response.text())[:200]}")
+                raise ServerError(f"HTTP {response.status}: {(await response.text(errors='replace'))[:200]}")
             async for line in response.content:
                 now = clock()
                 if not line.startswith(b"data:"):

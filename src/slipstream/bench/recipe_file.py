@@ -50,6 +50,8 @@ def read_yaml(path: Path) -> Any:  # YAML holds anything until the schema has lo
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: is not a text file in UTF-8 ({error}).") from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{path.name}: {' '.join(str(error).split())}") from error
 
@@ -64,6 +66,8 @@ def find_problems(recipe: Recipe) -> list[str]:
     ]
     if recipe.baseline not in recipe.arms:
         problems.append(f"baseline {recipe.baseline!r} is not an arm; arms are {', '.join(recipe.arms)}.")
+    if not recipe.servers:
+        return [*problems, "at least one server is needed."]  # whatever follows asks an arm's server
     if not recipe.workloads or not recipe.topologies:
         problems.append("at least one workload and one topology are needed.")
     problems += _list_problems("concurrency", recipe.concurrency, 1)

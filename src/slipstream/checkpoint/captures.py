@@ -55,7 +55,7 @@ def read_captures(fields: Fields, speculators: bool, target_layers: int | None) 
     """
     ours = fields.nested(OUR_BLOCK)
     if ours.has("captured_layers"):
-        raw = ours.integers("captured_layers")
+        raw = _named(ours, "captured_layers")
         reason = "our own field"
         return _checked(fields, Captures(raw, ours.name("captured_layers"), "blocks_applied", reason), target_layers)
     eagle = fields.nested("eagle_config")
@@ -79,9 +79,7 @@ def read_captures(fields: Fields, speculators: bool, target_layers: int | None) 
                 f"is {list(place.integers(key))}, but {other.name(other_key)!r} is "
                 f"{list(other.integers(other_key))}; make them agree.",
             )
-    raw = place.integers(key)
-    if not raw:
-        raise place.error(key, "is an empty list; leave it out for the default layers.")
+    raw = _named(place, key)
     decided = _stated(fields, eagle)
     if decided is None and speculators:
         decided = "blocks_applied", "the speculators dialect means that"
@@ -90,6 +88,13 @@ def read_captures(fields: Fields, speculators: bool, target_layers: int | None) 
     if decided is None:
         decided = _told_by_ids(raw, target_layers) or _guess(fields, raw, at_top=place is fields)
     return _checked(fields, Captures(raw, place.name(key), *decided), target_layers)
+
+
+def _named(place: Fields, key: str) -> tuple[int, ...]:
+    raw = place.integers(key)
+    if not raw:
+        raise place.error(key, "is an empty list; leave it out for the default layers.")
+    return raw
 
 
 def _stated(fields: Fields, eagle: Fields) -> tuple[CaptureConvention, str] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
-from slipstream.checkpoint.fields import Fields, config_file, dtype_name
+from slipstream.checkpoint.fields import MOST_LAYERS, Fields, check_activation, config_file, dtype_name
 from slipstream.checkpoint.moe_config import read_deepseek_moe, read_minimax_moe, read_mla, text_fields
 from slipstream.checkpoint.rope import read_rope, write_rope
 from slipstream.checkpoint.spec import ModelSpec, MoeSpec
@@ -45,8 +45,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         raise fields.error(
             "num_attention_heads", f"is {num_heads}, no multiple of num_key_value_heads = {num_kv_heads}."
         )
-    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"is {activation!r}; slipstream computes 'silu' only.")
+    check_activation(fields)
     attention_bias = fields.flag("attention_bias", False)
     max_position = fields.integer("max_position_embeddings")
     bos = fields.integers("bos_token_id")
@@ -55,7 +54,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

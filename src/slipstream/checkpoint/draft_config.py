@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.checkpoint.captures import read_captures
-from slipstream.checkpoint.fields import Fields, config_file, dtype_name
+from slipstream.checkpoint.fields import MOST_LAYERS, Fields, check_activation, config_file, dtype_name
 from slipstream.checkpoint.moe_config import read_mla
 from slipstream.checkpoint.rope import read_rope
 from slipstream.checkpoint.spec import DraftSpec
@@ -83,6 +83,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
     if speculators:
         block = Fields({**_NESTED_DEFAULTS[family], **_present(block.values)}, fields.file, block.name(""))
     _refuse_other_drafts(fields)
+    check_activation(block)
     hidden_size = block.integer("hidden_size")
     num_heads = block.integer("num_attention_heads")
     mla = read_mla(block) if family == "deepseek" else None
@@ -102,7 +103,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
         hidden_size=hidden_size,
         target_hidden_size=fields.integer("target_hidden_size", hidden_size),
         intermediate_size=block.integer("intermediate_size"),
-        num_layers=block.integer("num_hidden_layers", 1),
+        num_layers=block.integer("num_hidden_layers", 1, maximum=MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_heads if mla is not None else block.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,

@@ -104,7 +104,7 @@ def _block_config(spec: DraftSpec) -> dict[str, Any]:
 
 def _speculators_config(spec: DraftSpec, flags: dict[str, Any], origin: DraftOrigin | None) -> dict[str, Any]:
     if origin is None:
-        raise CheckpointError("The speculators dialect records the target's name: give the draft's origin.")
+        raise CheckpointError("The speculators dialect records the target's name: give it (--target).")
     nested = {"architectures": [_architecture(spec, "vllm")], **_block_config(spec)}
     config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],

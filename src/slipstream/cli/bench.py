@@ -70,7 +70,9 @@ def validate(
 @app.command()
 def run(
     recipe: RecipePath,
-    out: Annotated[Path | None, typer.Option(help="Folder for records and logs [default: out/bench/NAME].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for records and logs.", show_default="out/bench/NAME")
+    ] = None,
     url: Annotated[str | None, typer.Option(help="Measure the server that already runs here (with one --arm).")] = None,
     gsm8k: Annotated[Path | None, typer.Option(help="GSM8K's folder, for recipes with evals.gsm8k.")] = None,
     arm: Arms = None,

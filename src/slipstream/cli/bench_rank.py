@@ -25,13 +25,15 @@ def rank(
         Literal["spread", "clustered"],
         typer.Option(help="Whether rows choose experts as apart as trained weights make them, or flock to the same."),
     ] = "spread",
-    nodes: Annotated[int, typer.Option(help="Rows of a verified chain, its root included.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, help="Rows of a verified chain, its root included.")] = 4,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A tile to try, e.g. stage2.block_k=128.")
     ] = None,
     kernels: Annotated[Literal["auto", "triton", "reference"], typer.Option(help="The kernels.")] = "auto",
     device: Annotated[str, typer.Option(help="Where the rank runs.")] = "cuda",
-    all_reduce_us: Annotated[float, typer.Option(help="Model each all-reduce as so long, in a column of its own.")] = 0,
+    all_reduce_us: Annotated[
+        float, typer.Option(min=0, help="Model each all-reduce as so long, in a column of its own.")
+    ] = 0,
     tiny: Annotated[bool, typer.Option(help="The architecture in proportions a test can afford.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON, too.")] = None,
 ) -> None:
@@ -44,8 +46,11 @@ def rank(
 
     from slipstream.engine.rank import Rank, rank_kernels
     from slipstream.engine.rank_models import rank_of
+    from slipstream.records.store import check_writable
 
     batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    if out is not None:
+        check_writable(out)
     shape = rank_of(model, tp, tiny)
     found = rank_kernels(torch.device(device), kernels, _settings(settings or []))
     bandwidth = None

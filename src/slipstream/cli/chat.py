@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.cli import options
+from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -40,13 +41,13 @@ def chat(
     from slipstream.speculation.sampling import SamplingParams
 
     console = Console()
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     if model == "embedded":
         options.fetch_embedded(console)
     tree = options.auto_tree(depth, width, budget)
     llm = LLM(LoadOptions(model, draft, tree, device, dtype, options.kernel_choice(kernels)))
     for line in llm.summary:
         console.print(Text(line, style="dim"))
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -57,9 +58,16 @@ def chat(
             break
         if line == "/reset":
             messages.clear()
+        elif line.startswith("/"):
+            console.print(Text(f"There is no {line.split()[0]}; there are /reset and /quit.", style="yellow"))
         elif line:
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(console, llm, messages, params)})
+            asked = {"role": "user", "content": line}
+            try:
+                answer = _answer(console, llm, [*messages, asked], params)
+            except RequestError as error:
+                console.print(Text(f"{error} Or forget what was said so far: /reset", style="yellow"))
+                continue
+            messages += [asked, {"role": "assistant", "content": answer}]
 
 
 def _answer(console: Console, llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams") -> str:

@@ -96,7 +96,10 @@ def demo(
 
     Green tokens were guessed by a draft and confirmed by the target in a pass it had to make anyway.
     """
+    from slipstream.speculation.sampling import SamplingParams
+
     console = Console()
+    SamplingParams(max_tokens=max_tokens, temperature=temperature)  # refuses what cannot be, before anything is loaded
     folder = options.fetch_embedded(console)
     with console.status("loading the embedded model"):
         arms, tokenizer, summary = _arms(options.kernel_choice(kernels), max_tokens)

@@ -15,7 +15,7 @@ app = typer.Typer(no_args_is_help=True, help="Check that no answer changed, and 
 app.command()(drafts)
 
 Url = Annotated[str, typer.Option(help="The server, e.g. http://127.0.0.1:8600.")]
-Concurrency = Annotated[int, typer.Option(help="Requests at a time.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 
 
 @app.command()
@@ -23,12 +23,12 @@ def gsm8k(
     url: Url,
     data: Annotated[Path, typer.Option(help="Folder with train.jsonl and test.jsonl (or .xz).")],
     arm: Annotated[str, typer.Option(help="What to call this server in the record.")] = "server",
-    shots: Annotated[int, typer.Option(help="Worked examples before each question.")] = 5,
+    shots: Annotated[int, typer.Option(min=0, help="Worked examples before each question.")] = 5,
     chat: Annotated[bool, typer.Option("--chat/--completions", help="Chat turns, or one plain prompt.")] = False,
-    limit: Annotated[int | None, typer.Option(help="Only the first N questions.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N questions.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     concurrency: Concurrency = 8,
-    out: Annotated[Path | None, typer.Option(help="Record file [default: out/eval/gsm8k.ARM.json].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Record file.", show_default="out/eval/gsm8k.ARM.json")] = None,
     baseline: Annotated[Path | None, typer.Option(help="Another arm's record to compare with, item by item.")] = None,
     lm_eval: Annotated[
         Path | None, typer.Option("--lm-eval", help="A Python that has lm-eval: let it ask and score.")
@@ -41,8 +41,11 @@ def gsm8k(
     from slipstream.bench.client import Client, open_session
     from slipstream.bench.evals.gsm8k import load_data
     from slipstream.bench.evals.run import Gsm8kSettings, run_gsm8k
-    from slipstream.records.store import write_record
+    from slipstream.records.store import check_writable, write_record
 
+    path = out or Path("out/eval") / f"gsm8k.{arm}.json"
+    check_writable(path)
+    other = None if baseline is None else _baseline(baseline)
     settings = Gsm8kSettings(data, shots, max_tokens, chat, limit, concurrency, lm_eval)
     total = len(load_data(data).test[:limit])
 
@@ -54,12 +57,11 @@ def gsm8k(
                 return await run_gsm8k(client, arm, settings, lambda: progress.advance(task))
 
     record = asyncio.run(run())
-    path = out or Path("out/eval") / f"gsm8k.{arm}.json"
     write_record(path, record)
     print(f"{arm}: {shots}-shot GSM8K, {len(record.items)} questions, scored by {record.scorer}")
     print(f"  flexible-extract {record.score('flexible'):.4f}\n  strict-match     {record.score('strict'):.4f}")
-    if baseline is not None:
-        _compare(baseline, record)
+    if other is not None:
+        _compare(other, record)
     print(f"record: {path}")
 
 
@@ -71,12 +73,16 @@ def lossless(
     arm: Annotated[str, typer.Option(help="What to call the server in the record.")] = "arm",
     baseline_arm: Annotated[str, typer.Option(help="What to call the other one.")] = "no-spec",
     chat: Annotated[bool, typer.Option("--chat/--completions", help="Chat turns, or plain prompts.")] = True,
-    limit: Annotated[int | None, typer.Option(help="Only the first N prompts.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens compared for each prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Of the seeded comparisons; greedy is always compared.")] = 0.8,
-    seed: Annotated[list[int] | None, typer.Option(help="Seed to compare; may be given again [0, 1].")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens compared for each prompt.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of the seeded comparisons; greedy is always compared.")
+    ] = 0.8,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Seed to compare; may be given again.", show_default="0 and 1")
+    ] = None,
     concurrency: Concurrency = 4,
-    out: Annotated[Path | None, typer.Option(help="Record file [default: out/eval/lossless.ARM.json].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Record file.", show_default="out/eval/lossless.ARM.json")] = None,
 ) -> None:
     """Compare two servers token for token, greedily and with seeds; exit 1 when they differ."""
     from rich.console import Console
@@ -86,8 +92,10 @@ def lossless(
     from slipstream.bench.evals.lossless import Settings
     from slipstream.bench.evals.run import run_lossless
     from slipstream.bench.workload import Prompt, read_prompts
-    from slipstream.records.store import write_record
+    from slipstream.records.store import check_writable, write_record
 
+    path = out or Path("out/eval") / f"lossless.{arm}.json"
+    check_writable(path)
     entries = read_prompts(prompts, chat)[:limit]
     asked = [Prompt(max_tokens, text=text, messages=messages) for text, messages in entries]
     settings = Settings(tuple(seed) if seed else (0, 1), temperature, concurrency)
@@ -101,7 +109,6 @@ def lossless(
                 return await run_lossless(clients, names, asked, settings, lambda: progress.advance(task))
 
     record = asyncio.run(run())
-    path = out or Path("out/eval") / f"lossless.{arm}.json"
     write_record(path, record)
     print(f"{record.num_identical()} of {len(record.cases)} outputs are identical token for token")
     for case in record.cases:
@@ -117,17 +124,26 @@ def lossless(
         raise typer.Exit(1)
 
 
-def _compare(baseline: Path, record: "Gsm8kRecord") -> None:
+def _baseline(path: Path) -> "Gsm8kRecord":
     from slipstream.bench.evals.gsm8k import EvalError
-    from slipstream.records.compare import mcnemar
-    from slipstream.records.evals import FILTERS, Gsm8kRecord, changed
+    from slipstream.records.evals import Gsm8kRecord
     from slipstream.records.store import read_record
 
-    other = read_record(baseline)
-    if not isinstance(other, Gsm8kRecord):
-        raise EvalError(f"{baseline}: is not a GSM8K record.")
+    record = read_record(path)
+    if not isinstance(record, Gsm8kRecord):
+        raise EvalError(f"{path}: is not a GSM8K record.")
+    return record
+
+
+def _compare(other: "Gsm8kRecord", record: "Gsm8kRecord") -> None:
+    from slipstream.bench.evals.gsm8k import EvalError
+    from slipstream.records.compare import mcnemar
+    from slipstream.records.evals import FILTERS, changed
+
     if (other.data_sha256, other.num_shots, other.chat) != (record.data_sha256, record.num_shots, record.chat):
-        raise EvalError(f"{baseline}: other questions or another way of asking, so the answers cannot be paired.")
+        raise EvalError(
+            f"--baseline, {other.arm}: other questions or another way of asking, so the answers cannot be paired."
+        )
     for which in FILTERS:
         changes = changed(other.items, record.items, which)
         p = mcnemar(len(changes.to_right), len(changes.to_wrong))

@@ -23,7 +23,7 @@ def drafts(
         typer.Option("--draft", "-d", help="A draft's folder, 'auto' (the one that ships), or 'ngram'. Repeatable."),
     ],
     model: options.Model = "embedded",
-    count: Annotated[int | None, typer.Option(help="Only the first N prompts.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
     depths: Annotated[str, typer.Option(help="Drafted tokens on the longest path; several as in 3,6.")] = "3",
     width: options.Width = 1,
     budget: options.Budget = 0,

@@ -47,6 +47,7 @@ def generate(
 
     console = Console(stderr=True)
     questions = _questions(prompt, file)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     if model == "embedded":
         options.fetch_embedded(console)
     tree = options.auto_tree(depth, width, budget)
@@ -54,7 +55,6 @@ def generate(
     llm = LLM(LoadOptions(model, draft, tree, device, dtype, chosen, topology=Topology(tp, ep, draft_tp)))
     for line in llm.summary:
         console.print(Text(line, style="dim"))
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     prompts = questions if raw else [[{"role": "user", "content": question}] for question in questions]
     for completion in llm.generate(prompts, params):
         typer.echo(completion.text)
@@ -71,9 +71,15 @@ def generate(
 def _questions(prompt: str | None, file: Path | None) -> list[str]:
     if (prompt is None) == (file is None):
         raise typer.BadParameter("Give a prompt or --file, one of the two.")
-    if file is not None:
-        if not file.is_file():
-            raise typer.BadParameter(f"--file {file}: there is no such file.")
-        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    assert prompt is not None
-    return [typer.get_text_stream("stdin").read() if prompt == "-" else prompt]
+    try:
+        if file is not None:
+            questions = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            if not questions:
+                raise typer.BadParameter(f"--file {file}: holds no prompt; write one a line.")
+            return questions
+        assert prompt is not None
+        return [typer.get_text_stream("stdin").read() if prompt == "-" else prompt]
+    except OSError as error:
+        raise typer.BadParameter(f"--file {file}: cannot be read ({error.strerror or error}).") from error
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{file or 'Standard input'}: is not text in UTF-8 ({error}).") from error

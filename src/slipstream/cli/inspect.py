@@ -16,7 +16,7 @@ def inspect(
     path: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id, or 'embedded'.")] = "embedded",
     tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
     target_layers: Annotated[
-        int | None, typer.Option(help="The target's number of layers, to read a draft's captured layers by.")
+        int | None, typer.Option(min=1, help="The target's number of layers, to read a draft's captured layers by.")
     ] = None,
 ) -> None:
     """Show a checkpoint's architecture, dtype table, sizes, quantization and captured layers."""

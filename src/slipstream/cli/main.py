@@ -1,6 +1,8 @@
 """The `slipstream` command. A verb imports what it needs only when it is chosen, so that help is quick."""
 
+import errno
 import logging
+import os
 import sys
 
 import typer
@@ -22,6 +24,7 @@ from slipstream.cli.serve import serve
 from slipstream.cli.train import train
 from slipstream.errors import SlipstreamError
 
+_log = logging.getLogger(__name__)
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
 app.command()(chat)
 app.command()(demo)
@@ -64,10 +67,29 @@ def main() -> None:
     try:
         app()
     except SlipstreamError as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {_plain(str(error))}", soft_wrap=True, highlight=False)
+        _say(str(error))
+        sys.exit(1)
+    except OSError as error:
+        _log.info("where it happened:", exc_info=error)
+        if isinstance(error, BrokenPipeError):  # whoever read our output has gone, as in `slipstream doctor | head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        _say(f"{error.filename or 'A file or connection'}: {error.strerror or error}. {_remedy(error)}")
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _say(sentence: str) -> None:
+    Console(stderr=True).print(f"[bold red]error:[/bold red] {_plain(sentence)}", soft_wrap=True, highlight=False)
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free some space, then run the same command again."
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "You may not read or write it: name another place, or change its permissions."
+    return "Name another place, or run `slipstream -v ...` to see where it happened."
 
 
 def _plain(text: str) -> str:

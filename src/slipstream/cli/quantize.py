@@ -31,7 +31,7 @@ def quantize(
     ] = None,
     group_size: Annotated[int | None, typer.Option("--group-size", help="Columns that share a scale (int4).")] = None,
     dialect: Annotated[str, typer.Option("--dialect", help="quark or compressed-tensors.")] = "quark",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if slipstream wrote it.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Measure errors over every row, and chart them.")] = False,
 ) -> None:
     """Quantize a checkpoint file to file, with bounded memory; run it again to take up a stopped run."""

@@ -8,7 +8,7 @@ import typer
 
 def report(
     sources: Annotated[list[Path], typer.Argument(metavar="RECORDS...", help="Record files, or folders of them.")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write to [default: the first folder given].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="the first folder given")] = None,
 ) -> None:
     """Write report.html (self-contained), report.md and report.csv."""
     from slipstream.report.build import write_report

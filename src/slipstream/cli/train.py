@@ -38,11 +38,11 @@ def train(
         Path | None, typer.Option(help="Folder to store the target's states in, once, and train from; large.")
     ] = None,
     time_budget_s: Annotated[
-        float | None, typer.Option(help="Plan as many training steps as fit this many seconds.")
+        float | None, typer.Option(min=0, help="Plan as many training steps as fit this many seconds.")
     ] = None,
-    generate_s: Annotated[float | None, typer.Option(help="Stop writing data after this many seconds.")] = None,
+    generate_s: Annotated[float | None, typer.Option(min=0, help="Stop writing data after this many seconds.")] = None,
     stop_after_s: Annotated[
-        float | None, typer.Option(help="Leave off training after this many seconds; the same command goes on.")
+        float | None, typer.Option(min=0, help="Leave off training after this many seconds; the same command goes on.")
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change the recipe. Repeatable.")

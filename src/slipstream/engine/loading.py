@@ -69,6 +69,12 @@ class LoadOptions:
     engine: EngineConfig = field(default_factory=EngineConfig)
     topology: Topology = field(default_factory=Topology)
 
+    def __post_init__(self) -> None:
+        if self.max_context is not None and self.max_context < 1:
+            raise ConfigError(f"max_context is {self.max_context}; it must be at least 1.")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction is {self.memory_fraction}; it lies above 0 and is at most 1.")
+
 
 @dataclass(frozen=True)
 class Loaded:

@@ -72,6 +72,8 @@ def rank_of(name: str, num_ranks: int, tiny: bool = False) -> RankModel:
     """
     if name not in MODELS:
         raise ConfigError(f"There is no rank mode for model {name!r}; there is for {', '.join(MODELS)}.")
+    if num_ranks < 1:
+        raise ConfigError(f"--tp {num_ranks}: at least one rank is needed.")
     whole = _tiny(MODELS[name]) if tiny else MODELS[name]
     target, draft, moe = whole.target, whole.draft, whole.target.moe
     assert moe is not None

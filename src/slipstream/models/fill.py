@@ -18,6 +18,7 @@ from slipstream.quant.packed import MixedWeight, PackedWeight, join_rows, join_r
 from slipstream.quant.scheme import dequantize
 
 _log = logging.getLogger(__name__)
+_DENSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Filler:
@@ -74,6 +75,12 @@ class Filler:
         if place.is_elsewhere:
             return
         values = self._source.part(self._names[name], place.window)
+        if values.dtype not in _DENSE:
+            info = self._source.info(self._names[name])
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name} is stored as {info.dtype}, and no quantization_config says "
+                "how to read it; fetch config.json and the weights again."
+            )
         if not bool(torch.isfinite(values).all()):
             raise CheckpointError(
                 f"{self._source.info(self._names[name]).file}: tensor {self._names[name]} holds NaN or infinite "

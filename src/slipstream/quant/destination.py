@@ -11,12 +11,11 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from slipstream.checkpoint.source import read_json
-from slipstream.checkpoint.writer import FolderExistsError
+from slipstream.checkpoint.writer import RECORD_FILE, FolderExistsError, refuse_foreign
 from slipstream.errors import CheckpointError
 from slipstream.quant.plan import QuantizePlan, ShardPlan
 
 _STATE = ".slipstream-quantize.json"
-_RECORD = "slipstream.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _SPARE_BYTES = 64 << 20  # for config, index and whatever else the folder holds
 
@@ -120,7 +119,9 @@ class Destination:
             raise CheckpointError(
                 f"{self._folder}: lies in or around the source {source}; name a folder apart from it."
             )
-        if self._folder.exists() and not self._overwrite and (self._folder.is_file() or any(self._folder.iterdir())):
+        if self._overwrite:
+            refuse_foreign(self._folder)
+        elif self._folder.exists() and (self._folder.is_file() or any(self._folder.iterdir())):
             raise FolderExistsError(
                 f"{self._folder}: is already there. Name another folder, or pass --overwrite to replace it."
             )
@@ -180,9 +181,9 @@ class Destination:
         )
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
-        path = self._plan.checkpoint.folder / _RECORD
+        path = self._plan.checkpoint.folder / RECORD_FILE
         earlier = read_json(path) if path.is_file() else {}
-        _write_json(self._work / _RECORD, {**earlier, "quantize": dict(record)})
+        _write_json(self._work / RECORD_FILE, {**earlier, "quantize": dict(record)})
 
     def _replace(self) -> None:
         if not self._folder.exists():

@@ -71,6 +71,8 @@ class Layout:
                     f"{module}.{suffix} is {_name(tensor.dtype)} {list(tensor.shape)}; the layer's {self.format} "
                     f"weight needs {' or '.join(map(_name, stored.dtypes))} {list(stored.shape)}."
                 )
+            if tensor.dtype in FLOATS and not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(f"{module}.{suffix} holds NaN or infinite values; the file is damaged.")
 
 
 def refuse_zero_points(tensors: Mapping[str, Tensor]) -> None:

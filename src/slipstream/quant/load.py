@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.fields import quantization_config
+from slipstream.checkpoint.fields import Fields, config_file, quantization_config
 from slipstream.checkpoint.source import TensorSource
 from slipstream.checkpoint.span import Span, Window
 from slipstream.errors import CheckpointError
@@ -74,7 +74,9 @@ def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: 
         return None
     names = frozenset(tensor_names)
     modules = sorted({name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in _MARKS})
-    method = quantization.get("quant_method")
+    there = {name: value for name, value in quantization.items() if value != []}  # an empty list says as little as null
+    _check_fields(Fields(there, config_file(source), "quantization_config."))
+    method = there.get("quant_method")
     readers: dict[object, Callable[[Mapping[str, Any], str, frozenset[str], Path], Layout]] = {
         "quark": _quark_layer,
         "compressed-tensors": _compressed_layer,
@@ -91,6 +93,38 @@ def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: 
         _log.warning("%s: config.json speaks of %s, but no layer is quantized; reading it as it is.", source, method)
     _note_repairs(quantization, layouts, names, source)
     return QuantScheme(layouts, names, source)
+
+
+def _check_fields(fields: Fields) -> None:
+    """Raise CheckpointError if what the readers below look at is there with another type."""
+    fields.text("quant_method", "")
+    fields.nested("export").text("pack_method", "")
+    if fields.has("weight_block_size") and len(fields.integers("weight_block_size")) != 2:
+        raise fields.error(
+            "weight_block_size", f"is {fields.values['weight_block_size']!r} where two numbers are needed."
+        )
+    layers = fields.nested("layer_quant_config")
+    for layer in (fields.nested("global_quant_config"), *(layers.nested(name) for name in layers.values)):
+        stages = layer.values.get("weight")
+        for stage in stages if isinstance(stages, list) else [stages]:
+            weight = Fields({"weight": stage}, layer.file, layer.name("")).nested("weight")
+            weight.text("dtype", "")
+            if weight.text("qscheme", "") == "per_group":
+                weight.integer("group_size")
+        if isinstance(layer.values.get("input_tensors"), Mapping):
+            layer.nested("input_tensors").text("dtype", "")
+    groups = fields.nested("config_groups")
+    for group in (groups.nested(name) for name in groups.values):
+        weights = group.nested("weights")
+        weights.text("type", "")
+        weights.integer("num_bits", 1)
+        if weights.text("strategy", "") == "group":
+            weights.integer("group_size")
+        for target in group.texts("targets"):
+            try:
+                re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+            except re.error as error:
+                raise group.error("targets", f"holds {target!r}, which is no valid expression: {error}.") from error
 
 
 def packed_weight(

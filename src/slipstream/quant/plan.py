@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -122,11 +122,9 @@ def plan_quantize(source: Path, options: QuantizeOptions) -> QuantizePlan:
         method = checkpoint.config["quantization_config"].get("quant_method")
         raise CheckpointError(f"{source}: is already quantized ({method}); start from the checkpoint it was made from.")
     infos = {name: checkpoint.info(name) for name in checkpoint.names()}
-    selection = select(
-        linear_modules({name: (info.shape, info.dtype) for name, info in infos.items()}),
-        options.exclude,
-        options.include,
-    )
+    modules = linear_modules({name: (info.shape, info.dtype) for name, info in infos.items()})
+    _check_dtypes(infos, modules)
+    selection = select(modules, options.exclude, options.include)
     layout = _LAYOUTS[options.dialect](options.scheme, _scale_dtype(infos, selection))
     chosen = frozenset(selection.quantized)
     items = [
@@ -134,6 +132,18 @@ def plan_quantize(source: Path, options: QuantizeOptions) -> QuantizePlan:
         for info in sorted(infos.values(), key=lambda info: (info.file, info.name))
     ]
     return QuantizePlan(checkpoint, options, selection, layout, _shards(items, options.max_shard_bytes))
+
+
+def _check_dtypes(infos: Mapping[str, TensorInfo], modules: Sequence[str]) -> None:
+    """Refuse a projection that is not stored as plain floats: it would be kept, and nobody told."""
+    linear = set(modules)
+    for info in infos.values():
+        module = info.name.removesuffix(".weight")
+        if module != info.name and module.endswith("_proj") and len(info.shape) == 2 and module not in linear:
+            raise CheckpointError(
+                f"{info.file}: {info.name} is stored as {info.dtype}, which is not quantized (F32, F16 and BF16 are). "
+                "Start from the checkpoint as it was trained."
+            )
 
 
 def _scale_dtype(infos: Mapping[str, TensorInfo], selection: Selection) -> torch.dtype:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ def _read_dataclass(kind: Any, value: object, where: str) -> object:
             raise SchemaError(f"{where}: key {name!r} is missing.")
     try:
         return kind(**built)
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         raise SchemaError(f"{where}: {error}") from error
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ KINDS: dict[str, type[PointRecord] | type[Gsm8kRecord] | type[LosslessRecord]] =
 
 
 class RecordError(SlipstreamError):
-    """A record file cannot be read as one."""
+    """A record file cannot be read as one, or not be written."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,27 @@ def write_record(path: Path, record: Record) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write text to `path` through a temporary name in the same folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise RecordError(
+            f"{path}: cannot be written ({error.strerror or error}). Free some space, or name another place."
+        ) from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise RecordError if a file could not be written at `path`; to be asked before hours of work, not after."""
+    if path.is_dir():
+        raise RecordError(f"{path}: is a folder; name the file to write.")
+    existing = next((parent for parent in path.parents if parent.exists()), Path())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise RecordError(f"{path}: cannot be written, since {existing} is no folder that you may write to.")
 
 
 def read_record(path: Path) -> Record:
@@ -53,7 +71,7 @@ def read_record(path: Path) -> Record:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise RecordError(f"{path}: not a readable record ({error}). Delete it and run the point again.") from error
     kind = value.get("kind") if isinstance(value, dict) else None
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise RecordError(f"{path}: kind {kind!r} is not a slipstream record. It should be one of {', '.join(KINDS)}.")
     return read(KINDS[kind], value, str(path))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from slipstream.serve.service import Service
 from slipstream.serve.ticket import Job
 from slipstream.serve.worker import EngineWorker
 
+_FORM = re.compile(r"[\[(-]|^(?:str|int|float|bool)$")
 _LONG_PROMPT = 1 << 14  # characters; tokenizing more than this would hold up the event loop for milliseconds
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -154,14 +156,32 @@ def _add_errors(app: FastAPI) -> None:
     async def on_framework_error(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(HttpError(error.status_code, str(error.detail)).body(), error.status_code, error.headers)
 
+    @app.exception_handler(Exception)  # our mistake: it goes to the log with its traceback, the client is told of it
+    async def on_our_error(request: Request, _: Exception) -> JSONResponse:
+        error = HttpError(500, f"The server failed; its log says how, under request {request.state.request_id}.")
+        # uvicorn ends the connection of a request that failed; a client that is told so does not use it again.
+        return JSONResponse(error.body(), 500, {"Connection": "close"})
+
 
 def _invalid(errors: Sequence[Any]) -> HttpError:
     """Name the first field at fault. What the client sent is not repeated: it may be large, or secret."""
     first = errors[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    field = path[0] if path else None
-    where = ".".join(path) if path else "the body"
-    return HttpError(400, f"{where}: {first['msg']}", param=field)
+    if first["type"] == "json_invalid":
+        return HttpError(400, f"The body is not JSON (at character {first['loc'][-1]}: {first['ctx']['error']}).")
+    path = _path(first)
+    if not path:
+        return HttpError(400, f"the body: {first['msg']}")
+    # A field of several forms has an error for each; those of the form that was meant go deeper than its type.
+    same = [error for error in errors if _path(error)[:1] == path[:1]]
+    meant = [error for error in same if not error["type"].endswith("_type")] or same
+    where = ".".join(_path(meant[0]))
+    said = "; or: ".join(dict.fromkeys(error["msg"] for error in meant if _path(error) == _path(meant[0])))
+    return HttpError(400, f"{where}: {said}", param=path[0])
+
+
+def _path(error: Any) -> list[str]:
+    """Return where an error is, without the body and pydantic's names for the forms a field may have."""
+    return [str(part) for part in error["loc"] if part != "body" and not _FORM.search(str(part))]
 
 
 def _wants(body: Generation, wants: Wants) -> Wants:

@@ -54,6 +54,11 @@ def queue_full(limit: int) -> HttpError:
     return HttpError(429, f"The server already has {limit} answers under way or waiting; try again.", retry_after_s=1)
 
 
+def too_many(asked: int, limit: int) -> HttpError:
+    """Return the answer to a request that no amount of waiting would make room for."""
+    return HttpError(400, f"The request asks for {asked} answers; the server takes {limit} at a time. Ask for fewer.")
+
+
 def shutting_down() -> HttpError:
     """Return the answer to a request that comes after the server was told to stop."""
     return HttpError(503, "The server is shutting down and takes no new requests.", retry_after_s=5)

@@ -1,5 +1,7 @@
 """What every request passes first: an id, API keys, limits on its body, and one line in the log at its end."""
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/health/live", "/health/ready", "/ping", "/metrics", "/docs", "/openapi.json"}
 )
+_DRAIN_S = 2.0
+_DRAIN_BYTES = 1 << 26
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -53,6 +57,8 @@ class Gate:
             self._check(scope, headers)
             await self._app(scope, self._counted(receive), watched_send)
         except HttpError as error:
+            if error.status == 413:
+                await _drain(receive)
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, watched_send)
         except ConnectionAbortedError as error:
             logger.warning("a client was given up: %s", error, extra={"fields": {"request_id": request_id}})
@@ -108,7 +114,19 @@ class Gate:
         return counted
 
     def _too_large(self) -> HttpError:
-        return HttpError(413, f"The body is larger than {self._config.max_body_bytes} bytes.")
+        return HttpError(413, f"The body is larger than the server's --max-body-bytes, {self._config.max_body_bytes}.")
+
+
+async def _drain(receive: Receive) -> None:
+    """Read on for a while: a client that is still sending when the connection closes never sees our answer."""
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while num_bytes < _DRAIN_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _request_id(headers: Headers) -> str:

@@ -51,9 +51,15 @@ class GrammarCompiler:
 
     @functools.cached_property
     def _tokenizer(self) -> LLTokenizer:
-        return LLTokenizer(
-            self._source.to_json(), n_vocab=self._vocab_size, eos_token=list(self._source.eos_token_ids) or None
-        )
+        ends = list(self._source.eos_token_ids) or None
+        try:
+            return LLTokenizer(self._source.to_json(), n_vocab=self._vocab_size, eos_token=ends)
+        except ValueError as error:
+            raise HttpError(
+                400,
+                f"JSON cannot be asked of this model: its tokenizer is of another kind ({error}).",
+                param="response_format",
+            ) from error
 
 
 class JsonGrammar:

@@ -5,6 +5,10 @@ import logging
 import sys
 from typing import Any, TextIO
 
+from slipstream.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+
 
 class JsonFormatter(logging.Formatter):
     """Writes time, level, logger, message and the record's own `fields`."""
@@ -35,6 +39,8 @@ class PlainFormatter(logging.Formatter):
 
 def set_up_logs(level: str, as_json: bool, stream: TextIO | None = None) -> None:
     """Send every logger's records to a stream (standard error), in one form."""
+    if level.lower() not in LEVELS:
+        raise ConfigError(f"The log level is {level!r}; it is {', '.join(LEVELS)}.")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
     root = logging.getLogger()

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -11,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from slipstream.engine.loading import Loaded, LoadOptions, load
+from slipstream.errors import ConfigError
 from slipstream.serve.admin import warn_if_simulated
 from slipstream.serve.app import build_app
 from slipstream.serve.config import ServeConfig
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 def serve(options: LoadOptions, config: ServeConfig, simulated_acceptance: tuple[float, ...] = ()) -> None:
     """Load a model and serve it until SIGTERM or SIGINT; returns once everything has ended."""
+    check_address(config)
     loaded = load(options)
     loaded.engine.simulate_acceptance(simulated_acceptance)
     app = build_app(loaded.engine, loaded.tokenizer, config, int(time.time()))
@@ -29,6 +32,22 @@ def serve(options: LoadOptions, config: ServeConfig, simulated_acceptance: tuple
         server_for(app, config).run()
     finally:
         loaded.close()
+
+
+def check_address(config: ServeConfig) -> None:
+    """Raise ConfigError if the address cannot be listened on; asked before a model is loaded, not after."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as uvicorn does; one that listens is in the way
+            trial.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.host}:{config.port} cannot be listened on ({error.strerror or error}): choose another --port or "
+            "--host, or stop the program that has it."
+        ) from error
 
 
 def log_summary(loaded: Loaded, config: ServeConfig) -> None:

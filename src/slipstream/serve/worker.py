@@ -17,7 +17,7 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.engine.output import Emission, EmittedToken
 from slipstream.errors import RankLostError, RequestError, StepError
-from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down
+from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down, too_many
 from slipstream.serve.meters import AnswerTimes, Meters
 from slipstream.serve.ticket import Job, StepEvent, Ticket
 
@@ -88,6 +88,8 @@ class EngineWorker:
         if self.draining or not self.alive:
             self.meters.refused += 1
             raise shutting_down()
+        if len(jobs) > self._limit:
+            raise too_many(len(jobs), self._limit)
         if self._num_open + len(jobs) > self._limit:
             self.meters.refused += 1
             raise queue_full(self._limit)

@@ -58,6 +58,9 @@ class DataConfig:
         for name in ("magpie", "maths", "passages", "forced_opening", "default_system", "second_turn", "greedy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; a share lies between 0 and 1.")
+        for name in ("answer_tokens", "file_repeats", "max_prompt", "max_answer", "shard_texts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.sampled > 1 + 1e-9:
             raise ConfigError("magpie, maths and passages are shares of all conversations; together they exceed 1.")
 
@@ -108,7 +111,11 @@ class ConversationSource:
         self._file_prompts = self._encode(prompts)
         self._examples = self._find_examples()
         if config.maths > 0 and len(self._examples) < 8:
-            raise ConfigError("maths questions are sampled after examples from the prompt files; give such files.")
+            raise ConfigError(
+                f"data.maths is {config.maths}, and maths questions are sampled after at least 8 examples from "
+                f"files.prompts; {len(self._examples)} of {len(prompts)} prompts will do (no longer than "
+                "data.max_prompt, and in none of the files to be left out). Name such files, or set data.maths to 0."
+            )
         if not self._file_prompts and config.sampled < 1 - 1e-9:
             raise ConfigError("No prompt files are given, so magpie, maths and passages must add up to 1.")
         self._files_left = self._shuffled_files()

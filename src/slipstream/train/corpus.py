@@ -83,7 +83,8 @@ def write_shard(path: Path, texts: Iterable[Text], notes: dict[str, Any] | None 
         save_file(arrays, temporary, metadata)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        if path.parent.is_dir():
+            temporary.unlink(missing_ok=True)
         raise disk_error(path, error) from error
     return Corpus(ids, corpus.offsets, corpus.spans, (metadata["sha256"],))
 

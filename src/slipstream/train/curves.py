@@ -7,6 +7,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from slipstream.train.corpus import disk_error
+
 
 def draw_curves(history: Sequence[dict[str, Any]], path: Path) -> None:  # records, hence Any
     """Write a PNG of a run's history."""
@@ -26,8 +28,12 @@ def draw_curves(history: Sequence[dict[str, Any]], path: Path) -> None:  # recor
     for axes in (loss, accuracy, acceptance):
         _finish(axes)
     temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=110)
-    temporary.replace(path)
+    try:
+        figure.savefig(temporary, format="png", dpi=110)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(path, error) from error
 
 
 def _finish(axes: Axes) -> None:

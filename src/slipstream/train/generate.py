@@ -73,6 +73,11 @@ class GeneratorConfig:
     fast: bool = True
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("rows", "max_length", "check_every", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
 
 @dataclass(frozen=True)
 class GenerationStats:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.checkpoint.draft_config import draft_spec
+from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.train.errors import TrainingError
 
 Record = dict[str, Any]  # a slipstream.json, which may be another version's
@@ -36,6 +38,7 @@ def stages(record: Record) -> list[Record]:
 
 def _take(folder: Path, records: dict[str, Record]) -> str:
     """Add a folder's record, and those it carries, under the digest of its weights."""
+    draft_spec(open_checkpoint(folder).config, folder, None)  # it must be a draft, said now and not after the data
     digest = weights_digest(folder)
     path = folder / "slipstream.json"
     if path.is_file():

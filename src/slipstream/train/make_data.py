@@ -21,15 +21,17 @@ from slipstream.train.generate import (
 from slipstream.train.prompts import read_excluded, read_prompts
 from slipstream.train.recipe import EvalSet, Recipe
 
+_TARGET_FILE = "target.sha256"
 Report = Callable[[Tally, GenerationStats], None]
 
 
 @dataclass(frozen=True)
 class Speaker:
-    """A target that can be talked to."""
+    """A target that can be talked to; `digest` is that of its weights, which a corpus remembers."""
 
     model: Target
     tokenizer: ChatTokenizer
+    digest: str = ""
 
 
 def make_corpus(
@@ -43,6 +45,7 @@ def make_corpus(
     named = [*recipe.files.exclude, *(item.file for item in recipe.files.evaluate)]
     excluded = read_excluded(data / name for name in named)
     done = shard_paths(folder)
+    _check_target(folder, speaker)
     # A later call must not repeat the draws of an earlier one.
     config = replace(recipe.data, seed=recipe.data.seed + 1_000_003 * len(done))
     source = ConversationSource(speaker.tokenizer, config, prompts, excluded)
@@ -53,6 +56,7 @@ def make_corpus(
     if source.finished:
         return source.tally
     _check_lengths(recipe)
+    _make_folder(folder, speaker)
     generator = _generator(speaker, replace(recipe.generate, seed=recipe.generate.seed + config.seed))
     started = time.monotonic()
     number = len(done)
@@ -75,6 +79,27 @@ def make_corpus(
             f"is it instruction-tuned, and is its chat template the right one?"
         )
     return source.tally
+
+
+def _check_target(folder: Path, speaker: Speaker) -> None:
+    """Refuse a corpus that another target wrote: every answer must be the target's own."""
+    path = folder / _TARGET_FILE
+    if path.is_file() and path.read_text(encoding="utf-8").strip() != speaker.digest:
+        raise DataError(
+            f"{folder}: was written by another target (its weights' digest, in {path.name}, differs). Name another "
+            f"place (--work, or --out, which it follows), or delete {folder.parent}."
+        )
+
+
+def _make_folder(folder: Path, speaker: Speaker) -> None:
+    """Have the corpus's folder there, and whose it is, before anything is generated for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _TARGET_FILE).write_text(speaker.digest + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be made ({error.strerror or error}); name another place (--work)."
+        ) from error
 
 
 def make_eval_set(speaker: Speaker, item: EvalSet, data: Path, path: Path, config: GeneratorConfig) -> Corpus:

@@ -32,6 +32,11 @@ class DraftShape:
     feature_norm: str = "per_layer"
     feedback: str = "post_norm"
 
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
     def spec(self, target: ModelSpec) -> DraftSpec:
         """Return the draft's full description for a target."""
         captured = self.captured_layers or target.default_captured_layers()

@@ -73,9 +73,11 @@ def read_prompts(path: Path) -> list[Messages]:
         with opener(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    prompts += _line_prompts(json.loads(line), f"{path}:{number}")
-    except (OSError, lzma.LZMAError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as lines of JSON ({error}).") from error
+                    prompts += _line_prompts(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is damaged or no text in UTF-8 ({error}).") from error
     if not prompts:
         raise DataError(f"{path}: holds no prompts.")
     return prompts
@@ -92,17 +94,26 @@ def read_excluded(paths: Iterable[Path]) -> frozenset[str]:
     )
 
 
-def _line_prompts(value: Any, where: str) -> list[Messages]:  # one line of a foreign file
+def _line_prompts(line: str, where: str) -> list[Messages]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: is not JSON ({error.msg} at character {error.pos + 1}).") from error
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: is not a JSON object.")
     turns = value.get("messages", value.get("conversations"))
     if turns is not None:
+        if not isinstance(turns, list):
+            raise DataError(f"{where}: its messages are {turns!r} where a list is needed.")
         messages = [_message(turn, where) for turn in turns]
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         return [messages] if messages else []
     if isinstance(value.get("instruction"), str):
-        inputs = [str(instance.get("input", "")) for instance in value.get("instances", [])] or [""]
+        instances = value.get("instances", [])
+        if not isinstance(instances, list) or not all(isinstance(instance, Mapping) for instance in instances):
+            raise DataError(f"{where}: 'instances' is not a list of objects with an 'input'.")
+        inputs = [str(instance.get("input", "")) for instance in instances] or [""]
         return [
             [_user(f"{value['instruction']}\n\n{given}" if given.strip() else value["instruction"])] for given in inputs
         ]
@@ -115,8 +126,10 @@ def _line_prompts(value: Any, where: str) -> list[Messages]:  # one line of a fo
 
 
 def _message(turn: Any, where: str) -> dict[str, str]:  # one turn of a foreign file
-    role = turn.get("role", {"human": "user", "gpt": "assistant"}.get(turn.get("from"), turn.get("from")))
-    content = turn.get("content", turn.get("value"))
+    named = turn if isinstance(turn, Mapping) else {}
+    speaker = named.get("role", named.get("from"))
+    role = {"human": "user", "gpt": "assistant"}.get(speaker, speaker) if isinstance(speaker, str) else None
+    content = named.get("content", named.get("value"))
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise DataError(f"{where}: a message needs a role (system, user or assistant) and a content.")
     return {"role": role, "content": content}

@@ -1,19 +1,21 @@
 """A recipe: every setting of a training run in one YAML file; an unknown key is an error."""
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from slipstream.errors import ConfigError
+from slipstream.records.schema import SchemaError, read
 from slipstream.train.conversations import DataConfig
 from slipstream.train.generate import GeneratorConfig
 from slipstream.train.objective import DraftShape
 from slipstream.train.trainer import TrainConfig
 
-T = TypeVar("T")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LENGTHS = ("train.steps", "train.time_budget_s")
 
 
@@ -26,6 +28,13 @@ class EvalSet:
     first: int | None = None
     max_new: int = 128
 
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"name is {self.name!r}; files are named after it, so use letters, digits, '-' and '_'.")
+        for key in ("first", "max_new"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ConfigError(f"{key} is {getattr(self, key)}; it must be at least 1.")
+
 
 @dataclass(frozen=True)
 class Files:
@@ -34,6 +43,11 @@ class Files:
     prompts: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     evaluate: tuple[EvalSet, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [item.name for item in self.evaluate]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"evaluate names {', '.join(twice)} twice.")
 
 
 @dataclass(frozen=True)
@@ -54,26 +68,18 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe file."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as a recipe ({error}).") from error
     return make_recipe(content, str(path))
 
 
 def make_recipe(content: Any, where: str) -> Recipe:  # parsed YAML
-    """Turn nested mappings into a recipe, refusing keys that mean nothing."""
-    sections = _mapping(content, where)
-    files = dict(_mapping(sections.get("files", {}), f"{where}: files"))
-    if "evaluate" in files:
-        files["evaluate"] = [_build(EvalSet, item, f"{where}: files.evaluate") for item in files["evaluate"]]
-    _known(sections, [f.name for f in fields(Recipe)], where)
-    return Recipe(
-        train=_build(TrainConfig, sections.get("train", {}), f"{where}: train"),
-        draft=_build(DraftShape, sections.get("draft", {}), f"{where}: draft"),
-        data=_build(DataConfig, sections.get("data", {}), f"{where}: data"),
-        generate=_build(GeneratorConfig, sections.get("generate", {}), f"{where}: generate"),
-        files=_build(Files, files, f"{where}: files"),
-    )
+    """Turn nested mappings into a recipe, refusing keys that mean nothing and values of another type."""
+    try:
+        return read(Recipe, {"train": {}, **content} if isinstance(content, Mapping) else content, where)
+    except SchemaError as error:
+        raise ConfigError(str(error)) from error
 
 
 def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
@@ -85,7 +91,7 @@ def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
         if not equals or not isinstance(content.get(section), dict) or key not in content[section]:
             raise ConfigError(f"{change}: is not SECTION.KEY=VALUE of a recipe, such as train.lr=6e-4.")
         try:
-            content[section][key] = yaml.safe_load(value)
+            content[section][key] = yaml.load(value, Loader=_Loader)
         except yaml.YAMLError as error:
             raise ConfigError(f"{change}: the value cannot be read ({error}).") from error
         if name in _LENGTHS and content[section][key] is not None:  # a run is as long as the one given last says
@@ -93,30 +99,10 @@ def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     return make_recipe(content, "the recipe as changed")
 
 
-def _build(kind: type[T], values: Any, where: str) -> T:  # parsed YAML
-    given = _mapping(values, where)
-    names = {f.name: f.type for f in fields(kind)}  # type: ignore[arg-type]  # always one of our dataclasses
-    _known(given, list(names), where)
-    converted = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    for key, value in converted.items():
-        # YAML reads 1e-3 as text, for want of a dot.
-        if isinstance(value, str) and names[key] in (float, "float", float | None):
-            try:
-                converted[key] = float(value)
-            except ValueError:
-                raise ConfigError(f"{where}: {key} is {value!r} where a number is needed.") from None
-    try:
-        return kind(**converted)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}.") from error
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-3 as the number it is; YAML 1.1 takes it for text, for want of a dot."""
 
 
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:  # parsed YAML
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: is {value!r} where named settings are needed.")
-    return value
-
-
-def _known(given: Mapping[str, Any], names: list[str], where: str) -> None:
-    if unknown := [str(key) for key in given if key not in names]:
-        raise ConfigError(f"{where}: unknown {', '.join(unknown)}; known are {', '.join(names)}.")
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)

@@ -14,6 +14,7 @@ import slipstream
 from slipstream.checkpoint.config import DraftDialect
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.checkpoint.writer import refuse_foreign
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_draft, load_target
@@ -52,11 +53,14 @@ class Paths:
 
 @dataclass(frozen=True)
 class Output:
-    """Where a draft goes, for which readers, and which drafts are behind it."""
+    """Where a draft goes (a new folder, or one that slipstream wrote), for which readers, and the drafts behind it."""
 
     folder: Path
     dialect: DraftDialect = "sglang"
     lineage: Lineage = field(default_factory=Lineage)
+
+    def __post_init__(self) -> None:
+        refuse_foreign(self.folder)  # before hours of training, not after
 
 
 @dataclass
@@ -85,8 +89,8 @@ class TrainingRun:
                 f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} "
                 f"positions."
             )
-        self.speaker = Speaker(model, Tokenizer.load(Path(path)))
         self.digest = _weights_digest(model)
+        self.speaker = Speaker(model, Tokenizer.load(Path(path)), self.digest)
         self.stored_features: str | None = None
         self.world = World.join(device)
         self.timings = Timings()

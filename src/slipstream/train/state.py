@@ -58,7 +58,8 @@ def load_state(path: Path, device: torch.device) -> tuple[TrainState, dict[str, 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise TrainingError(f"{path}: cannot be read ({error}); delete it to start over.") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TrainingError(f"{path}: cannot be read ({reason}); delete it to start over.") from error
     if content.get("version") != _VERSION:
         raise TrainingError(f"{path}: was written by another version of slipstream; delete it to start over.")
     torch.set_rng_state(content["random"])

@@ -67,12 +67,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.time_budget_s is None):
             raise ConfigError("Give either steps or time_budget_s, not both and not neither.")
-        for name in ("row_length", "rows_per_step", "unroll", "log_every", "stop_at"):
+        for name in ("steps", "row_length", "rows_per_step", "unroll", "log_every", "stop_at"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         for name in ("hard_share", "miss_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it lies between 0 and 1.")
+        for name in ("time_budget_s", "lr"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be a number above 0.")
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}; it is {' or '.join(OPTIMIZERS)}.")
         if self.ema is not None and not 0.0 < self.ema < 1.0:

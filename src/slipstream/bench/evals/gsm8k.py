@@ -54,7 +54,7 @@ def load_data(folder: Path) -> Gsm8kData:
         try:
             rows = [json.loads(line) for line in content.decode("utf-8").splitlines() if line.strip()]
             halves.append(tuple(Question(row["question"], row["answer"]) for row in rows))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise EvalError(f"{folder}: {name} is not JSONL with 'question' and 'answer' on each line.") from error
     return Gsm8kData(halves[0], halves[1], digest.hexdigest())
 
