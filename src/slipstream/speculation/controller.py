@@ -31,8 +31,9 @@ _PROBE_EVERY = 64
 _PROBE_PASSES = 4
 _SHORTEST_REST = 16
 _LONGEST_REST = 512
-_WORTH_IT = 0.01  # tokens more than a plain pass gives, as a share of those, below which drafting rests
-_PLAIN_MEMORY = 0.95  # of what plain passes take, per plain pass
+_WORTH_IT = 0.03  # tokens more than a plain pass gives, as a share of those, below which drafting rests
+_CLEAR = 0.1  # the same, above which drafting is plainly right
+_PLAIN_MEMORY = 0.9  # of what plain passes take, per plain pass
 _LEARNING_FLOORS = (math.log(0.1), math.log(0.4))  # rows must differ for their cost to show
 _MANY = 5  # requests from which a row each is dear, so that learning takes fewer and surer ones
 _MANY_FLOORS, _MANY_DEPTH = (math.log(0.3), math.log(0.6)), 2
@@ -145,12 +146,18 @@ class _Drafted:
     check_s: _Mean = field(default_factory=_Mean)
     level_s: _Mean = field(default_factory=_Mean)
     follow_s: _Mean = field(default_factory=_Mean)
+    other_s: _Mean = field(default_factory=_Mean)
     gain: _Mean = field(default_factory=_Mean)
 
     def add(self, seen: DraftedPass, check_s: float) -> None:
         self.rows.add(seen.rows - len(seen.chains), _MEMORY)
         self.check_s.add(check_s, _MEMORY)
-        for mean, seconds in ((self.level_s, seen.draft_s / seen.levels), (self.follow_s, seen.follow_s)):
+        other_s = seen.cycle_s - seen.draft_s - seen.check_s - seen.follow_s
+        for mean, seconds in (
+            (self.level_s, seen.draft_s / seen.levels),
+            (self.follow_s, seen.follow_s),
+            (self.other_s, other_s),
+        ):
             usual = min(seconds, 2 * mean.value) if mean.weight > 2 else seconds  # one that lost its core tells nothing
             mean.add(usual, _MEMORY)
 
@@ -222,7 +229,8 @@ class _Costs:
             plain_s = plain.check_s.value + row_s * (requests - plain.requests.value)
             row_s = max(row_s, (drafted.check_s.value - plain_s) / drafted.rows.value)
         levels, checked, kept = seen.within(cut)
-        spent_s = checked * row_s + levels * drafted.level_s.value + drafted.follow_s.value
+        more_s = max(drafted.other_s.value - (plain.cycle_s.value - plain.check_s.value), 0.0)
+        spent_s = checked * row_s + levels * drafted.level_s.value + drafted.follow_s.value + more_s
         if not drafted.gain.weight:
             drafted.gain = _Mean(_HOPE * requests, _HOPE_WEIGHT / math.sqrt(requests))
         drafted.gain.add(kept - spent_s * self.rate(requests), _GAIN_MEMORY)
@@ -232,7 +240,8 @@ class _Costs:
         gains = self.drafted.gain.value > _WORTH_IT * num_requests
         if self.passes >= self.probe_from + _PROBE_PASSES:  # rests that prove right last longer
             self.probe_after = _SHORTEST_REST if gains else min(2 * self.probe_after, _LONGEST_REST)
-            self.probe_from = self.passes + (_PROBE_EVERY if gains else self.probe_after)
+            clear = self.drafted.gain.value > _CLEAR * num_requests  # where it is not, plain passes are looked at often
+            self.probe_from = self.passes + (_PROBE_EVERY if clear else self.probe_after)
             self.resting = not gains
         elif not gains and not self.resting and self.probing is None:
             self.resting, self.probe_from = True, self.passes + self.probe_after
