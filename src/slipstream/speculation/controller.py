@@ -27,6 +27,7 @@ _HOPE, _HOPE_WEIGHT = 0.4, 8.0  # tokens a request gained before anything was se
 _REST_WEIGHT = 24.0  # passes that what was gained before a rest counts for when drafting is tried again
 _GOES_ON = 0.7  # share of kept tokens whose successor is kept too
 _LEARNING_PASSES = 12
+_MEASURED_PASSES = 16.0  # from which the clock is asked, too
 _PROBE_EVERY = 64
 _PROBE_PASSES = 4
 _SHORTEST_REST = 16
@@ -140,7 +141,11 @@ class _Plain:
 
 @dataclass
 class _Drafted:
-    """Running means over passes that drafted; `gain` is in tokens over a plain pass, with today's cut."""
+    """Running means over passes that drafted.
+
+    `gain` is what they would have gained over plain passes had they been cut as today, in tokens, by what rows and
+    levels cost; `emitted` and `cycle_s` are those of passes that were cut so.
+    """
 
     rows: _Mean = field(default_factory=_Mean)
     check_s: _Mean = field(default_factory=_Mean)
@@ -148,6 +153,8 @@ class _Drafted:
     follow_s: _Mean = field(default_factory=_Mean)
     other_s: _Mean = field(default_factory=_Mean)
     gain: _Mean = field(default_factory=_Mean)
+    emitted: _Mean = field(default_factory=_Mean)
+    cycle_s: _Mean = field(default_factory=_Mean)
 
     def add(self, seen: DraftedPass, check_s: float) -> None:
         self.rows.add(seen.rows - len(seen.chains), _MEMORY)
@@ -197,6 +204,9 @@ class _Costs:
         self.passes += 1
         if seen.levels:
             self.drafted.add(seen, check_s)
+            if self.passes > _LEARNING_PASSES and not self.resting:
+                self.drafted.emitted.add(seen.emitted, _MEMORY)
+                self.drafted.cycle_s.add(cycle_s, _MEMORY)
         else:
             self.plain.add(len(seen.chains), check_s, cycle_s - seen.follow_s)
         variance = self.rows_squared / self.weight - (self.rows / self.weight) ** 2
@@ -218,8 +228,20 @@ class _Costs:
         now = self.emitted / self.cycle_s
         if not self.plain.cycle_s.weight:
             return now
-        plain_s = self.plain.cycle_s.value + self.row_s * (num_requests - self.plain.requests.value)
-        return max(now, num_requests / plain_s)
+        return max(now, num_requests / self.plain_s(num_requests))
+
+    def plain_s(self, num_requests: int) -> float:
+        """Return what a pass without drafts takes."""
+        return self.plain.cycle_s.value + self.row_s * (num_requests - self.plain.requests.value)
+
+    def gain(self, num_requests: int) -> float:
+        """Return what drafting gains over a plain pass, in tokens a request: by its costs, or by the clock if less."""
+        drafted = self.drafted
+        by_costs = drafted.gain.value / num_requests
+        if drafted.cycle_s.weight < _MEASURED_PASSES or not self.plain.cycle_s.weight:
+            return by_costs
+        rate = drafted.emitted.value / drafted.cycle_s.value
+        return min(by_costs, rate * self.plain_s(num_requests) / num_requests - 1)
 
     def learn_gain(self, seen: DraftedPass, cut: Cut) -> None:
         """Take in what a pass that drafted would have gained with today's cut, in tokens."""
@@ -237,16 +259,18 @@ class _Costs:
 
     def decide(self, num_requests: int) -> None:
         """Rest if drafting has gained nothing, and set when to look again."""
-        gains = self.drafted.gain.value > _WORTH_IT * num_requests
+        gain = self.gain(num_requests)
+        gains = gain > _WORTH_IT
         if self.passes >= self.probe_from + _PROBE_PASSES:  # rests that prove right last longer
             self.probe_after = _SHORTEST_REST if gains else min(2 * self.probe_after, _LONGEST_REST)
-            clear = self.drafted.gain.value > _CLEAR * num_requests  # where it is not, plain passes are looked at often
-            self.probe_from = self.passes + (_PROBE_EVERY if clear else self.probe_after)
+            # Where the gain is not clear, plain passes are looked at often.
+            self.probe_from = self.passes + (_PROBE_EVERY if gain > _CLEAR else self.probe_after)
             self.resting = not gains
         elif not gains and not self.resting and self.probing is None:
             self.resting, self.probe_from = True, self.passes + self.probe_after
         if self.resting:
             self.drafted.gain.weight = min(self.drafted.gain.weight, _REST_WEIGHT)
+            self.drafted.emitted, self.drafted.cycle_s = _Mean(), _Mean()
 
     @property
     def probing(self) -> int | None:
@@ -315,18 +339,19 @@ class ChainController:
 
     def record(self, seen: DraftedPass) -> None:
         """Take in a whole pass."""
-        self.learn(seen.chains)
         num_requests = len(seen.chains)
         costs = self._costs.setdefault(_size_class(num_requests), _Costs())
         costs.add(seen)
         if seen.levels:
+            self.learn(seen.chains)
             costs.early.append(seen)
         if costs.passes < _LEARNING_PASSES:  # what drafting gains can be told once costs are known
             return
-        cut = self.cut(num_requests)
-        for drafted in costs.early:
-            costs.learn_gain(drafted, cut)
-        costs.early.clear()
+        if costs.early:
+            cut = self.cut(num_requests)
+            for drafted in costs.early:
+                costs.learn_gain(drafted, cut)
+            costs.early.clear()
         costs.decide(num_requests)
 
 
