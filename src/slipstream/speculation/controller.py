@@ -34,7 +34,7 @@ _SHORTEST_REST = 16
 _LONGEST_REST = 512
 _WORTH_IT = 0.03  # tokens more than a plain pass gives, as a share of those, below which drafting rests
 _CLEAR = 0.1  # the same, above which drafting is plainly right
-_PLAIN_MEMORY = 0.9  # of what plain passes take, per plain pass
+_PLAIN_MEMORY = 0.75  # of what plain passes take, per plain pass
 _LEARNING_FLOORS = (math.log(0.1), math.log(0.4))  # rows must differ for their cost to show
 _MANY = 5  # requests from which a row each is dear, so that learning takes fewer and surer ones
 _MANY_FLOORS, _MANY_DEPTH = (math.log(0.3), math.log(0.6)), 2
@@ -186,8 +186,9 @@ class _Costs:
     drafted: _Drafted = field(default_factory=_Drafted)
     early: list[DraftedPass] = field(default_factory=list)
     resting: bool = False
-    probe_from: int = _LEARNING_PASSES + _PROBE_EVERY
+    probe_from: int = _LEARNING_PASSES + _SHORTEST_REST
     probe_after: int = _SHORTEST_REST
+    probe_every: int = _SHORTEST_REST
 
     def add(self, seen: DraftedPass) -> None:
         check_s, cycle_s = self._usual(seen)
@@ -263,8 +264,9 @@ class _Costs:
         gains = gain > _WORTH_IT
         if self.passes >= self.probe_from + _PROBE_PASSES:  # rests that prove right last longer
             self.probe_after = _SHORTEST_REST if gains else min(2 * self.probe_after, _LONGEST_REST)
-            # Where the gain is not clear, plain passes are looked at often.
-            self.probe_from = self.passes + (_PROBE_EVERY if gain > _CLEAR else self.probe_after)
+            # Where the gain is not clear, plain passes are looked at often, and so they are at first.
+            self.probe_every = min(2 * self.probe_every, _PROBE_EVERY) if gain > _CLEAR else _SHORTEST_REST
+            self.probe_from = self.passes + (self.probe_every if gains else self.probe_after)
             self.resting = not gains
         elif not gains and not self.resting and self.probing is None:
             self.resting, self.probe_from = True, self.passes + self.probe_after
