@@ -28,6 +28,7 @@ def chat(
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     seed: options.Seed = None,
+    max_context: options.MaxContext = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
@@ -45,7 +46,7 @@ def chat(
     if model == "embedded":
         options.fetch_embedded(console)
     tree = options.auto_tree(depth, width, budget)
-    llm = LLM(LoadOptions(model, draft, tree, device, dtype, options.kernel_choice(kernels)))
+    llm = LLM(LoadOptions(model, draft, tree, device, dtype, options.kernel_choice(kernels), max_context))
     for line in llm.summary:
         console.print(Text(line, style="dim"))
     messages: list[dict[str, str]] = []

@@ -24,6 +24,7 @@ def generate(
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     seed: options.Seed = None,
+    max_context: options.MaxContext = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
@@ -52,7 +53,7 @@ def generate(
         options.fetch_embedded(console)
     tree = options.auto_tree(depth, width, budget)
     chosen = options.kernel_choice(kernels)
-    llm = LLM(LoadOptions(model, draft, tree, device, dtype, chosen, topology=Topology(tp, ep, draft_tp)))
+    llm = LLM(LoadOptions(model, draft, tree, device, dtype, chosen, max_context, topology=Topology(tp, ep, draft_tp)))
     for line in llm.summary:
         console.print(Text(line, style="dim"))
     prompts = questions if raw else [[{"role": "user", "content": question}] for question in questions]

@@ -25,6 +25,16 @@ AutoDepth = Annotated[
 ]
 Width = Annotated[int, typer.Option(help="Nodes expanded on each level; 1 is a chain.")]
 Budget = Annotated[int, typer.Option(help="Drafted nodes to check in one pass; 0 checks every candidate.")]
+MaxContext = Annotated[
+    int | None,
+    typer.Option(
+        "--max-context",
+        "--max-model-len",
+        "--context-length",
+        help="Tokens of prompt and answer together.",
+        show_default="what the model allows, up to 4096",
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens of the answer at most.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this share.")]

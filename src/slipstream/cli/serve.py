@@ -1,5 +1,6 @@
 """`slipstream serve`: an OpenAI-compatible server, started with our flags or with another server's."""
 
+from slipstream.cli import options
 from slipstream.cli import serve_options as o
 from slipstream.errors import ConfigError
 
@@ -19,7 +20,7 @@ def serve(
     tp: o.Tp = 1,
     ep: o.Ep = None,
     draft_tp: o.DraftTp = None,
-    max_context: o.MaxContext = None,
+    max_context: options.MaxContext = None,
     max_requests: o.MaxRequests = 32,
     max_batch_tokens: o.MaxBatchTokens = 512,
     page_size: o.PageSize = 16,

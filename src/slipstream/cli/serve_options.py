@@ -40,10 +40,6 @@ DraftTp = Annotated[
     int | None, typer.Option(help="1 keeps the draft whole, on the first rank; --tp's value splits it too.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-MaxContext = Annotated[
-    int | None,
-    typer.Option("--max-context", "--max-model-len", "--context-length", help="Tokens of prompt and answer."),
-]
 MaxRequests = Annotated[
     int, typer.Option("--max-requests", "--max-num-seqs", "--max-running-requests", help="Answers made at once.")
 ]

@@ -144,7 +144,7 @@ class Engine:
         if len(prompt) >= self._config.max_context:
             raise RequestError(
                 f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
-                "needs at least one. Shorten the prompt or raise max_context."
+                "needs at least one. Shorten the prompt or raise max_context (--max-context)."
             )
         if params.grammar is not None and self._simulated:
             raise RequestError("response_format needs the target's own tokens, and this engine simulates acceptance.")
