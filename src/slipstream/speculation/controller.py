@@ -144,7 +144,7 @@ class _Drafted:
     """Running means over passes that drafted.
 
     `gain` is what they would have gained over plain passes had they been cut as today, in tokens, by what rows and
-    levels cost; `emitted` and `cycle_s` are those of passes that were cut so.
+    levels cost; `emitted` and `cycle_s` are what passes gave and took since drafting last rested.
     """
 
     rows: _Mean = field(default_factory=_Mean)
