@@ -93,6 +93,26 @@ def test_tasks_on_passages_quote_an_earlier_answer(data):
     assert len({turn.split("\n\n")[0] for turn in quoting}) > 5, "the tasks vary"
 
 
+def test_tasks_are_written_after_examples_that_are_not_answered_themselves(data):
+    tokenizer = CharTokenizer()
+    examples = [[{"role": "user", "content": f"Describe the number {number} in a few words."}] for number in range(20)]
+    config = DataConfig(answer_tokens=2000, magpie=0, maths=0, tasks=1, second_turn=0, max_prompt=400, seed=1)
+    source = ConversationSource(tokenizer, config, [], frozenset(), examples)
+    asked = source.take(5)
+    for request in asked:
+        shown = tokenizer.decode(request.prompt)
+        assert shown.count("Describe the number") >= 2, "the target sees several examples"
+        assert shown.endswith("u\n"), "and is to write the next user turn"
+    Scripted(tokenizer).play(source, 60)
+    assert len(source.texts) > 5
+    assert not any("Describe" in tokenizer.decode(text.ids) for text in source.texts)
+
+
+def test_tasks_without_examples_are_refused():
+    with pytest.raises(ConfigError, match=r"files\.examples; 0 of 0 prompts will do"):
+        ConversationSource(CharTokenizer(), DataConfig(magpie=0.5, maths=0, tasks=0.5), [], frozenset())
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
@@ -106,8 +126,8 @@ def test_a_passage_ends_with_a_sentence_if_one_is_complete(text, kept):
 
 
 def test_shares_that_exceed_all_conversations_are_refused():
-    with pytest.raises(ConfigError, match="magpie, maths and passages"):
-        DataConfig(magpie=0.6, maths=0.2, passages=0.3)
+    with pytest.raises(ConfigError, match="magpie, maths, passages and tasks"):
+        DataConfig(magpie=0.6, maths=0.1, passages=0.2, tasks=0.2)
 
 
 def test_excluded_prompts_and_duplicates_are_dropped(data):

@@ -47,11 +47,12 @@ def _listed(lines: list[str]) -> str:
 
 def _data(stage: Record) -> str:
     corpus, files, mix = stage["corpus"], stage["recipe"]["files"], stage["recipe"]["data"]
+    tasks = f", after tasks of {', '.join(files['examples'])} ({mix['tasks']:.0%})" if mix.get("tasks") else ""
     passages = f", tasks on passages of its answers ({mix['passages']:.0%})" if mix.get("passages") else ""
     return (
         f"{corpus['texts']:,} conversations, {corpus['answer_tokens']:,} answer tokens; user turns sampled from the "
-        f"target freely ({mix['magpie']:.0%}) or after examples of maths questions ({mix['maths']:.0%}){passages}, the "
-        f"rest prompts of {', '.join(files['prompts']) or 'no files'}."
+        f"target freely ({mix['magpie']:.0%}) or after examples of maths questions ({mix['maths']:.0%}){tasks}"
+        f"{passages}, the rest prompts of {', '.join(files['prompts']) or 'no files'}."
     )
 
 

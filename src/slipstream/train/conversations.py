@@ -18,6 +18,8 @@ from slipstream.train.repetition import loop_end
 MIN_ANSWER = 8
 MAX_TURN = 128
 _MIN_TURN = 4
+_MIN_EXAMPLES = 8
+_FREELY, _CAREFULLY = (1.0, 0.99), (0.85, 0.95)  # a user turn's temperature and top-p
 _PASSAGES_KEPT = 4096
 _PASSAGE_TOKENS = (16, 144)
 
@@ -30,8 +32,9 @@ class DataConfig:
         answer_tokens: stop once the answers hold this many.
         magpie, maths: shares of conversations whose user turn the target samples itself, freely or after examples of
             maths questions.
-        passages: share whose user turn is a task on a passage of an earlier answer; what the three shares leave are
-            prompts from files, each used `file_repeats` times at most.
+        passages: share whose user turn is a task on a passage of an earlier answer.
+        tasks: share whose user turn the target samples after examples of `files.examples`; what the four shares leave
+            are prompts from files, each used `file_repeats` times at most.
         forced_opening: share of free user turns whose first words are given.
         second_turn: share of conversations that go on.
         greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`.
@@ -42,6 +45,7 @@ class DataConfig:
     magpie: float = 0.65
     maths: float = 0.2
     passages: float = 0.0
+    tasks: float = 0.0
     file_repeats: int = 4
     forced_opening: float = 0.6
     default_system: float = 0.6
@@ -55,19 +59,22 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("magpie", "maths", "passages", "forced_opening", "default_system", "second_turn", "greedy"):
+        shares = ("magpie", "maths", "passages", "tasks", "forced_opening", "default_system", "second_turn", "greedy")
+        for name in shares:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; a share lies between 0 and 1.")
         for name in ("answer_tokens", "file_repeats", "max_prompt", "max_answer", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.sampled > 1 + 1e-9:
-            raise ConfigError("magpie, maths and passages are shares of all conversations; together they exceed 1.")
+            raise ConfigError(
+                "magpie, maths, passages and tasks are shares of all conversations; together they exceed 1."
+            )
 
     @property
     def sampled(self) -> float:
         """Share of conversations that need no prompt from a file."""
-        return self.magpie + self.maths + self.passages
+        return self.magpie + self.maths + self.passages + self.tasks
 
 
 @dataclass
@@ -99,25 +106,41 @@ class ConversationSource:
     """A `RequestSource` that plays conversations with the target; finished ones wait in `texts`."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, config: DataConfig, prompts: Sequence[Messages], excluded: frozenset[str]
+        self,
+        tokenizer: ChatTokenizer,
+        config: DataConfig,
+        prompts: Sequence[Messages],
+        excluded: frozenset[str],
+        examples: Sequence[Messages] = (),
     ) -> None:
-        """Prepare a mixture; `prompts` come from files, `excluded` is normalised text never to be used."""
+        """Prepare a mixture; `prompts` come from files, `excluded` is normalised text never to be used.
+
+        `examples` are shown to the target, for it to write user turns like them.
+        """
         self._tokenizer, self._config, self._excluded = tokenizer, config, excluded
         self._rng = np.random.default_rng(config.seed)
         samples_turns = config.sampled > 0 or config.second_turn > 0
         self._frames = [chat_frame(tokenizer, system) for system in SYSTEM_PROMPTS] if samples_turns else []
         self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
         self._short_reply = tokenizer.encode("Next question.", add_special=False)
-        self._file_prompts = self._encode(prompts)
-        self._examples = self._find_examples()
-        if config.maths > 0 and len(self._examples) < 8:
+        self._file_prompts = self._encode(prompts, excluded)
+        self._questions = self._short_ones(self._file_prompts)
+        if config.maths > 0 and len(self._questions) < _MIN_EXAMPLES:
             raise ConfigError(
-                f"data.maths is {config.maths}, and maths questions are sampled after at least 8 examples from "
-                f"files.prompts; {len(self._examples)} of {len(prompts)} prompts will do (no longer than "
-                "data.max_prompt, and in none of the files to be left out). Name such files, or set data.maths to 0."
+                f"data.maths is {config.maths}, and maths questions are sampled after at least {_MIN_EXAMPLES} "
+                f"examples from files.prompts; {len(self._questions)} of {len(prompts)} prompts will do (no longer "
+                "than data.max_prompt, and in none of the files to be left out). Name such files, or set data.maths "
+                "to 0."
+            )
+        self._tasks = self._short_ones(self._encode(examples, frozenset()))
+        if config.tasks > 0 and len(self._tasks) < _MIN_EXAMPLES:
+            raise ConfigError(
+                f"data.tasks is {config.tasks}, and tasks are sampled after at least {_MIN_EXAMPLES} examples from "
+                f"files.examples; {len(self._tasks)} of {len(examples)} prompts will do. Name such files there, or set "
+                "data.tasks to 0."
             )
         if not self._file_prompts and config.sampled < 1 - 1e-9:
-            raise ConfigError("No prompt files are given, so magpie, maths and passages must add up to 1.")
+            raise ConfigError("No prompt files are given, so magpie, maths, passages and tasks must add up to 1.")
         self._files_left = self._shuffled_files()
         self._retry: deque[GenerationRequest] = deque()
         self._passages: deque[Sequence[int]] = deque(maxlen=_PASSAGES_KEPT)
@@ -166,7 +189,9 @@ class ConversationSource:
         if draw < self._config.magpie:
             return self._free_turn(more)
         if draw < self._config.magpie + self._config.maths:
-            return self._maths_turn(more)
+            return self._turn_like(self._questions, more, _FREELY)
+        if draw < self._config.magpie + self._config.maths + self._config.tasks:
+            return self._turn_like(self._tasks, more, _CAREFULLY)
         if draw < self._config.sampled:
             return self._passage_turn(more) or self._free_turn(more)
         if not self._files_left:
@@ -183,16 +208,16 @@ class ConversationSource:
             opening = self._openings[int(self._rng.integers(len(self._openings)))]
         return self._user(_Conversation(frame, list(frame.before_user), turn=list(opening), more_turns=more))
 
-    def _maths_turn(self, more: int) -> GenerationRequest:
-        """Show the target a few questions as earlier user turns; it writes the next one."""
+    def _turn_like(self, examples: list[list[int]], more: int, how: tuple[float, float]) -> GenerationRequest:
+        """Show the target a few prompts as earlier user turns; it writes the next one."""
         frame = self._frames[0]
         reply = [*self._short_reply, self._tokenizer.eos_token_ids[0], *frame.to_next_user]
         ids = list(frame.before_user)
-        for index in self._rng.integers(len(self._examples), size=3).tolist():
-            shown = [*self._examples[index][len(frame.before_user) :], *reply]
+        for index in self._rng.integers(len(examples), size=3).tolist():
+            shown = [*examples[index][len(frame.before_user) :], *reply]
             if len(ids) + len(shown) <= self._config.max_prompt:
                 ids += shown
-        return self._user(_Conversation(frame, ids, answers_in=frame, more_turns=more))
+        return self._user(_Conversation(frame, ids, answers_in=frame, more_turns=more), how)
 
     def _passage_turn(self, more: int) -> GenerationRequest | None:
         """Ask for something to be done with a passage; None if there is none yet, or it does not fit a prompt."""
@@ -206,9 +231,9 @@ class ConversationSource:
             return None
         return self._answer(_Conversation(self._frames[0], ids, more_turns=more))
 
-    def _user(self, conversation: _Conversation) -> GenerationRequest:
+    def _user(self, conversation: _Conversation, how: tuple[float, float] = _FREELY) -> GenerationRequest:
         conversation.writes_user = True
-        return self._request(conversation, [*conversation.ids, *conversation.turn], MAX_TURN, (1.0, 0.99))
+        return self._request(conversation, [*conversation.ids, *conversation.turn], MAX_TURN, how)
 
     def _answer(self, conversation: _Conversation) -> GenerationRequest:
         conversation.writes_user = False
@@ -298,21 +323,21 @@ class ConversationSource:
         """Return what follows the end token of a user turn; the template's own text starts with that token."""
         return frame.to_answer[1:] if frame.to_answer[0] in self._tokenizer.eos_token_ids else frame.to_answer
 
-    def _encode(self, prompts: Sequence[Messages]) -> list[list[int]]:
+    def _encode(self, prompts: Sequence[Messages], excluded: frozenset[str]) -> list[list[int]]:
         encoded = []
         for messages in prompts:
             users = [normalized(message["content"]) for message in messages if message["role"] == "user"]
-            if self._excluded.intersection(users):
+            if excluded.intersection(users):
                 continue
             ids = encode_prompt(self._tokenizer, messages)
             if len(ids) <= self._config.max_prompt:
                 encoded.append(ids)
         return encoded
 
-    def _find_examples(self) -> list[list[int]]:
-        """Return file prompts short enough to show several of, and that start as the default frame does."""
+    def _short_ones(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the prompts short enough to show several of, and that start as the default frame does."""
         before = self._frames[0].before_user if self._frames else []
-        return [p for p in self._file_prompts if 24 <= len(p) <= 160 and p[: len(before)] == before]
+        return [p for p in prompts if 24 <= len(p) <= 160 and p[: len(before)] == before]
 
     def _shuffled_files(self) -> list[list[int]]:
         repeated = [prompt for prompt in self._file_prompts for _ in range(self._config.file_repeats)]

@@ -38,9 +38,17 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class Files:
-    """Data files, relative to the data folder; the evaluation files are always excluded from training too."""
+    """Data files, relative to the data folder; the evaluation files are always excluded from training too.
+
+    Args:
+        prompts: answered by the target, and trained on.
+        examples: shown to the target, for it to write user turns like them (`data.tasks`).
+        exclude: never trained on.
+        evaluate: measured on.
+    """
 
     prompts: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     evaluate: tuple[EvalSet, ...] = ()
 
