@@ -107,6 +107,7 @@ def test_a_target_in_float16_goes_on_with_the_corpus_and_its_draft_is_accepted_a
     run_train(places, "--out", places / "half", *changes)
     record = json.loads((places / "half" / "slipstream.json").read_text())
     assert record["precision"] == {"target": "float16", "draft": "float32"}
+    assert "the target in float16" in (places / "half" / "README.md").read_text()
     assert record["target_digest"] == json.loads((draft / "slipstream.json").read_text())["target_digest"]
     stats = AcceptanceStats()
     for completion in answers(places, places / "half", 3, "float16"):

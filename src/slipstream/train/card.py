@@ -65,8 +65,8 @@ def _training(stage: Record) -> str:
     labels = f"labels {train['hard_share']:.0%} the best token alone, " if train.get("hard_share") else ""
     return (
         f"{taken} of {train['rows_per_step']} rows of {train['row_length']} tokens, {train['unroll']} unrolled steps "
-        f"weighted {train['decay']}^j, {precision}{labels}{optimizer} at {train['lr']:g} with a cosine. {stage['hardware']}; "
-        f"{times}."
+        f"weighted {train['decay']}^j, {precision}{labels}{optimizer} at {train['lr']:g} with a cosine. "
+        f"{stage['hardware']}; {times}."
     )
 
 
