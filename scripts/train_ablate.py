@@ -34,7 +34,7 @@ from slipstream.train.trainer import Progress
 from slipstream.train.world import local_device
 
 log = logging.getLogger("ablate")
-_FIXED = ("data.", "generate.", "files.")
+_FIXED = ("data.", "generate.", "files.", "train.target_dtype")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def _variant(recipe: Recipe, text: str, seconds: float) -> Variant:
     """Return a recipe changed; what decides the data must stay, for all variants share it."""
     changes = [change for change in text.split(",") if change]
     if any(change.startswith(_FIXED) for change in changes):
-        raise SlipstreamError(f"{text}: changes the data, which all variants share; vary draft and train only.")
+        raise SlipstreamError(
+            f"{text}: changes the data or the target, which all variants share; vary draft and train only."
+        )
     budget = [f"train.time_budget_s={seconds}", "train.stop_at=null", "train.eval_every=0"]
     return Variant(text or "as it is", change_recipe(recipe, [*changes, *budget]))
 

@@ -52,6 +52,10 @@ def test_one_call_trains_every_variant_and_leaves_a_table_and_json_lines(tmp_pat
 
 def test_a_variant_that_is_none_or_changes_the_data_is_refused_at_once(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    for variant, why in (("train.rate=1", "is not SECTION.KEY=VALUE"), ("data.magpie=1.0", "changes the data")):
+    for variant, why in (
+        ("train.rate=1", "is not SECTION.KEY=VALUE"),
+        ("data.magpie=1.0", "changes the data"),
+        ("train.target_dtype=float16", "changes the data or the target"),
+    ):
         done = ablate(tmp_path, "--work", tmp_path / "w", "--variant", variant)
         assert done.returncode == 2 and why in done.stderr

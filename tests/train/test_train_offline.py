@@ -62,10 +62,11 @@ def test_stored_features_give_the_losses_and_weights_of_the_target_in_the_loop_b
     assert all(torch.equal(stored_weights[name], weight) for name, weight in weights.items())
 
 
-def test_states_in_half_precision_are_stored_as_they_are(target, tmp_path):
-    texts, target = random_texts(60, seed=2), target.bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_in_half_precision_are_stored_as_they_are(target, tmp_path, dtype):
+    texts, target = random_texts(60, seed=2), target.to(dtype)
     features = store(target, texts, tmp_path / "features")
-    assert features.states(0).dtype == torch.bfloat16 and features.manifest.bytes_per_token == 4 * 32 * 2
+    assert features.states(0).dtype == dtype and features.manifest.bytes_per_token == 4 * 32 * 2
     assert fit(target, texts, tmp_path / "loop")[0] == fit(target, texts, tmp_path / "offline", features)[0]
 
 

@@ -51,9 +51,9 @@ def draft(places):
     return places / "draft"
 
 
-def answers(places, draft, depth):
+def answers(places, draft, depth, dtype="float32"):
     tree = TreeShape.chain(depth)
-    llm = LLM(LoadOptions(places / "target", draft, tree, "cpu", "float32", "reference"))
+    llm = LLM(LoadOptions(places / "target", draft, tree, "cpu", dtype, "reference"))
     return llm.generate(read_prompts(places / "test.jsonl"), SamplingParams(max_tokens=40, temperature=0.0))
 
 
@@ -99,6 +99,21 @@ def test_an_offline_run_tells_its_disk_cost_first_and_writes_the_same_draft(plac
     ]
     assert records["loop"]["results"] == records["offline"]["results"]
     assert records["loop"]["stored_features"] is None and len(records["offline"]["stored_features"]) == 64
+
+
+def test_a_target_in_float16_goes_on_with_the_corpus_and_its_draft_is_accepted_as_the_walk_says(places, draft):
+    shutil.copytree(places / "draft-work" / "corpus", places / "half-work" / "corpus")
+    changes = ("--set", "train.target_dtype=float16", "--set", "train.steps=30")
+    run_train(places, "--out", places / "half", *changes)
+    record = json.loads((places / "half" / "slipstream.json").read_text())
+    assert record["precision"] == {"target": "float16", "draft": "float32"}
+    assert "the target in float16" in (places / "half" / "README.md").read_text()
+    assert record["target_digest"] == json.loads((draft / "slipstream.json").read_text())["target_digest"]
+    stats = AcceptanceStats()
+    for completion in answers(places, places / "half", 3, "float16"):
+        stats.add(completion.stats)
+    walked = record["results"]["held-out"]["chains"]["3"]["acceptance_length"]
+    assert round(stats.acceptance_length, 4) == walked > 1.2
 
 
 def test_a_second_stage_averaged_with_the_first_lies_halfway(places, draft):

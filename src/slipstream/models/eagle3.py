@@ -111,7 +111,7 @@ class Eagle3Draft(nn.Module):
 
     def forward(self, hidden_TD: Tensor, token_ids_T: Tensor, ctx: ForwardContext) -> DraftHidden:
         """Run one draft step over T slots; `hidden_TD` is fused features or an earlier step's feedback."""
-        embedding_TD = self.embed_tokens(token_ids_T, ctx.ops)
+        embedding_TD = self.embed_tokens(token_ids_T, ctx.ops).to(hidden_TD.dtype)  # a target's table may be wider
         hidden_TD, _ = ctx.ops.run_layers(list(self.layers), hidden_TD, ctx, (), embedding_TD)
         normed_TD = self.norm(hidden_TD, ctx.ops)
         return DraftHidden(normed_TD, normed_TD if self.spec.feedback == "post_norm" else hidden_TD)

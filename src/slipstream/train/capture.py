@@ -14,6 +14,7 @@ from slipstream.train.errors import DataError
 from slipstream.train.features import FeatureStore, Manifest, corpus_digest, read_texts, shard_path, write_shard
 from slipstream.train.objective import Objective
 from slipstream.train.packing import Packer, epoch_rows, to_device
+from slipstream.train.precision import dtype_name
 from slipstream.train.trainer import TrainConfig
 from slipstream.train.unroll import text_bias
 from slipstream.train.world import World
@@ -138,7 +139,7 @@ def wanted_manifest(
         corpus=corpus_digest(corpus),
         captured_layers=captured,
         width=objective.target.spec.hidden_size,
-        dtype=str(objective.target.embed_tokens.dtype).removeprefix("torch."),
+        dtype=dtype_name(objective.target.embed_tokens.dtype),
         num_tokens=len(corpus.ids),
         row_length=config.row_length,
         rows_per_step=config.rows_per_step,

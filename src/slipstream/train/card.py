@@ -62,11 +62,12 @@ def _training(stage: Record) -> str:
     taken = f"{step:,} steps" if step >= total else f"{step:,} steps of {total:,} planned (the cosine not finished)"
     times = ", ".join(f"{name} {value / 60:.1f} min" for name, value in stage["seconds"].items())
     optimizer = "Muon (AdamW for head and norms)" if train.get("optimizer") == "muon" else "AdamW"
+    precision = f"the target in {stage['precision']['target']}, " if stage.get("precision") else ""
     labels = f"labels {train['hard_share']:.0%} the best token alone, " if train.get("hard_share") else ""
     return (
         f"{taken} of {train['rows_per_step']} rows of {train['row_length']} tokens, {train['unroll']} unrolled steps "
-        f"weighted {train['decay']}^j, {labels}{optimizer} at {train['lr']:g} with a cosine. {stage['hardware']}; "
-        f"{times}."
+        f"weighted {train['decay']}^j, {precision}{labels}{optimizer} at {train['lr']:g} with a cosine. "
+        f"{stage['hardware']}; {times}."
     )
 
 

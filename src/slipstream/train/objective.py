@@ -1,6 +1,6 @@
 """One training step's loss: the target in the loop, the draft unrolled, each step against the target's own opinion."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,11 +8,12 @@ from torch import Tensor
 
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import ConfigError
-from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
 from slipstream.models.target import Target
 from slipstream.train.loss import Labels, Teacher, make_teacher, soft_cross_entropy
 from slipstream.train.ops import TrainOps
 from slipstream.train.packing import Batch
+from slipstream.train.precision import draft_dtype
 from slipstream.train.unroll import PackedContext, UnrollContext, text_bias, unroll
 from slipstream.train.vocab import DraftVocab
 
@@ -112,19 +113,24 @@ class Emphasis:
 
 
 class Objective:
-    """Computes the loss of a batch; holds the target, the draft and the maps between their vocabularies."""
+    """Computes the loss of a batch; holds the target, the draft and the maps between their vocabularies.
+
+    The target runs in the precision of its weights, the draft in `dtype`: states are converted on the way to it.
+    """
 
     def __init__(self, target: Target, draft: Eagle3Draft, vocab: DraftVocab, emphasis: Emphasis | None = None) -> None:
         assert draft.spec.captured_layers is not None
         self.target, self.draft = target, draft
         self._captured, self._emphasis = draft.spec.captured_layers, emphasis or Emphasis()
         self._device = target.embed_tokens.device
+        self.dtype = draft_dtype(self._device)
         self.ops = TrainOps(self._device)
         self._draft_index = vocab.draft_index().to(self._device)
 
     @torch.no_grad()
     def features(self, ids_BT: Tensor, positions_BT: Tensor, bias_BTT: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the target; return its normed last states and the captured ones."""
+        """Run the target; return its normed last states and the captured ones, in its precision."""
+        bias_BTT = bias_BTT.to(self.target.embed_tokens.dtype)
         hidden = self.target(ids_BT, PackedContext(self.ops, positions_BT, bias_BTT), self._captured)
         return self.target.norm(hidden.last_TD, self.ops), hidden.captured
 
@@ -135,13 +141,19 @@ class Objective:
         return make_teacher(rows_ND, self.target.lm_head.weight, self.draft.token_ids_V, self._draft_index)
 
     def head(self) -> Tensor:
-        """Return the draft's head in the precision of the target's states."""
+        """Return the draft's head in the precision of its states."""
         assert self.draft.lm_head.weight is not None
-        return self.draft.lm_head.weight.to(self.target.embed_tokens.dtype)
+        return self.draft.lm_head.weight.to(self.dtype)
+
+    def unroll(
+        self, captured: tuple[Tensor, ...], ids_BT: Tensor, ctx: UnrollContext, steps: int
+    ) -> Iterator[DraftHidden]:
+        """Unroll the draft over the target's captured states."""
+        return unroll(self.draft, tuple(states.to(self.dtype) for states in captured), ids_BT, ctx, steps)
 
     def __call__(self, batch: Batch, total: Callable[[Tensor], Tensor] = lambda count_J: count_J) -> StepOutput:
         """Return the loss; `total` adds supervised slots up over processes, so that all divide alike."""
-        bias_BTT = text_bias(batch.text_BT, self.target.embed_tokens.dtype)
+        bias_BTT = text_bias(batch.text_BT, self.dtype)
         if batch.states_LBTD is None:
             last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, bias_BTT)
         else:
@@ -153,7 +165,7 @@ class Objective:
         ctx = UnrollContext(self.ops, batch.positions_BT, bias_BTT)
         losses, agreed = [], []
         reached = torch.ones(batch.ids_BT.numel(), dtype=torch.float32, device=self._device)
-        hidden_steps = unroll(self.draft, captured, batch.ids_BT, ctx, len(batch.steps))
+        hidden_steps = self.unroll(captured, batch.ids_BT, ctx, len(batch.steps))
         for step, (rows, hidden) in enumerate(zip(batch.steps, hidden_steps, strict=True)):
             normed_ND = hidden.normed_TD.flatten(0, 1).index_select(0, rows.slots_N)
             scale = self._emphasis.decay**step / count_J[step].clamp(min=1)

@@ -9,7 +9,7 @@ from slipstream.kernels.reference.ops import ReferenceOps
 class TrainOps(ReferenceOps):
     """The reference operations in the activations' precision, differentiable, with fewer launches.
 
-    Activations set the precision (bfloat16 on a GPU, float32 on a CPU). A float32 master weight is cast at each use,
+    Activations set the precision (see `slipstream.train.precision`). A float32 master weight is cast at each use,
     so its gradients add up in float32, whatever the number of unrolled steps.
     """
 

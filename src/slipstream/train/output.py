@@ -26,6 +26,7 @@ class RunRecord:
         seconds: by phase.
         started_from, averaged_with: digests of other drafts' weights; `records` has what those drafts' own say.
         stored_features: digest of the manifest of the features trained from; None with the target in the loop.
+        precision: what the target ran in and the draft's activations were in, by "target" and "draft".
     """
 
     target: str
@@ -43,6 +44,7 @@ class RunRecord:
     averaged_with: str | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     stored_features: str | None = None
+    precision: dict[str, str] = field(default_factory=dict)
 
 
 def write_draft(folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record: RunRecord) -> None:

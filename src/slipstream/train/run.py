@@ -1,6 +1,5 @@
 """A whole run, phase by phase, each of which picks up what is already in the run's folder: data, training, output."""
 
-import hashlib
 import logging
 import platform
 import time
@@ -17,16 +16,18 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.checkpoint.writer import refuse_foreign
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.load import load_draft, load_target
+from slipstream.models.load import load_draft
 from slipstream.train.average import average_with
 from slipstream.train.capture import Capture, CaptureHooks, moved, wanted_manifest
 from slipstream.train.corpus import Corpus, read_corpus
 from slipstream.train.features import FeatureStore
+from slipstream.train.frame import encode_prompt
 from slipstream.train.lineage import Lineage
 from slipstream.train.make_data import Report, Speaker, make_corpus, make_eval_set
 from slipstream.train.objective import Emphasis, Objective, new_draft
 from slipstream.train.output import RunRecord, result_record, round_weights, write_draft
 from slipstream.train.packing import Packer
+from slipstream.train.precision import check_range, draft_dtype, dtype_name, load_and_digest, target_dtype
 from slipstream.train.recipe import Recipe
 from slipstream.train.state import TrainState
 from slipstream.train.trainer import Hooks, Progress, Trainer
@@ -82,15 +83,16 @@ class TrainingRun:
         path = getattr(source, "path", source.folder)
         self.name = str(target) if target is not None else "embedded"
         self.recipe, self.paths, self.device = recipe, paths, device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = load_target(source, dtype, device, _rotary_length(recipe))
+        dtype = target_dtype(recipe.train.target_dtype, device)
+        model, self.digest = load_and_digest(source, dtype, device, _rotary_length(recipe))
         if recipe.generate.max_length > model.spec.max_position:
             raise ConfigError(
                 f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} "
                 f"positions."
             )
-        self.digest = _weights_digest(model)
         self.speaker = Speaker(model, Tokenizer.load(Path(path)), self.digest)
+        if dtype == torch.float16:
+            check_range(model, encode_prompt(self.speaker.tokenizer, [{"role": "user", "content": "Hello!"}]))
         self.stored_features: str | None = None
         self.world = World.join(device)
         self.timings = Timings()
@@ -227,6 +229,10 @@ class TrainingRun:
             averaged_with=output.lineage.averaged_with,
             records=output.lineage.records,
             stored_features=self.stored_features,
+            precision={
+                "target": dtype_name(self.speaker.model.embed_tokens.dtype),
+                "draft": dtype_name(draft_dtype(self.device)),
+            },
         )
         write_draft(output.folder, draft, output.dialect, record)
         return record
@@ -236,15 +242,6 @@ def _rotary_length(recipe: Recipe) -> int:
     """Return how many positions the tables need: padded rows, and the steps unrolled past their end."""
     longest = max(recipe.generate.max_length, recipe.train.row_length)
     return -(-longest // 64) * 64 + max(recipe.train.unroll, *CHAINS)
-
-
-def _weights_digest(model: torch.nn.Module) -> str:
-    """Return a digest of the target as it runs; the values in bfloat16 say enough to tell two targets apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().to(torch.bfloat16).cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _versions() -> dict[str, str]:

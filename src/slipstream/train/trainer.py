@@ -16,6 +16,7 @@ from slipstream.train.moving_average import MovingAverage
 from slipstream.train.objective import Objective, StepOutput
 from slipstream.train.optimizer import OPTIMIZERS, Optimizer
 from slipstream.train.packing import Batch, Packer, prefetch, to_device
+from slipstream.train.precision import TARGET_DTYPES
 from slipstream.train.state import TrainState, load_state, save_state
 from slipstream.train.world import World
 
@@ -39,6 +40,8 @@ class TrainConfig:
         freeze_head: keep the head as the target's rows.
         ema: share of itself that the running average of the weights keeps at each step (0.999); the draft measured and
             written is then that average.
+        target_dtype: the target's precision in writing data, training and measuring: bfloat16, float16 or float32; by
+            default bfloat16 on a GPU and float32 on a CPU, as the draft's activations always are.
     """
 
     steps: int | None = None
@@ -59,6 +62,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     freeze_head: bool = False
     ema: float | None = None
+    target_dtype: str | None = None
     seed: int = 0
     log_every: int = 20
     eval_every: int = 0
@@ -81,6 +85,8 @@ class TrainConfig:
             raise ConfigError(f"optimizer is {self.optimizer!r}; it is {' or '.join(OPTIMIZERS)}.")
         if self.ema is not None and not 0.0 < self.ema < 1.0:
             raise ConfigError(f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999.")
+        if self.target_dtype is not None and self.target_dtype not in TARGET_DTYPES:
+            raise ConfigError(f"target_dtype is {self.target_dtype!r}; it is {', '.join(TARGET_DTYPES)}.")
 
 
 @dataclass(frozen=True)
@@ -240,6 +246,7 @@ class _Meter:
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float], state: TrainState) -> None:
         self._clock, self._total_steps = clock, state.total_steps
+        self._in_float16 = config.target_dtype == "float16"
         self._loss: Tensor | None = None
         self._before = float(state.history[-1]["seconds"]) if state.history else 0.0
         self._begun = self._last = clock()
@@ -268,9 +275,10 @@ class _Meter:
     def read(self, step: int, lr: float, world: World) -> Progress:
         loss = float(world.sum(torch.stack(self._losses).sum())) / len(self._losses)
         if not math.isfinite(loss):
+            wider = " Or the target's states exceed float16: try train.target_dtype bfloat16." * self._in_float16
             raise TrainingError(
                 f"The loss is {loss} at step {step}. The last checkpoint is untouched: lower the learning rate "
-                f"(or clip), and start again from it or in a new folder."
+                f"(or clip), and start again from it or in a new folder.{wider}"
             )
         agreed_J = world.sum(torch.stack(self._agreed).sum(0))
         count_J = torch.stack(self._counts).sum(0).clamp(min=1)

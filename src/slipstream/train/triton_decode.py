@@ -51,14 +51,14 @@ def _attention_kernel(
         seen = (index < length) & (index >= first)
         at = base + index[:, None] * D + column[None, :]
         k = tl.load(k_ptr + at, mask=seen[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp(best - new_best)
         weight = tl.exp(scores - new_best[:, None])
         v = tl.load(v_ptr + at, mask=seen[:, None], other=0.0)
         total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         best = new_best
     tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_head)
 

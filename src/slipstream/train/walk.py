@@ -14,7 +14,7 @@ from slipstream.train.corpus import Array, Corpus, Text
 from slipstream.train.objective import Objective
 from slipstream.train.ops import product_f32
 from slipstream.train.repetition import loop_end
-from slipstream.train.unroll import UnrollContext, shift_left, text_bias, unroll
+from slipstream.train.unroll import UnrollContext, shift_left, text_bias
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ def kept_tokens(objective: Objective, texts: Sequence[Text], steps: int) -> Arra
         ids[row, : len(text.ids)] = text.ids
         number[row, : len(text.ids)] = 0
     ids_BT = torch.from_numpy(ids).to(device)
-    bias_BTT = text_bias(torch.from_numpy(number).to(device), objective.target.embed_tokens.dtype)
+    bias_BTT = text_bias(torch.from_numpy(number).to(device), objective.dtype)
     positions_BT = torch.arange(length, device=device).expand(len(texts), -1)
     _, captured = objective.features(ids_BT, positions_BT, bias_BTT)
     ctx = UnrollContext(objective.ops, positions_BT, bias_BTT)
     right_BT = torch.ones_like(ids_BT)
     kept_BT = torch.zeros_like(ids_BT)
     draft, head = objective.draft, objective.head()
-    for step, hidden in enumerate(unroll(draft, captured, ids_BT, ctx, steps)):
+    for step, hidden in enumerate(objective.unroll(captured, ids_BT, ctx, steps)):
         best_BT = product_f32(hidden.normed_TD.flatten(0, 1), head).argmax(-1).view_as(ids_BT)
         right_BT = right_BT & (draft.token_ids_V[best_BT] == shift_left(ids_BT, 2 + step))
         kept_BT += right_BT
