@@ -17,9 +17,11 @@ from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
 from slipstream.train.average import average_with
+from slipstream.train.corpus import read_corpus
 from slipstream.train.errors import DataError
 from slipstream.train.prompts import read_prompts
 from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
+from slipstream.train.run import Paths, TrainingRun
 from training import RECIPE, objective_for, random_texts, tiny_target, write_target_folder
 
 
@@ -114,6 +116,24 @@ def test_a_target_in_float16_goes_on_with_the_corpus_and_its_draft_is_accepted_a
         stats.add(completion.stats)
     walked = record["results"]["held-out"]["chains"]["3"]["acceptance_length"]
     assert round(stats.acceptance_length, 4) == walked > 1.2
+
+
+def test_a_draft_that_came_without_a_head_is_given_one_of_its_own_and_the_target_stays_as_it_is(places, draft):
+    from safetensors.torch import load_file, save_file
+
+    full = ("--set", "draft.vocab_size=99", "--set", "train.steps=2", "--work", places / "draft-work-2")
+    shutil.copytree(places / "draft-work" / "corpus", places / "draft-work-2" / "corpus")
+    run_train(places, "--out", places / "full", *full)
+    weights = load_file(places / "full" / "model.safetensors")
+    head = weights.pop("lm_head.weight")
+    save_file(weights, places / "full" / "model.safetensors")
+    recipe = change_recipe(read_recipe(places / "recipe.yaml"), ["train.target_dtype=float16"])
+    run = TrainingRun(places / "target", recipe, Paths(places, places / "w3"), torch.device("cpu"))
+    table = run.speaker.model.lm_head.weight
+    started, _ = run.start(read_corpus(places / "draft-work" / "corpus"), places / "full")
+    assert started.lm_head.weight.dtype == torch.float32 and started.lm_head.weight.requires_grad
+    assert started.lm_head.weight.shape == head.shape and torch.equal(started.lm_head.weight, table.float())
+    assert run.speaker.model.lm_head.weight is table and not table.requires_grad
 
 
 def test_a_second_stage_averaged_with_the_first_lies_halfway(places, draft):

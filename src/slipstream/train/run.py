@@ -16,6 +16,7 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.checkpoint.writer import refuse_foreign
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.layers import Linear
 from slipstream.models.load import load_draft
 from slipstream.train.average import average_with
 from slipstream.train.capture import Capture, CaptureHooks, moved, wanted_manifest
@@ -135,6 +136,8 @@ class TrainingRun:
             vocab = self.vocab(corpus)
             return new_draft(self.recipe.draft.spec(model.spec), model, vocab, self.recipe.train.seed), vocab
         draft = load_draft(open_checkpoint(init_from), model, torch.float32)
+        if draft.lm_head is model.lm_head:
+            draft.lm_head = _own_head(model.lm_head)
         draft.requires_grad_(True)
         model.requires_grad_(False)
         token_ids_V = draft.token_ids_V.cpu()
@@ -242,6 +245,14 @@ def _rotary_length(recipe: Recipe) -> int:
     """Return how many positions the tables need: padded rows, and the steps unrolled past their end."""
     longest = max(recipe.generate.max_length, recipe.train.row_length)
     return -(-longest // 64) * 64 + max(recipe.train.unroll, *CHAINS)
+
+
+def _own_head(shared: Linear) -> Linear:
+    """Return a copy to train, in float32: a draft that came without a head must not change its target's."""
+    assert shared.weight is not None
+    own = Linear(shared.in_features, shared.rows)
+    own.weight = torch.nn.Parameter(shared.weight.to(torch.float32, copy=True))
+    return own
 
 
 def _versions() -> dict[str, str]:
