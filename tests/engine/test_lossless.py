@@ -11,10 +11,11 @@ from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.runner import Runner
+from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
-from tiny import OPS, VOCAB, engine_of, follower_draft, tiny_draft, tiny_target
+from tiny import DEVICE, OPS, VOCAB, engine_of, follower_draft, tiny_draft, tiny_target
 
 TARGET = tiny_target()
 DRAFTS = {
@@ -140,6 +141,23 @@ def test_the_oracle_really_gets_trees_accepted():
     engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, VOCAB)
     assert drive(engine, [(prompt, params, 0)], random.Random(0)) == [expected]
     assert engine.stats.acceptance.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_kernels_are_told_of_every_token_by_numbers_side_by_side(shape, num_requests):
+    """A kernel on a GPU is given an address and counts on from it, whatever strides a tensor has."""
+
+    class Watching(ReferenceOps):
+        def run_layers(self, layers, hidden_TD, ctx, captured_layers, embedding_TD=None):
+            for values_T in (ctx.positions_T, ctx.slots_T, ctx.batch.kv_index_T, ctx.batch.ancestors_T):
+                assert values_T.is_contiguous()
+            return super().run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)
+
+    config = EngineConfig(max_context=64, page_size=4)
+    engine = build_engine(TARGET, DRAFTS["follower"], shape, config, Watching(DEVICE))
+    work = [([1, 2, 3], SamplingParams(max_tokens=6), 0)] * num_requests
+    assert [len(answer) for answer in drive(engine, work, random.Random(0))] == [6] * num_requests
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "follower"])

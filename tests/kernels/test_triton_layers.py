@@ -49,6 +49,21 @@ def test_a_drafts_blocks_are_the_references(changes, generator):
     torch.testing.assert_close(run(model, OPS, [6, 1]), run(model, REFERENCE, [6, 1]), rtol=2e-4, atol=2e-4)
 
 
+def test_tokens_that_share_a_position_are_all_rotated_by_it(generator):
+    """The nodes of a level, where there is one request: their position is one number, seen three times."""
+    model = make_draft(generator, num_layers=1).to(DEVICE)
+    index = torch.arange(4, 7, device=DEVICE)
+    position = torch.tensor([[4]], device=DEVICE).expand(1, 3).flatten()
+    features = torch.sin(index[:, None] * torch.arange(1, 65, device=DEVICE))
+    found = []
+    for ops in (OPS, REFERENCE):
+        kv = KvCache.allocate(model.kv_shape, 1, 16, torch.float32, DEVICE)
+        queries = QueryTokens([3], index, position, torch.full_like(index, -1))
+        ctx = paged_context(ops, kv, page_table([[0]], DEVICE), queries)
+        found.append(model(features, index * 7 + 3, ctx).normed_TD)
+    torch.testing.assert_close(*found, rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantized_blocks_are_the_references(format, generator):
     model = make_target(generator, num_layers=1, intermediate_size=128).to(DEVICE)

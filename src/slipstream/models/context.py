@@ -172,6 +172,8 @@ def _part(batch: AttentionBatch, rows: list[int]) -> _Part:
 class QueryTokens:
     """The query tokens of R requests in order: how many each has, and three values for each token (int64 [T]).
 
+    A value that all tokens share may be one number seen T times; kernels are given T numbers (`paged_context`).
+
     Args:
         prompt_rows: for each token, whether it belongs to its request's prompt; empty if none does.
     """
@@ -190,19 +192,19 @@ def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTo
     starts_R1 = torch.zeros(len(queries.counts) + 1, dtype=torch.int64, device=device)
     torch.cumsum(counts_R, 0, out=starts_R1[1:])
     row_T = torch.repeat_interleave(torch.arange(len(queries.counts), device=device), counts_R)
-    index_T = queries.kv_index_T
+    index_T, ancestors_T = queries.kv_index_T.contiguous(), queries.ancestors_T.contiguous()
     slots_T = page_table_RP[row_T, index_T // kv.page_size].long() * kv.page_size + index_T % kv.page_size
     batch = AttentionBatch(
         query_starts_R1=starts_R1.int(),
         kv_lens_R=(index_T[starts_R1[1:] - 1] + 1).int(),
         page_table_RP=page_table_RP,
         kv_index_T=index_T,
-        ancestors_T=queries.ancestors_T,
+        ancestors_T=ancestors_T,
         page_size=kv.page_size,
         max_queries=max(queries.counts, default=0),
         max_keys=page_table_RP.shape[1] * kv.page_size,
     )
-    return PagedContext(ops, queries.positions_T, slots_T, batch, kv, queries.prompt_rows)
+    return PagedContext(ops, queries.positions_T.contiguous(), slots_T, batch, kv, queries.prompt_rows)
 
 
 def page_table(pages: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -267,9 +267,9 @@ class _Levels:
         self._hang(parents_RW)
         hidden_RWD = self._feedback_RWD.gather(1, parents_RW[..., None].expand(-1, -1, self._feedback_RWD.shape[-1]))
         index_RW = self._lengths_R[:, None] + num_written + torch.arange(width, device=entries_RW.device)
-        position_RW = (self._lengths_R[:, None] + self._depth - 1).expand(-1, width)
+        position_T = (self._lengths_R + self._depth - 1).repeat_interleave(width)
         ancestors_RW = _last_rows_bits(self._sees_RWS)
-        queries = QueryTokens([width] * num_requests, index_RW.flatten(), position_RW.flatten(), ancestors_RW.flatten())
+        queries = QueryTokens([width] * num_requests, index_RW.flatten(), position_T, ancestors_RW.flatten())
         ctx = paged_context(self._ops, self._kv, self._pages_RP, queries)
         tokens_T = self._draft.token_ids_V[entries_RW.flatten()]
         hidden = self._draft(hidden_RWD.flatten(0, 1), tokens_T, ctx)

@@ -155,6 +155,8 @@ def attention(
     out = torch.empty_like(q_THd)
     described = (batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP, batch.kv_index_T.contiguous(),
                  batch.ancestors_T.contiguous())  # fmt: skip
+    # What is copied just now is no description from before the kernel before: it is not to be read early.
+    early = launch.early and batch.kv_index_T.is_contiguous() and batch.ancestors_T.is_contiguous()
     strides = (layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, window or 0)
     shape = {
         "HEADS": num_heads, "GROUPS": num_groups, "WIDTH": width, "D": head_block, "ROWS": rows, "TOKENS": tokens,
@@ -180,7 +182,7 @@ def attention(
     shape["num_warps"] = _split_warps(config, rows)
     splits_kernel[(num_groups, num_tiles, -(-num_splits // each))](
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters, num_requests,
-        num_splits, each, *strides, WHOLE=each > 1, EARLY=launch.early, **shape,
+        num_splits, each, *strides, WHOLE=each > 1, EARLY=early, **shape,
     )  # fmt: skip
     return out
 

@@ -160,6 +160,11 @@ class Rope:
     cos_Pr: Tensor
     sin_Pr: Tensor
 
+    def __post_init__(self) -> None:
+        """Refuse numbers that do not lie side by side: kernels would take others for them, and write anywhere."""
+        for name in self.__dataclass_fields__:
+            assert getattr(self, name).is_contiguous(), f"{name} is not contiguous"
+
 
 @dataclass(frozen=True)
 class RopeWrite:
