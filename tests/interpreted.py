@@ -4,6 +4,8 @@ Four things Triton 3.6 does are put right, so that its numbers are a GPU's: loop
 arrays, which numpy 2.4 no longer does by itself; floats are rounded to nearest even, not cut; bfloat16 is multiplied
 as numbers, not as the 16-bit words it is kept in; and a product is summed in steps of 16, as instructions do. What it
 lacks is added as its documentation says: products of MXFP4 blocks (`tl.dot_scaled`).
+
+And every address is checked, as a GPU would not: a kernel that reads or writes outside the tensors it was given fails.
 """
 
 import os
@@ -57,10 +59,59 @@ def _use_interpreter():
         left, right = _mxfp4_numbers(a.data, a_scale.data), _mxfp4_numbers(b.data.T, b_scale.data).T
         return interpreter.TensorHandle((left @ right + d.data).astype(np.float32), tl.float32)
 
+    _watch_addresses(interpreter)
     interpreter._patch_lang_tensor = patch_with_bounds
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot_of_numbers
     interpreter.InterpreterBuilder.create_dot_scaled = dot_scaled
+
+
+def _watch_addresses(interpreter):
+    """Refuse loads, stores and atomics at addresses that belong to no argument of the kernel."""
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    to_host = executor._init_args_hst
+    spans: list[tuple[int, int]] = []
+    name = [""]
+
+    def to_host_with_spans(self, args, kwargs):
+        args_hst, kwargs_hst = to_host(self, args, kwargs)
+        given = [getattr(arg, "base", arg) for arg in (*args_hst, *kwargs_hst.values())]  # descriptors have a base
+        spans[:] = [(arg.data_ptr(), _end_of(arg)) for arg in given if isinstance(arg, torch.Tensor) and arg.numel()]
+        name[0] = self.fn.__name__
+        return args_hst, kwargs_hst
+
+    def check(pointers, mask):
+        width = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.uint64)
+        inside = np.zeros(addresses.shape, bool)
+        for start, end in spans:
+            inside |= (addresses >= start) & (addresses + np.uint64(width) <= end)
+        if not inside.all():
+            raise IndexError(f"{name[0]} touches {(~inside).sum()} numbers outside the tensors it was given")
+
+    def checked_load(self, pointers, mask, *rest, **options):
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest, **options)
+
+    def checked_store(self, pointers, value, mask, *rest, **options):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest, **options)
+
+    def checked_rmw(self, kind, pointers, value, mask, *rest):
+        check(pointers, mask)
+        return rmw(self, kind, pointers, value, mask, *rest)
+
+    load, store, rmw = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    executor._init_args_hst = to_host_with_spans
+    builder.create_masked_load = checked_load
+    builder.create_masked_store = checked_store
+    builder.create_atomic_rmw = checked_rmw
+
+
+def _end_of(tensor):
+    """Return the address behind the last number of a tensor, which need not be contiguous."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _float32(handle, convert, tl):
