@@ -19,21 +19,28 @@ class OracleDrafter:
     scratch = 0
     has_kv = False
 
-    def __init__(self, texts: Sequence[tuple[int, ...]], num_nodes: int, hit_rate: float, seed: int) -> None:
+    def __init__(
+        self,
+        texts: Sequence[tuple[int, ...]],
+        num_nodes: int,
+        hit_rate: float,
+        seed: int,
+        device: torch.device = DEVICE,
+    ) -> None:
         self._texts = texts
         self._hit_rate = hit_rate
         self._random = random.Random(seed)
         self.max_nodes = num_nodes
-        self.device = DEVICE
+        self.device = device
 
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
         """Return random trees of random sizes."""
         rows = [self._tree(tuple(view.tokens)) for view in views]
         widest = max(len(tokens) for tokens, _ in rows)
         return TreeBatch(
-            torch.tensor([tokens + [0] * (widest - len(tokens)) for tokens, _ in rows], device=DEVICE),
-            torch.tensor([parents + [-1] * (widest - len(parents)) for _, parents in rows], device=DEVICE),
-            torch.tensor([len(tokens) for tokens, _ in rows], device=DEVICE),
+            torch.tensor([tokens + [0] * (widest - len(tokens)) for tokens, _ in rows], device=self.device),
+            torch.tensor([parents + [-1] * (widest - len(parents)) for _, parents in rows], device=self.device),
+            torch.tensor([len(tokens) for tokens, _ in rows], device=self.device),
         )
 
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:

@@ -109,7 +109,7 @@ def test_accepted_branches_are_kept_and_moved_right(targets, name, seed):
     work = [([5, 17, 40 + i], SamplingParams(max_tokens=24, temperature=0.7 * (i % 2)), i) for i in range(2)]
     plain = [drive(engine(target, None, SHAPES[0]), [item], random.Random(0))[0] for item in work]
     texts = [(*prompt, *answer) for (prompt, _, _), answer in zip(work, plain, strict=True)]
-    oracle = OracleDrafter(texts, 8, 0.9, seed)
+    oracle = OracleDrafter(texts, 8, 0.9, seed, CPU)
     config = EngineConfig(max_context=96, page_size=4, max_requests=4)
     kv = KvCache.allocate(target.kv_shape, config.resolve_num_pages(7), 4, torch.float32, CPU)
     running = Engine(Runner(target, kv, OPS, ()), oracle, config, VOCAB)
