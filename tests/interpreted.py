@@ -75,37 +75,36 @@ def _watch_addresses(interpreter):
 
     def to_host_with_spans(self, args, kwargs):
         args_hst, kwargs_hst = to_host(self, args, kwargs)
-        tensors = [arg for arg in (*args_hst, *kwargs_hst.values()) if isinstance(arg, torch.Tensor) and arg.numel()]
-        spans[:] = [(tensor.data_ptr(), _end_of(tensor)) for tensor in tensors]
+        given = [getattr(arg, "base", arg) for arg in (*args_hst, *kwargs_hst.values())]  # descriptors have a base
+        spans[:] = [(arg.data_ptr(), _end_of(arg)) for arg in given if isinstance(arg, torch.Tensor) and arg.numel()]
         name[0] = self.fn.__name__
         return args_hst, kwargs_hst
 
     def check(pointers, mask):
-        width = pointers.dtype.element_ty.primitive_bitwidth // 8
-        addresses = np.broadcast_to(pointers.data, mask.shape)[mask].astype(np.uint64)
+        width = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.uint64)
         inside = np.zeros(addresses.shape, bool)
         for start, end in spans:
             inside |= (addresses >= start) & (addresses + np.uint64(width) <= end)
         if not inside.all():
             raise IndexError(f"{name[0]} touches {(~inside).sum()} numbers outside the tensors it was given")
 
-    def watched(method, mask_at):
-        def checked(self, pointers, *rest):
-            mask = rest[mask_at].data if mask_at is not None else np.ones(pointers.data.shape, bool)
-            check(pointers, np.asarray(mask, bool))
-            return method(self, pointers, *rest)
+    def checked_load(self, pointers, mask, *rest, **options):
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest, **options)
 
-        return checked
+    def checked_store(self, pointers, value, mask, *rest, **options):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest, **options)
 
     def checked_rmw(self, kind, pointers, value, mask, *rest):
-        check(pointers, np.asarray(mask.data, bool))
+        check(pointers, mask)
         return rmw(self, kind, pointers, value, mask, *rest)
 
-    rmw = builder.create_atomic_rmw
+    load, store, rmw = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
     executor._init_args_hst = to_host_with_spans
-    builder.create_masked_load = watched(builder.create_masked_load, 0)
-    builder.create_masked_store = watched(builder.create_masked_store, 1)
-    builder.create_atomic_cas = watched(builder.create_atomic_cas, None)
+    builder.create_masked_load = checked_load
+    builder.create_masked_store = checked_store
     builder.create_atomic_rmw = checked_rmw
 
 
