@@ -230,7 +230,7 @@ class Cut:
     """Where chains end short of their depth; by default nowhere.
 
     Args:
-        floor: a token of a lower cumulative log-probability is not checked, nor is what follows it.
+        floor: a token of a lower cumulative log-probability is not checked, and its chain not drafted further.
         need: another level is drafted only if the chains' probabilities, each as far as it is above the floor's, add
             up to so much.
     """
@@ -246,8 +246,8 @@ class ChainOps(Protocol):
     def draft_chain(self, draft: Any, kv: Any, start: ChainStart, depth: int, cut: Cut) -> tuple[Tensor, Tensor] | None:
         """Return cumulative log-probabilities and entries [R, depth]: each the best after the one before.
 
-        Levels that `cut` leaves out have -inf; what lies below its floor is returned all the same. `draft` and `kv` are
-        the models' EAGLE-3 draft and its cache, which lie a package higher. None if the call cannot run this draft.
+        What `cut` leaves out has -inf; the first token of a chain below its floor is returned all the same. `draft` and
+        `kv` are the models' EAGLE-3 draft and its cache, a package higher. None if the call cannot run this draft.
         """
         ...
 
@@ -311,7 +311,7 @@ class RoundResult:
     """What became of each request: its emitted tokens, how many drafted ones were checked, and their scores.
 
     Args:
-        scores: cumulative log-probabilities of the drafted tokens, whether checked or not.
+        scores: cumulative log-probabilities of the drafted tokens, whether checked or not; none if nobody might draft.
         seconds: what drafting, checking and following took.
     """
 
