@@ -8,6 +8,7 @@ V vocabulary, L rows of logits.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -278,6 +279,16 @@ class Follower:
     late_states_LF: Tensor
     late_tokens_L: Tensor
     late: int = 0
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where the three tensors lie; they are written to, never replaced."""
+        return self.feedback_D.data_ptr(), self.late_states_LF.data_ptr(), self.late_tokens_L.data_ptr()
+
+    @cached_property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return len(self.late_tokens_L)
 
     @staticmethod
     def start(feedback_D: Tensor, num_features: int, capacity: int) -> "Follower":

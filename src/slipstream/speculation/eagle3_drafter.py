@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.kernels import ChainOps, ChainStart, Cut, Follower, Ops, RoundResult, RowSampling
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.speculation.controller import Reach
+from slipstream.speculation.controller import DraftedChain, Reach
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.grow import Candidates, Children, grow
 from slipstream.speculation.late import LatePages, LateRun
@@ -27,11 +27,11 @@ _REST = 72  # tokens the draft may be late with while drafting does not pay; it 
 _LEFT_BYTES = 64 * 2**20  # of states that requests may leave behind for those that begin with their pages
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LastSlot:
     """What the draft left at a request's last slot: the next step's hidden state, and logits for the first level.
 
-    A round in one call leaves no logits; they follow from the state.
+    A round in one call moves the slot on and leaves no logits; they follow from the state.
     """
 
     length: int
@@ -190,13 +190,14 @@ class Eagle3Drafter:
 
     def end_round(self, request_ids: Sequence[int], result: RoundResult) -> None:
         """Take in what a round did to the requests it began with."""
-        kept = {request_id: len(tokens) - 1 for request_id, tokens in zip(request_ids, result.tokens, strict=True)}
-        for request_id, count in kept.items():
+        for request_id, tokens in zip(request_ids, result.tokens, strict=True):
             last = self._last[request_id]
-            self._last[request_id] = _LastSlot(last.length + 1 + count, last.feedback_D, None)
+            last.length += len(tokens)
+            last.logits_V = None
         if self._pace is not None:
-            chains = dict(zip(request_ids, zip(result.scores, result.checked, strict=True), strict=True))
-            self._pace.finished(chains, kept, result.seconds)
+            outcomes = zip(result.scores, result.checked, result.tokens, strict=True)
+            chains = [DraftedChain(scores, checked, len(tokens) - 1) for scores, checked, tokens in outcomes]
+            self._pace.finished(chains, result.seconds)
 
     def _catch_up(self, lengths: Mapping[int, int]) -> None:
         """End rounds for some requests: let the draft follow what it is late with, if they still have these lengths."""
