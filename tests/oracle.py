@@ -46,7 +46,7 @@ class OracleDrafter:
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
         """Learn nothing."""
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_id: int, num_reusable: int = 0) -> None:
         """Keep nothing."""
 
     def _tree(self, known: tuple[int, ...]) -> tuple[list[int], list[int]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.bench.client import ServerError
 from slipstream.bench.plan import build_plan
 from slipstream.bench.recipe_file import RecipeError, load_recipe
 from slipstream.bench.sweep import RunOptions, run_plan
@@ -182,6 +183,14 @@ def test_a_program_that_is_not_installed_is_a_reason_not_a_crash(bench):
     run = bench({}, servers={"vllm": {"port": free_port(), "program": ["no-such-server"]}})
     _, records, _ = run()
     assert "no-such-server: cannot be started" in records["plain"].reasons[0]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}", "127.0.0.1:{port}"])
+def test_a_url_where_no_server_answers_is_refused_and_nothing_is_written(bench, tmp_path, url):
+    url = url.format(port=free_port())
+    with pytest.raises(ServerError, match=f"{url}.*start the server first.*leave --url out"):
+        bench({})(url=url, arms=["plain"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_url_measures_one_arm_and_starts_nothing(bench, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from slipstream.bench.client import ServerError
 from slipstream.bench.recipe_file import RecipeError
 from slipstream.cli import bench, eval, report
 from slipstream.records.store import read_record
@@ -112,6 +113,9 @@ def test_a_url_measures_the_server_that_runs(recipe, tmp_path):
         done = call("bench", "run", recipe, "--out", tmp_path / "out", "--url", url, "--arm", "plain")
     assert done.exit_code == 0, done.output
     assert "4 points measured" in done.output
+    gone = call("bench", "run", recipe, "--out", tmp_path / "gone", "--url", url, "--arm", "plain")
+    assert isinstance(gone.exception, ServerError)
+    assert not (tmp_path / "gone").exists()
     refused = call("bench", "run", recipe, "--out", tmp_path / "out", "--url", url)
     assert isinstance(refused.exception, RecipeError)
 

@@ -99,6 +99,31 @@ def test_a_level_is_drafted_only_where_the_chains_before_it_are_likely_enough_to
     assert fast_ops.draft_chain(draft, kv, start, 4, Cut(floor))[0][:, 1:].eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_chain_below_the_floor_ends_and_the_others_go_on_as_if_it_had_not(cpu_ops, name, temperature):
+    draft, requests, depth = DRAFTS[name](), 5, 4
+    generator = torch.Generator().manual_seed(7)
+    pages = torch.arange(10, dtype=torch.int32).view(requests, 2)
+    lengths, seeds = torch.arange(requests), torch.arange(requests) + 3
+    hidden = torch.randn(requests, 32, generator=generator)
+    logits = torch.randn(requests, len(draft.token_ids_V), generator=generator)
+
+    def drafted(cut):
+        kv = KvCache.allocate(draft.kv_shape, 10, 4, torch.float32, torch.device("cpu"))
+        start = ChainStart(pages, 4, lengths, torch.full((requests,), temperature), seeds, hidden, logits)
+        return cpu_ops.draft_chain(draft, kv, start, depth, cut)
+
+    scores_RK, entries_RK = drafted(Cut())
+    for floor in scores_RK.flatten().tolist():
+        cut_RK, cut_entries_RK = drafted(Cut(floor))
+        below_RK = scores_RK < floor
+        ended_RK = below_RK.cumsum(1) > below_RK.int()  # behind the first that is below
+        assert cut_RK[ended_RK].eq(-torch.inf).all()
+        assert torch.equal(cut_RK[~ended_RK], scores_RK[~ended_RK])
+        assert torch.equal(cut_entries_RK[~ended_RK], entries_RK[~ended_RK])
+
+
 def test_a_draft_that_names_tokens_without_embeddings_is_refused(fast_ops):
     draft = tiny_draft(TARGET)
     draft.token_ids_V = draft.token_ids_V + 1

@@ -11,6 +11,7 @@ from slipstream.errors import KernelError
 from slipstream.kernels import Cut, Follower, RoundModels, RoundStart
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache
+from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.packing import quantize_linears
 from slipstream.speculation.controller import Reach
 from slipstream.speculation.pace import Pace
@@ -101,6 +102,125 @@ def test_a_draft_that_rested_drafts_what_one_that_followed_all_along_drafts(cpu_
     assert len(counted.requests) > 8
     if name == "follower":
         assert any(position > 1 for step in steps[0][8:] for _, tokens, _ in step for _, position in tokens)
+
+
+def answer(engine, prompt, count):
+    """Return a request's tokens and which of them were drafted."""
+    engine.add(prompt, SamplingParams(max_tokens=count), 0)
+    tokens = []
+    while engine.has_work:
+        tokens += [(t.token_id, t.draft_position) for e in engine.step() for t in e.tokens]
+        engine.check_invariants()
+    return tokens
+
+
+class Scripted(Pace):
+    """Drafts while it is told to and rests otherwise."""
+
+    drafts = False
+
+    def start(self, num_requests, depth):
+        super().start(num_requests, depth)
+        return Reach(depth, Cut()) if Scripted.drafts else Reach(0, Cut(math.inf), follows=False)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Positions of every pass of a draft over the target's states outside rounds, pass by pass."""
+    monkeypatch.setattr("slipstream.engine.build.Pace", Scripted)
+    counts = []
+    fuse = Eagle3Draft.fuse
+
+    def counting(draft, features, ops):
+        counts.append(len(features[0]))
+        return fuse(draft, features, ops)
+
+    monkeypatch.setattr(Eagle3Draft, "fuse", counting)
+    return counts
+
+
+def two_turns(ops, draft=None, **settings):
+    """Let a request end while the draft rests; then one that goes on from its text drafts."""
+    config = EngineConfig(**{"max_context": 128, "page_size": 4, "max_requests": 4, **settings})
+    engine = build_engine(TARGET, draft or follower_draft(TARGET), None, config, ops)
+    prompt = [3, 1, 4, 1, 5]
+    Scripted.drafts = False
+    first = answer(engine, prompt, 33)
+    Scripted.drafts = True
+    text = [token for token, _ in first]
+    return engine, [first, answer(engine, [*prompt, *text, 7], 40)]
+
+
+def test_a_request_that_ends_while_the_draft_rests_asks_nothing_of_the_draft(cpu_ops, fused):
+    engine = build_engine(TARGET, follower_draft(TARGET), None, EngineConfig(max_context=128, page_size=4), cpu_ops)
+    Scripted.drafts = False
+    answer(engine, [3, 1, 4, 1, 5], 33)
+    assert fused == [5]
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "none"])
+def test_a_request_that_goes_on_from_such_text_drafts_as_if_the_draft_had_followed_it(cpu_ops, name, fused):
+    draft = DRAFTS[name]()
+    engine, turns = two_turns(cpu_ops, draft)
+    assert fused == [5, 31, 3]  # the prompt; what was left in 36 reused positions; the 3 of 39 that are new
+    assert engine.stats.cached_tokens == 36
+    steps, same = two_turns(PartByPart(1, cpu_ops.isa), draft)
+    assert same == turns
+    for layer, expected in zip(engine.drafter.kv.layers, steps.drafter.kv.layers, strict=True):
+        assert torch.equal(layer.keys_SGd[:36], expected.keys_SGd[:36])
+        assert torch.equal(layer.values_SGd[:36], expected.values_SGd[:36])
+    if name == "follower":
+        assert any(position > 0 for _, position in turns[1])
+
+
+def test_without_a_prefix_cache_nothing_is_left_and_nothing_asked_of_the_draft(cpu_ops, fused):
+    _, turns = two_turns(cpu_ops, prefix_cache=False)
+    assert fused == [5, 39]
+    assert two_turns(cpu_ops)[1] == turns
+
+
+def test_without_room_to_leave_it_the_draft_follows_at_the_end(cpu_ops, fused, monkeypatch):
+    monkeypatch.setattr("slipstream.speculation.eagle3_drafter._LEFT_BYTES", 1000)
+    engine = build_engine(TARGET, follower_draft(TARGET), None, EngineConfig(max_context=128, page_size=4), cpu_ops)
+    Scripted.drafts = False
+    answer(engine, [3, 1, 4, 1, 5], 33)
+    assert fused == [5, 31]
+    assert two_turns(cpu_ops)[1] == two_turns(PartByPart(1, cpu_ops.isa))[1]
+
+
+def test_what_was_left_in_a_page_is_gone_with_the_page(cpu_ops, fused):
+    config = EngineConfig(max_context=128, page_size=4, max_requests=4, num_pages=40)
+    engine = build_engine(TARGET, follower_draft(TARGET), None, config, cpu_ops)
+    Scripted.drafts = False
+    answer(engine, [3, 1, 4, 1, 5], 60)
+    Scripted.drafts = True
+    for token in range(20, 25):
+        answer(engine, [token] * 61, 5)  # some 17 of 40 pages
+    fused.clear()
+    for token in (23, 24):
+        answer(engine, [token] * 61, 5)
+    assert engine.stats.cached_tokens == 120
+    assert fused == [1, 1]
+
+
+def test_a_request_that_makes_room_while_the_draft_rests_leaves_what_is_late_to_itself(cpu_ops, fused):
+    config = EngineConfig(max_context=64, page_size=4, max_requests=2, num_pages=20)
+    engine = build_engine(TARGET, follower_draft(TARGET), None, config, cpu_ops)
+    Scripted.drafts = False
+    for token, count in ((3, 36), (9, 40)):
+        engine.add([token, 1, 4, 1, 5], SamplingParams(max_tokens=count), 0)
+    texts, waiting_with = {0: [], 1: []}, 0
+    while engine.has_work:
+        for emission in engine.step():
+            texts[emission.request_id] += [token.token_id for token in emission.tokens]
+        waiting_with = len(texts[1]) if engine.num_waiting else waiting_with
+        engine.check_invariants()
+    assert engine.stats.preemptions == 1
+    assert fused[0] == 10
+    assert len(fused) == 3  # then what the second left behind, and what was lost with its pages
+    assert sum(fused[1:]) == waiting_with
+    fresh = build_engine(TARGET, None, None, EngineConfig(max_context=64), cpu_ops)
+    assert [token for token, _ in answer(fresh, [9, 1, 4, 1, 5], 40)] == texts[1]
 
 
 def test_a_tree_given_while_the_draft_rests_changes_no_text(fast_ops, monkeypatch):

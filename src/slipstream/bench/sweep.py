@@ -75,7 +75,7 @@ class RunSummary:
 
 
 async def run_plan(plan: Plan, options: RunOptions, watcher: Watcher) -> RunSummary:
-    """Measure every point that has no valid record yet."""
+    """Measure every point that has no valid record yet; ServerError if there is no server at `options.url`."""
     _check_images(plan, options)
     pending = {point.key: point for point in plan.points() if not _is_done(point, plan, options.out)}
     total = sum(1 for _ in plan.points())
@@ -84,8 +84,11 @@ async def run_plan(plan: Plan, options: RunOptions, watcher: Watcher) -> RunSumm
         for block in plan.blocks:
             todo = [point for point in block.points if point.key in pending]
             evals = missing_evals(block, plan.loaded.recipe, options.out, options.gsm8k_data)
-            if todo or evals:
-                await sweep.run_block(session, block, todo, evals)
+            if not todo and not evals:
+                continue
+            if options.url is not None and not sweep.measured:
+                await _check_server(session, options.url)
+            await sweep.run_block(session, block, todo, evals)
     return RunSummary(sweep.measured, sweep.invalid, total - len(pending), tuple(sweep.failed_evals))
 
 
@@ -289,6 +292,17 @@ def _check_images(plan: Plan, options: RunOptions) -> None:
     arms = sorted({point.key.arm for point in plan.points()})
     if options.url is not None and len(arms) != 1:
         raise RecipeError(f"--url measures one server, so name its arm with --arm (one of {', '.join(arms)}).")
+
+
+async def _check_server(session: aiohttp.ClientSession, url: str) -> None:
+    """Refuse an address where no server answers, before records say of every point that it failed."""
+    try:
+        await Client.connect(session, url)
+    except ServerError as error:
+        raise ServerError(
+            f"{error} Nothing was measured or written: start the server first and wait until it is ready, or leave "
+            "--url out, and the recipe's own server is started."
+        ) from error
 
 
 async def _version(client: Client, launch: Launch) -> str:

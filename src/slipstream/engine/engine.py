@@ -49,8 +49,9 @@ class Engine:
         self._vocab_size = vocab_size
         self._device = runner.device
         needs = draft_needs(drafter)
-        self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots))
-        self._scheduler = Scheduler(config, self._pages, needs)
+        when_lost = drafter.lose_page if isinstance(drafter, Eagle3Drafter) else None
+        self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots), when_lost)
+        self._scheduler = Scheduler(config, self._pages, needs, drafter.forget)
         self._sessions: dict[int, Session] = {}
         self._next_id, self._warned = 0, False
         self._simulated: tuple[float, ...] = ()
@@ -366,7 +367,6 @@ class Engine:
             self.stats.cached_tokens += request.num_cached
             self.stats.prompt_tokens += len(request.prompt)
             self._scheduler.finish(request, reason)
-        self._drafter.forget(request.request_id)
         self._sessions.pop(request.request_id, None)
 
     def _warn_if_useless(self) -> None:

@@ -124,10 +124,11 @@ class _Observe:
 @dataclass(frozen=True)
 class _Forget:
     request_id: int
+    num_reusable: int
 
     def run(self, held: Held) -> None:
         assert held.drafter is not None, "the draft is split"
-        held.drafter.forget(self.request_id)
+        held.drafter.forget(self.request_id, self.num_reusable)
 
 
 @dataclass(frozen=True)
@@ -266,9 +267,9 @@ class LeadingDrafter:
         """Show every rank what was committed; each has its own captured states, the same everywhere."""
         self._everywhere.run(_Observe(list(observed)))
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_id: int, num_reusable: int = 0) -> None:
         """Drop what is kept for a request."""
-        self._everywhere.run(_Forget(request_id))
+        self._everywhere.run(_Forget(request_id, num_reusable))
 
     def reshape(self, shape: TreeShape) -> None:
         """Grow trees of another shape."""

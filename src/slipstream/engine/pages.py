@@ -6,14 +6,19 @@ up again), or free. Cached pages are given up oldest first when free ones run ou
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class PageAllocator:
-    """Owns the numbers of all pages."""
+    """Owns the numbers of all pages.
 
-    def __init__(self, num_pages: int) -> None:
+    Args:
+        when_lost: called with a page whose content nobody can ask for any more.
+    """
+
+    def __init__(self, num_pages: int, when_lost: Callable[[int], object] | None = None) -> None:
         self.num_pages = num_pages
+        self._when_lost = when_lost or (lambda page: None)
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -69,6 +74,7 @@ class PageAllocator:
                     self._cached[page] = None
                 else:
                     self._free.append(page)
+                    self._when_lost(page)
 
     def register(self, page: int, key: bytes) -> None:
         """Name a page's content. The first page with a key keeps it; equal content elsewhere stays unnamed."""
@@ -97,6 +103,7 @@ class PageAllocator:
             return self._free.pop()
         page, _ = self._cached.popitem(last=False)
         del self._page_of[self._key_of.pop(page)]
+        self._when_lost(page)
         return page
 
 

@@ -87,14 +87,13 @@ class Rounds:
 
     def _run(self, plan: Sequence[Scheduled], depth: int) -> RoundResult | None:
         requests = [work.request for work in plan]
-        followed = [request.request_id for request in requests if self._eagle is not None and request.speculate]
-        followers: dict[int, Follower] = {}
+        followers: list[Follower | None] = [None] * len(requests)
+        rows = [] if self._eagle is None else [row for row, request in enumerate(requests) if request.speculate]
         reach = Reach(0)
-        if self._eagle is not None and followed:
-            found, reach = self._eagle.begin_round(
-                {r.request_id: r.pages for r in requests if r.request_id in followed}
-            )
-            followers = dict(zip(followed, found, strict=True))
+        if self._eagle is not None and rows:
+            found, reach = self._eagle.begin_round({requests[row].request_id: requests[row].pages for row in rows})
+            for row, follower in zip(rows, found, strict=True):
+                followers[row] = follower
         start = RoundStart(
             pages=[request.pages for request in requests],
             roots=[request.tokens[-1] for request in requests],
@@ -102,14 +101,14 @@ class Rounds:
             temperatures=[request.params.temperature for request in requests],
             seeds=[request.seed for request in requests],
             limits=[min(reach.depth, _num_wanted(work.request) - 1) if work.drafts else 0 for work in plan],
-            followers=[followers.get(request.request_id) for request in requests],
+            followers=followers,
             follow=reach.follows,
         )
         result = self._run_round(self._models, start, depth, reach.cut)
         self._able = result is not None
-        if result is not None and self._eagle is not None and followed:
-            rows = [row for row, request in enumerate(requests) if request.request_id in followers]
-            self._eagle.end_round(followed, result.of(rows))
+        if result is not None and self._eagle is not None and rows:
+            own = result if len(rows) == len(requests) else result.of(rows)
+            self._eagle.end_round([requests[row].request_id for row in rows], own)
         return result
 
     def _commit(self, work: Scheduled, tokens: Sequence[int], checked: int, stats: EngineStats) -> Emission:

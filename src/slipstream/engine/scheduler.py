@@ -5,6 +5,7 @@ the root of a draft tree, whose nodes take the slots after it.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.engine.config import EngineConfig
@@ -39,10 +40,21 @@ class DraftNeeds:
 
 
 class Scheduler:
-    """Owns the queues and the pages of every request."""
+    """Owns the queues and the pages of every request.
 
-    def __init__(self, config: EngineConfig, pages: PageAllocator, needs: DraftNeeds) -> None:
+    Args:
+        leaving: told of a request about to give its pages back, and of how many positions others may take up again.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pages: PageAllocator,
+        needs: DraftNeeds,
+        leaving: Callable[[int, int], None] = lambda request_id, num_reusable: None,
+    ) -> None:
         self._config = config
+        self._leaving = leaving
         self._pages = pages
         self._needs = needs
         self._waiting: deque[Request] = deque()
@@ -132,8 +144,7 @@ class Scheduler:
         if request.status is Status.WAITING:
             self._waiting.remove(request)
         elif request.status is Status.RUNNING:
-            self._running.remove(request)
-            self._pages.release(request.pages)
+            self._give_back(request)
             request.pages = []
         request.status = Status.FINISHED
         request.finish_reason = reason
@@ -200,10 +211,14 @@ class Scheduler:
         request.pages.extend(pages)
 
     def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
-        self._pages.release(request.pages)
+        self._give_back(request)
         request.restart()
         self._waiting.appendleft(request)
+
+    def _give_back(self, request: Request) -> None:
+        self._running.remove(request)
+        self._leaving(request.request_id, request.num_registered * self._config.page_size)
+        self._pages.release(request.pages)
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Return known pages of the request's beginning; its last token is always left to compute."""

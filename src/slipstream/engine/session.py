@@ -102,9 +102,10 @@ class Session:
         if self._history is not None:
             self._history.extend([token.token_id for token in emitted])
         accepted = sum(token.draft_position > 0 for token in emitted)
-        for stats in (self.stats, totals):
-            stats.record(tree.nodes_by_depth(), len(emitted), accepted, first=self.request.num_output == 0)
         request = self.request
+        nodes_by_depth = tree.nodes_by_depth()
+        for stats in (self.stats, totals):
+            stats.record(nodes_by_depth, len(emitted), accepted, first=request.num_output == 0)
         scored = params.prompt_logprobs is not None and request.num_output == 0
         return Emission(
             request.request_id,

@@ -8,6 +8,7 @@ V vocabulary, L rows of logits.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -230,7 +231,7 @@ class Cut:
     """Where chains end short of their depth; by default nowhere.
 
     Args:
-        floor: a token of a lower cumulative log-probability is not checked, nor is what follows it.
+        floor: a token of a lower cumulative log-probability is not checked, and its chain not drafted further.
         need: another level is drafted only if the chains' probabilities, each as far as it is above the floor's, add
             up to so much.
     """
@@ -246,8 +247,8 @@ class ChainOps(Protocol):
     def draft_chain(self, draft: Any, kv: Any, start: ChainStart, depth: int, cut: Cut) -> tuple[Tensor, Tensor] | None:
         """Return cumulative log-probabilities and entries [R, depth]: each the best after the one before.
 
-        Levels that `cut` leaves out have -inf; what lies below its floor is returned all the same. `draft` and `kv` are
-        the models' EAGLE-3 draft and its cache, which lie a package higher. None if the call cannot run this draft.
+        What `cut` leaves out has -inf; the first token of a chain below its floor is returned all the same. `draft` and
+        `kv` are the models' EAGLE-3 draft and its cache, a package higher. None if the call cannot run this draft.
         """
         ...
 
@@ -278,6 +279,16 @@ class Follower:
     late_states_LF: Tensor
     late_tokens_L: Tensor
     late: int = 0
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where the three tensors lie; they are written to, never replaced."""
+        return self.feedback_D.data_ptr(), self.late_states_LF.data_ptr(), self.late_tokens_L.data_ptr()
+
+    @cached_property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return len(self.late_tokens_L)
 
     @staticmethod
     def start(feedback_D: Tensor, num_features: int, capacity: int) -> "Follower":
@@ -311,7 +322,7 @@ class RoundResult:
     """What became of each request: its emitted tokens, how many drafted ones were checked, and their scores.
 
     Args:
-        scores: cumulative log-probabilities of the drafted tokens, whether checked or not.
+        scores: cumulative log-probabilities of the drafted tokens, whether checked or not; none if nobody might draft.
         seconds: what drafting, checking and following took.
     """
 

@@ -191,22 +191,20 @@ class _Costs:
     probe_every: int = _SHORTEST_REST
 
     def add(self, seen: DraftedPass) -> None:
-        check_s, cycle_s = self._usual(seen)
-        for name, value in (
-            ("weight", 1.0),
-            ("rows", seen.rows),
-            ("rows_squared", seen.rows**2),
-            ("check_s", check_s),
-            ("rows_check_s", seen.rows * check_s),
-            ("cycle_s", cycle_s),
-            ("emitted", seen.emitted),
-        ):
-            setattr(self, name, _MEMORY * getattr(self, name) + value)
+        rows, emitted = seen.rows, seen.emitted
+        check_s, cycle_s = self._usual(seen, rows)
+        self.weight = _MEMORY * self.weight + 1
+        self.rows = _MEMORY * self.rows + rows
+        self.rows_squared = _MEMORY * self.rows_squared + rows**2
+        self.check_s = _MEMORY * self.check_s + check_s
+        self.rows_check_s = _MEMORY * self.rows_check_s + rows * check_s
+        self.cycle_s = _MEMORY * self.cycle_s + cycle_s
+        self.emitted = _MEMORY * self.emitted + emitted
         self.passes += 1
         if seen.levels:
             self.drafted.add(seen, check_s)
             if self.passes > _LEARNING_PASSES and not self.resting:
-                self.drafted.emitted.add(seen.emitted, _MEMORY)
+                self.drafted.emitted.add(emitted, _MEMORY)
                 self.drafted.cycle_s.add(cycle_s, _MEMORY)
         else:
             self.plain.add(len(seen.chains), check_s, cycle_s - seen.follow_s)
@@ -215,13 +213,13 @@ class _Costs:
             covariance = self.rows_check_s / self.weight - self.rows * self.check_s / self.weight**2
             self.row_s = max(covariance / variance, 0.0)
 
-    def _usual(self, seen: DraftedPass) -> tuple[float, float]:
+    def _usual(self, seen: DraftedPass, rows: int) -> tuple[float, float]:
         """Return what a pass took to check and as a whole; one that lost its core for a while says nothing of rows."""
         if not self.weight:
             return seen.check_s, seen.cycle_s
-        more_s = self.row_s * (seen.rows - self.rows / self.weight)
+        more_s = self.row_s * (rows - self.rows / self.weight)
         factor = 2.0 if self.passes < _LEARNING_PASSES else 1.5
-        check_s = factor * max(self.check_s / self.weight + more_s, seen.rows * self.row_s)
+        check_s = factor * max(self.check_s / self.weight + more_s, rows * self.row_s)
         return min(seen.check_s, check_s), min(seen.cycle_s, factor * max(self.cycle_s / self.weight + more_s, check_s))
 
     def rate(self, num_requests: int) -> float:

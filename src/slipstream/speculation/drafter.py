@@ -85,8 +85,12 @@ class Drafter(Protocol):
         """Take in what the target committed in this step."""
         ...
 
-    def forget(self, request_id: int) -> None:
-        """Drop what is kept for a request (it ended, or starts over)."""
+    def forget(self, request_id: int, num_reusable: int = 0) -> None:
+        """Drop what is kept for a request (it ended, or starts over), before its pages go back.
+
+        Args:
+            num_reusable: keys of so many positions, the first ones, may serve other requests from now on.
+        """
         ...
 
     def reshape(self, shape: TreeShape) -> None:
@@ -114,7 +118,7 @@ class NoDrafter:
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
         """Learn nothing."""
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_id: int, num_reusable: int = 0) -> None:
         """Keep nothing."""
 
     def reshape(self, shape: TreeShape) -> None:
@@ -160,7 +164,7 @@ class NgramDrafter:
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
         """Learn nothing: the text itself is the index."""
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_id: int, num_reusable: int = 0) -> None:
         """Drop the request's index."""
         self._indexes.pop(request_id, None)
 

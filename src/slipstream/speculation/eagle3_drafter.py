@@ -16,20 +16,22 @@ from torch import Tensor
 from slipstream.kernels import ChainOps, ChainStart, Cut, Follower, Ops, RoundResult, RowSampling
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.speculation.controller import Reach
+from slipstream.speculation.controller import DraftedChain, Reach
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.grow import Candidates, Children, grow
+from slipstream.speculation.late import LatePages, LateRun
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeBatch, TreeShape, relative_bits
 
 _REST = 72  # tokens the draft may be late with while drafting does not pay; it is tried again sooner
+_LEFT_BYTES = 64 * 2**20  # of states that requests may leave behind for those that begin with their pages
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LastSlot:
     """What the draft left at a request's last slot: the next step's hidden state, and logits for the first level.
 
-    A round in one call leaves no logits; they follow from the state.
+    A round in one call moves the slot on and leaves no logits; they follow from the state.
     """
 
     length: int
@@ -61,6 +63,7 @@ class Eagle3Drafter:
         self._ops = ops
         self._last: dict[int, _LastSlot] = {}
         self._followers: dict[int, tuple[Follower, Sequence[int]]] = {}
+        self._left = LatePages(kv.page_size, _LEFT_BYTES)
         self.shape: TreeShape = shape
         self.captured_layers = captured_layers
 
@@ -111,6 +114,9 @@ class Eagle3Drafter:
         if self._pace is not None:
             self._pace.checked({seen.request_id: len(seen.rows) - 1 for seen in observed})
         self._catch_up({seen.request_id: seen.start for seen in observed})
+        for seen in observed:
+            if seen.request_id not in self._last:
+                self._take_up(seen)
         rows_T = torch.tensor([row for seen in observed for row in seen.rows], device=captured[0].device)
         self._extend(observed, tuple(state[rows_T] for state in captured))
 
@@ -129,12 +135,30 @@ class Eagle3Drafter:
         for index, seen in enumerate(observed):
             self._last[seen.request_id] = _LastSlot(seen.start + len(seen.rows), feedback_RD[index], logits_RV[index])
 
-    def forget(self, request_id: int) -> None:
-        """Drop the request's last slot; the draft's keys are completed first, for requests that go on from them."""
-        if request_id in self._followers:
-            with torch.inference_mode():
-                self._catch_up({request_id: self._last[request_id].length})
+    def forget(self, request_id: int, num_reusable: int = 0) -> None:
+        """Drop the request's last slot; what the draft is late with is left to requests that begin with its pages.
+
+        Where there is no room to leave it, the draft follows now.
+        """
+        follower, pages = self._followers.get(request_id, (None, ()))
+        last = self._last.get(request_id)
+        if follower is not None and last is not None and follower.late > last.length - num_reusable:
+            run = _late_run(follower, last.length)
+            run = run.part(run.start, min(run.end, num_reusable))
+            if not self._left.leave(pages, run):
+                with torch.inference_mode():
+                    self._follow([(request_id, pages, run)])
+        self._followers.pop(request_id, None)
         self._last.pop(request_id, None)
+
+    def lose_page(self, page: int) -> None:
+        """Drop what was left behind in a page: it is given to somebody else."""
+        self._left.lose(page)
+
+    def _take_up(self, seen: Observed) -> None:
+        """Let the draft follow what others left late in the pages a request begins with."""
+        for run in self._left.take_up(seen.pages, seen.start):
+            self._follow([(seen.request_id, seen.pages, run)])
 
     def knows(self, request_id: int, length: int) -> bool:
         """Tell whether the draft has caught up with a request that has so many committed tokens."""
@@ -166,28 +190,31 @@ class Eagle3Drafter:
 
     def end_round(self, request_ids: Sequence[int], result: RoundResult) -> None:
         """Take in what a round did to the requests it began with."""
-        kept = {request_id: len(tokens) - 1 for request_id, tokens in zip(request_ids, result.tokens, strict=True)}
-        for request_id, count in kept.items():
+        for request_id, tokens in zip(request_ids, result.tokens, strict=True):
             last = self._last[request_id]
-            self._last[request_id] = _LastSlot(last.length + 1 + count, last.feedback_D, None)
+            last.length += len(tokens)
+            last.logits_V = None
         if self._pace is not None:
-            chains = dict(zip(request_ids, zip(result.scores, result.checked, strict=True), strict=True))
-            self._pace.finished(chains, kept, result.seconds)
+            outcomes = zip(result.scores, result.checked, result.tokens, strict=True)
+            chains = [DraftedChain(scores, checked, len(tokens) - 1) for scores, checked, tokens in outcomes]
+            self._pace.finished(chains, result.seconds)
 
     def _catch_up(self, lengths: Mapping[int, int]) -> None:
         """End rounds for some requests: let the draft follow what it is late with, if they still have these lengths."""
-        late, states = [], []
+        late = []
         for request_id, length in lengths.items():
             follower, pages = self._followers.pop(request_id, (None, ()))
-            if follower is None or not follower.late or not self.knows(request_id, length):
-                continue
-            tokens = follower.late_tokens_L[: follower.late].tolist()
-            late.append(Observed(request_id, length - follower.late, tokens, range(follower.late), pages))
-            states.append(follower.late_states_LF[: follower.late])
+            if follower is not None and follower.late and self.knows(request_id, length):
+                late.append((request_id, pages, _late_run(follower, length)))
         if late:
-            features_TF = torch.cat(states)
-            width = self._draft.spec.target_hidden_size
-            self._extend(late, features_TF.view(len(features_TF), -1, width).unbind(1))
+            self._follow(late)
+
+    def _follow(self, late: Sequence[tuple[int, Sequence[int], LateRun]]) -> None:
+        """Run the draft over what it is late with, for requests with their pages."""
+        observed = [Observed(name, run.start, run.tokens, range(len(run.tokens)), pages) for name, pages, run in late]
+        features_TF = torch.cat([run.states_LF for _, _, run in late])
+        width = self._draft.spec.target_hidden_size
+        self._extend(observed, features_TF.view(len(features_TF), -1, width).unbind(1))
 
     def _stacked(self, slots: Sequence[_LastSlot]) -> tuple[Tensor, Tensor]:
         """Return feedback [R, D] and logits [R, V], computing those a round did not leave."""
@@ -295,6 +322,12 @@ class _Levels:
         draft = self._draft
         scores_LK, entries_LK = draft.ranks.top_k(logits_LV, draft.token_ids_V, sampling, self._ops, count)
         return Children(scores_LK.view(-1, width, count), entries_LK.view(-1, width, count))
+
+
+def _late_run(follower: Follower, length: int) -> LateRun:
+    """Return what a draft is late with in a request of so many committed tokens."""
+    late = follower.late
+    return LateRun(length - late, follower.late_tokens_L[:late].tolist(), follower.late_states_LF[:late])
 
 
 def _last_rows_bits(sees_RWS: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Timing a drafter's rounds for the controller: when a round began, what was drafted, and what became of it."""
 
-import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from slipstream.speculation.controller import ChainController, DraftedChain, DraftedPass, Reach
 
@@ -14,7 +15,7 @@ class Pace:
         self._clock = clock
         self._num_requests = 0
         self._started: float | None = None
-        self._previous: tuple[float, DraftedPass] | None = None
+        self._previous: _Round | None = None
         self._drafted_at = 0.0
         self._chains: dict[int, tuple[Sequence[float], int]] = {}
 
@@ -22,8 +23,7 @@ class Pace:
         """Begin a round of chains of at most `depth` tokens; return how far drafting them pays."""
         now = self._clock()
         if self._previous is not None:  # only now is it known how long the round before took as a whole
-            began, seen = self._previous
-            self._controller.record(_with_cycle(seen, now - began))
+            self._controller.record(self._previous.whole(now))
         self._previous = None
         self._started = now
         self._num_requests = num_requests
@@ -34,22 +34,11 @@ class Pace:
         self._drafted_at = self._clock()
         self._chains = dict(zip(request_ids, zip(scores, counts, strict=True), strict=True))
 
-    def finished(
-        self,
-        chains: Mapping[int, tuple[Sequence[float], int]],
-        kept: Mapping[int, int],
-        seconds: tuple[float, float, float],
-    ) -> None:
-        """Note a whole round that ran as one call.
-
-        Args:
-            chains: scores of each request's drafted nodes, and how many of them were checked.
-            kept: how many of those were kept.
-            seconds: what drafting, checking and following took.
-        """
+    def finished(self, chains: list[DraftedChain], seconds: tuple[float, float, float]) -> None:
+        """Note a whole round that ran as one call, and what drafting, checking and following took."""
         started, self._started = self._started, None
         assert started is not None, "a round was begun"
-        self._previous = (started, _drafted_pass(chains, kept, seconds))
+        self._previous = _Round(started, chains, seconds)
 
     def checked(self, kept: Mapping[int, int]) -> None:
         """Note how many drafted nodes of each request were kept; a pass with a prompt in it tells nothing of costs."""
@@ -60,8 +49,26 @@ class Pace:
         if started is None or len(kept) != self._num_requests or set(chains) != set(kept):
             self._controller.learn(_chains(chains, kept))
             return
-        seen = _drafted_pass(chains, kept, (self._drafted_at - started, self._clock() - self._drafted_at, 0.0))
-        self._previous = (started, seen)
+        seconds = (self._drafted_at - started, self._clock() - self._drafted_at, 0.0)
+        self._previous = _Round(started, _chains(chains, kept), seconds)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round whose end is not known yet: when it began, its chains, and what drafting, checking and following took."""
+
+    began: float
+    chains: list[DraftedChain]
+    seconds: tuple[float, float, float]
+
+    def whole(self, ended: float) -> DraftedPass:
+        levels = max((_num_levels(chain.scores) for chain in self.chains if chain.scores), default=0)
+        draft_s, check_s, follow_s = self.seconds
+        return DraftedPass(self.chains, levels, draft_s, check_s, ended - self.began, follow_s)
+
+
+def _num_levels(scores: Sequence[float]) -> int:
+    return sum(score > -math.inf for score in scores)
 
 
 def _chains(chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int]) -> list[DraftedChain]:
@@ -70,20 +77,3 @@ def _chains(chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int
         for request_id, (scores, count) in chains.items()
         if request_id in kept
     ]
-
-
-def _drafted_pass(
-    chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int], seconds: tuple[float, float, float]
-) -> DraftedPass:
-    return DraftedPass(
-        chains=_chains(chains, kept),
-        levels=max(sum(score > -float("inf") for score in scores) for scores, _ in chains.values()),
-        draft_s=seconds[0],
-        check_s=seconds[1],
-        cycle_s=0.0,
-        follow_s=seconds[2],
-    )
-
-
-def _with_cycle(seen: DraftedPass, cycle_s: float) -> DraftedPass:
-    return dataclasses.replace(seen, cycle_s=cycle_s)

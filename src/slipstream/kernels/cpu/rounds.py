@@ -90,11 +90,11 @@ class RoundCall:
             (c_float * requests)(*start.temperatures),
             (c_int64 * requests)(*start.seeds),
             (c_int32 * requests)(*start.limits),
-            *(_pointers(part, start.followers) for part in ("feedback_D", "late_states_LF", "late_tokens_L")),
+            *(_pointers(part, start.followers) for part in range(3)),
         )
         late = (0 if follower is None else follower.late for follower in start.followers)
         self._late = (c_int32 * requests)(*late)
-        capacity = max((len(f.late_tokens_L) for f in start.followers if f is not None), default=0)
+        capacity = max((f.capacity for f in start.followers if f is not None), default=0)
         self._scores = (c_float * (requests * depth))()
         self._checked, self._kept = (c_int32 * requests)(), (c_int32 * requests)()
         self._emitted = (c_int64 * (requests * (depth + 1)))()
@@ -125,17 +125,19 @@ class RoundCall:
         for follower, late in zip(self._start.followers, self._late, strict=True):
             if follower is not None:
                 follower.late = late
-        depth, checked = self._depth, list(self._checked)
+        depth, checked, emitted = self._depth, self._checked[:], self._emitted[:]
+        starts = range(0, len(emitted), depth + 1)
+        scores = self._scores[:] if any(self._start.limits) else []
         return RoundResult(
-            tokens=[self._emitted[row * (depth + 1) :][: count + 1] for row, count in enumerate(self._kept)],
+            tokens=[emitted[start : start + count + 1] for start, count in zip(starts, self._kept, strict=True)],
             checked=checked,
-            scores=[self._scores[row * depth : (row + 1) * depth] for row in range(len(checked))],
+            scores=[scores[row * depth : (row + 1) * depth] for row in range(len(checked))],
             seconds=(self._seconds[0], self._seconds[1], self._seconds[2]),
         )
 
 
-def _pointers(part: str, followers: Sequence[Follower | None]) -> "ctypes.Array[c_void_p]":
-    addresses = (None if follower is None else getattr(follower, part).data_ptr() for follower in followers)
+def _pointers(part: int, followers: Sequence[Follower | None]) -> "ctypes.Array[c_void_p]":
+    addresses = [None if follower is None else follower.addresses[part] for follower in followers]
     return (c_void_p * len(followers))(*addresses)
 
 

@@ -139,7 +139,7 @@ struct Chain {
     const int64_t* seed;
     const float* root_logits;  // [requests, head.n]: they foretell the first level
     float* hidden;             // [requests, width], what the first level is fed; overwritten
-    float* scores;             // [requests, depth], cumulative log-probability; -inf for levels not run
+    float* scores;             // [requests, depth], cumulative log-probability; -inf for what was not drafted
     int64_t* entries;          // [requests, depth], in the draft's vocabulary
     int64_t page_table_stride;
     int32_t requests;
