@@ -20,14 +20,41 @@ settings.register_profile("explore", derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
 
 
-HOST_ONLY = ("test_cpu_", "test_triton_compile", "test_late_device", "test_load_moe", "test_rank")
-"""Files of tests that learn nothing from a GPU: CPU kernels, compiling, a stand-in for a device, files, commands."""
+HOST_ONLY = (
+    "test_cpu_", "test_triton_compile", "test_experts", "test_quantized_linear", "test_late_device", "test_load_moe",
+    "test_rank",
+)  # fmt: skip
+"""Files of tests that learn nothing from a GPU: the CPU's kernels and the reference on it, compiling, a stand-in for a
+device, files, commands."""
+ON_GPU = os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu") != "cpu"
+
+
+class FailuresAtOnce:
+    """Names each test as it fails: time on a GPU may end before the tests do, and the summary comes last."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print the test and the first line of what went wrong."""
+        terminal = self._plugins.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = str(report.longrepr if crash is None else crash.message).strip()
+            terminal.write_line(
+                f"\nFAILED {report.nodeid} ({report.when}): {message.partition(chr(10))[0]}", flush=True
+            )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On a GPU say at once what failed; of xdist's processes the one that has the terminal does."""
+    if ON_GPU and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out, where the tests are to run on a GPU, those that do not use it."""
-    on_gpu = os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu") != "cpu"
-    return True if on_gpu and collection_path.name.startswith(HOST_ONLY) else None
+    return True if ON_GPU and collection_path.name.startswith(HOST_ONLY) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,7 +5,8 @@ arrays, which numpy 2.4 no longer does by itself; floats are rounded to nearest 
 as numbers, not as the 16-bit words it is kept in; and a product is summed in steps of 16, as instructions do. What it
 lacks is added as its documentation says: products of MXFP4 blocks (`tl.dot_scaled`).
 
-And every address is checked, as a GPU would not: a kernel that reads or writes outside the tensors it was given fails.
+Products of fewer columns than compile for sm_90 are refused. And every address is checked, as a GPU would not: a kernel
+that reads or writes outside the tensors it was given fails.
 """
 
 import os
@@ -45,6 +46,9 @@ def _use_interpreter():
         return numbers.view(WORDS[target.primitive_bitwidth]).numpy().view(f"u{target.primitive_bitwidth // 8}")
 
     def dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
+        least = 32 if a.dtype.primitive_bitwidth == 8 else INSTRUCTION
+        if a.data.shape[1] < least:
+            raise ValueError(f"a product on a GPU has at least {least} columns, not {a.data.shape[1]}")
         if a.dtype.is_floating() and a.dtype.primitive_bitwidth < 32:
             a, b = (interpreter.TensorHandle(_float32(x, convert, tl), tl.float32) for x in (a, b))
         for k in range(0, a.data.shape[1], INSTRUCTION):

@@ -7,9 +7,8 @@ import torch
 
 from slipstream.kernels import select
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
-from tiny import TARGET_SPEC, tiny_target
+from tiny import DEVICE, TARGET_SPEC, tiny_target
 
-CPU = torch.device("cpu")
 SPEC = dataclasses.replace(TARGET_SPEC, hidden_size=96, intermediate_size=160, num_heads=6, num_kv_heads=2, head_dim=16)
 TARGET = tiny_target(**{f.name: getattr(SPEC, f.name) for f in dataclasses.fields(SPEC)})
 PATHS = ["auto", "reference"]
@@ -20,20 +19,20 @@ def logits(path: str, layout: list[list[list[int]]], page_size: int) -> dict[int
 
     `layout[p][r]` are the tokens request r brings to pass p.
     """
-    ops = select(CPU, path)
+    ops = select(DEVICE, path)
     num_requests = len(layout[0])
     pages_each = -(-64 // page_size)
-    kv = KvCache.allocate(TARGET.kv_shape, num_requests * pages_each, page_size, torch.float32, CPU)
-    table = page_table([range(r * pages_each, (r + 1) * pages_each) for r in range(num_requests)], CPU)
+    kv = KvCache.allocate(TARGET.kv_shape, num_requests * pages_each, page_size, torch.float32, DEVICE)
+    table = page_table([range(r * pages_each, (r + 1) * pages_each) for r in range(num_requests)], DEVICE)
     done = [0] * num_requests
     last = {}
     for tokens in layout:
         active = [r for r in range(num_requests) if tokens[r]]
-        index = torch.cat([torch.arange(done[r], done[r] + len(tokens[r])) for r in active])
+        index = torch.cat([torch.arange(done[r], done[r] + len(tokens[r]), device=DEVICE) for r in active])
         queries = QueryTokens([len(tokens[r]) for r in active], index, index, torch.full_like(index, -1))
         ctx = paged_context(ops, kv, table[active], queries)
         with torch.inference_mode():
-            hidden = TARGET(torch.tensor([t for r in active for t in tokens[r]]), ctx)
+            hidden = TARGET(torch.tensor([t for r in active for t in tokens[r]], device=DEVICE), ctx)
             rows = TARGET.logits(hidden.last_TD, ops)
         end = 0
         for r in active:
@@ -68,7 +67,7 @@ def test_a_paths_promise_about_bits_is_kept(path, record_property):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
         same[name] = torch.equal(got, expected)
         record_property(name, "same bits" if same[name] else "bits differ")
-    ops = select(CPU, path)
+    ops = select(DEVICE, path)
     assert ops.promise
     if ops.row_invariant:
         assert all(same.values()), same

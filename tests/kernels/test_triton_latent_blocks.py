@@ -95,3 +95,9 @@ def test_latents_that_fill_no_tiles_take_one_operation_at_a_time():
     fast = small(ids, context(small, TritonOps(DEVICE), [9], 2)).last_TD
     plain = small(ids, context(small, ReferenceOps(DEVICE), [9], 2)).last_TD
     torch.testing.assert_close(fast, plain, atol=2e-3, rtol=2e-3)
+
+
+def test_heads_narrower_than_a_matrix_instruction_are_multiplied(generator):
+    x, weight = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((5, 3, 8), (3, 12, 8)))
+    expected = ReferenceOps(DEVICE).head_linear(x, weight)
+    torch.testing.assert_close(TritonOps(DEVICE).head_linear(x, weight), expected, atol=1e-5, rtol=0)

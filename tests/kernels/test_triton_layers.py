@@ -79,9 +79,9 @@ def test_quantized_blocks_are_the_references(format, generator):
         queries = QueryTokens([5], index, index, torch.full_like(index, -1))
         ctx = paged_context(ops, kv, page_table([[0]], DEVICE), queries)
         found.append(ops.run_layers(list(model.layers), embedding, ctx, ())[0])
-    # A number at the edge between two codes may fall to either side.
+    # A number at the edge between two codes may fall to either side, and more do where a GPU keeps 14 bits of FP8 sums.
     error = (found[0] - found[1]).abs().mean() / found[1].abs().mean()
-    assert error < 2e-3
+    assert error < (1e-2 if format == "fp8_per_channel" and DEVICE.type == "cuda" else 2e-3)
 
 
 def test_bits_depend_on_neither_chunks_nor_neighbours_nor_pages(generator):

@@ -98,7 +98,10 @@ def test_a_static_input_scale_is_used_for_all_rows(generator):
     scales = {**weight.scales, "input_scale": torch.tensor(0.01, device=DEVICE)}
     weight = PackedWeight("fp8_per_tensor", 32, 64, weight.codes, scales)
     x = numbers(3, 64, generator=generator)
-    torch.testing.assert_close(OPS.packed_linear(x, OPS.prepare(weight)), REFERENCE.packed_linear(x, weight))
+    got = OPS.packed_linear(x, OPS.prepare(weight))
+    # A GPU keeps some 14 bits of an FP8 sum; each row's own scale would move the numbers by some 0.2.
+    rtol, atol = (4e-3, 4e-3 * 8) if DEVICE.type == "cuda" else (1e-6, 1e-5)
+    torch.testing.assert_close(got, REFERENCE.packed_linear(x, weight), rtol=rtol, atol=atol)
 
 
 def test_a_format_without_a_kernel_is_multiplied_by_torch_and_said_once(generator, caplog):

@@ -22,8 +22,8 @@ def wide(**changes) -> dict[str, WideConfig]:
     return {name: config for shape in shapes for name in (shape, few_rows_name(shape))}
 
 
-def products(wide_linear: dict[str, WideConfig]) -> Products:
-    return Products(small_tuning(linear=NARROW, wide_linear=wide_linear, shared_bytes=0), DEVICE)
+def products(wide_linear: dict[str, WideConfig], fp8_dot: bool = True) -> Products:
+    return Products(small_tuning(linear=NARROW, wide_linear=wide_linear, shared_bytes=0, fp8_dot=fp8_dot), DEVICE)
 
 
 def weight_of(format: str, prepared_by: Products, generator) -> torch.Tensor | PackedWeight:
@@ -32,11 +32,7 @@ def weight_of(format: str, prepared_by: Products, generator) -> torch.Tensor | P
     return prepared_by.prepare(quantized(format, OUTPUTS, INPUTS, generator))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize(("tma", "serial"), [(False, False), (True, False), (False, True)])
-def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, serial, generator):
-    narrow, all_rows = products({}), products(wide(pair=pair, tma=tma, serial=serial))
+def assert_bits_of_narrow_tiles(narrow: Products, all_rows: Products, format: str, generator) -> None:
     weight = weight_of(format, narrow, generator)
     x = numbers(160, INPUTS, generator=generator, dtype=torch.bfloat16)
     residual = numbers(160, OUTPUTS, generator=generator, dtype=torch.bfloat16)
@@ -46,6 +42,19 @@ def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma
         for epilogue in (Epilogue(bias, residual[:count]), Epilogue(silu=True)):
             got = all_rows.multiply(rows, weight, epilogue)
             assert torch.equal(got, narrow.multiply(rows, weight, epilogue)), (count, epilogue.silu)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize(("tma", "serial"), [(False, False), (True, False), (False, True)])
+def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, serial, generator):
+    all_rows = products(wide(pair=pair, tma=tma, serial=serial))
+    assert_bits_of_narrow_tiles(products({}), all_rows, format, generator)
+
+
+def test_fp8_that_matrix_units_do_not_read_gives_the_bits_of_narrow_tiles(generator):
+    narrow, all_rows = (products(tiles, fp8_dot=False) for tiles in ({}, wide()))
+    assert_bits_of_narrow_tiles(narrow, all_rows, "fp8_per_channel", generator)
 
 
 def test_a_row_keeps_its_bits_up_to_the_widest_pass_and_beyond(generator):

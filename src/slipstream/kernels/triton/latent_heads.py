@@ -184,8 +184,9 @@ def heads_linear(x_THd: Tensor, weight_HNK: Tensor, rope: Rope | None, dependent
     _heads_kernel[(blocks + (rope_width > 0), num_heads, triton.cdiv(num_tokens, _TOKENS))](
         x_THd, weight_HNK, out, *((None, None, None) if rope is None else (rope.positions_T, rope.cos_Pr, rope.sin_Pr)),
         num_tokens, x_THd.stride(0), x_THd.stride(1), *weight_HNK.stride(), out.stride(0), out.stride(1), num_outputs,
-        K=num_inputs, ROPE=rope_width, BLOCK_T=_TOKENS, BLOCK_N=HEAD_TILE, BLOCK_K=triton.next_power_of_2(num_inputs),
-        BLOCK_R=triton.next_power_of_2(max(rope_width, 1)), PDL=dependent,
+        K=num_inputs, ROPE=rope_width, BLOCK_T=_TOKENS, BLOCK_N=HEAD_TILE,
+        BLOCK_K=max(triton.next_power_of_2(num_inputs), 16), BLOCK_R=triton.next_power_of_2(max(rope_width, 1)),
+        PDL=dependent,
         **launch_options(dependent, matrix_instruction(architecture_of(x_THd.device))),
     )  # fmt: skip
     return out

@@ -33,7 +33,8 @@ def _dot(w, x, acc, KIND: tl.constexpr, COPIED: tl.constexpr):
     if KIND == "int8":
         acc = tl.dot(w, x, acc, out_dtype=tl.int32)
     elif KIND == "fp8":
-        acc = tl.dot(w, x, acc, max_num_imprecise_acc=128)
+        K: tl.constexpr = w.shape[1]
+        acc = tl.dot(w, x, acc, max_num_imprecise_acc=128 if K > 128 else K)
     elif KIND == "fp8_upcast":
         acc = tl.dot(w.to(tl.bfloat16), x.to(tl.bfloat16), acc)
     else:
