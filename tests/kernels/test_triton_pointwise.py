@@ -1,5 +1,7 @@
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton_samples import REFERENCE, numbers, triton_ops
 
 from interpreted import DEVICE
@@ -100,3 +102,17 @@ def test_the_best_entries_are_the_references(k, generator):
     expected_scores, expected_entries = REFERENCE.top_k(logits, ids, sampling, k)
     assert torch.equal(entries, expected_entries)
     torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y_ptr + at, tl.load(x_ptr + at))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU does not watch addresses; the interpreter does")
+@pytest.mark.parametrize(("read", "written"), [(3, 4), (4, 3)])
+def test_an_interpreted_kernel_that_leaves_its_tensors_is_refused(read, written):
+    _copy_kernel[(1,)](torch.zeros(4), torch.zeros(4), SIZE=4)
+    with pytest.raises(Exception, match="_copy_kernel touches 1 numbers outside the tensors"):
+        _copy_kernel[(1,)](torch.zeros(read), torch.zeros(written), SIZE=4)
