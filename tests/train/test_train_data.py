@@ -125,16 +125,6 @@ def test_a_passage_ends_with_a_sentence_if_one_is_complete(text, kept):
     assert whole_sentences(text) == kept
 
 
-@pytest.mark.parametrize(("kept", "tokens"), [(0, 48), (20, 68), (500, 100)])
-def test_of_a_loop_as_much_is_kept_as_asked_for(data, kept, tokens):
-    config = DataConfig(answer_tokens=100, magpie=0, maths=0, second_turn=0, loop_tokens=kept)
-    source = ConversationSource(CharTokenizer(), config, read_prompts(data / "train.jsonl"), frozenset())
-    (request,) = source.take(1)
-    source.give(GenerationResult(request, [7] * 100, False))
-    ((start, end),) = source.texts[0].spans
-    assert end - start == tokens and source.tally.loops_cut == 1
-
-
 def test_shares_that_exceed_all_conversations_are_refused():
     with pytest.raises(ConfigError, match="magpie, maths, passages and tasks"):
         DataConfig(magpie=0.6, maths=0.1, passages=0.2, tasks=0.2)

@@ -39,7 +39,6 @@ class DataConfig:
         second_turn: share of conversations that go on.
         greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`.
         max_prompt, max_answer: in tokens.
-        loop_tokens: how much of a loop is kept beyond its third repetition, for a draft that can follow one.
     """
 
     answer_tokens: int = 30_000_000
@@ -56,7 +55,6 @@ class DataConfig:
     top_p: float = 0.95
     max_prompt: int = 256
     max_answer: int = 320
-    loop_tokens: int = 0
     shard_texts: int = 16_384
     seed: int = 0
 
@@ -68,8 +66,6 @@ class DataConfig:
         for name in ("answer_tokens", "file_repeats", "max_prompt", "max_answer", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.loop_tokens < 0:
-            raise ConfigError(f"loop_tokens is {self.loop_tokens}; it must be at least 0.")
         if self.sampled > 1 + 1e-9:
             raise ConfigError(
                 "magpie, maths, passages and tasks are shares of all conversations; together they exceed 1."
@@ -277,7 +273,7 @@ class ConversationSource:
     def _end_answer(self, conversation: _Conversation, result: GenerationResult) -> None:
         tokens, loops = result.tokens, loop_end(result.tokens)
         if loops is not None:
-            tokens = tokens[: loops + self._config.loop_tokens]
+            tokens = tokens[:loops]
             self.tally.loops_cut += 1
         if len(tokens) < MIN_ANSWER:
             self.tally.malformed += 1
