@@ -31,7 +31,7 @@ class DataConfig:
     Args:
         answer_tokens: stop once the answers hold this many.
         magpie, maths: shares of conversations whose user turn the target samples itself, freely or after examples of
-            maths questions.
+            maths questions (`files.maths`, or `files.prompts`).
         passages: share whose user turn is a task on a passage of an earlier answer.
         tasks: share whose user turn the target samples after examples of `files.examples`; what the four shares leave
             are prompts from files, each used `file_repeats` times at most.
@@ -112,10 +112,12 @@ class ConversationSource:
         prompts: Sequence[Messages],
         excluded: frozenset[str],
         examples: Sequence[Messages] = (),
+        maths: Sequence[Messages] = (),
     ) -> None:
         """Prepare a mixture; `prompts` come from files, `excluded` is normalised text never to be used.
 
-        `examples` are shown to the target, for it to write user turns like them.
+        `examples` and `maths` are shown to the target, for it to write user turns like them; without `maths`, the
+        prompts are.
         """
         self._tokenizer, self._config, self._excluded = tokenizer, config, excluded
         self._rng = np.random.default_rng(config.seed)
@@ -124,13 +126,13 @@ class ConversationSource:
         self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
         self._short_reply = tokenizer.encode("Next question.", add_special=False)
         self._file_prompts = self._encode(prompts, excluded)
-        self._questions = self._short_ones(self._file_prompts)
+        self._questions = self._short_ones(self._encode(maths, excluded) if maths else self._file_prompts)
         if config.maths > 0 and len(self._questions) < _MIN_EXAMPLES:
             raise ConfigError(
                 f"data.maths is {config.maths}, and maths questions are sampled after at least {_MIN_EXAMPLES} "
-                f"examples from files.prompts; {len(self._questions)} of {len(prompts)} prompts will do (no longer "
-                "than data.max_prompt, and in none of the files to be left out). Name such files, or set data.maths "
-                "to 0."
+                f"examples from {'files.maths' if maths else 'files.prompts'}; {len(self._questions)} of "
+                f"{len(maths or prompts)} prompts will do (no longer than data.max_prompt, and in none of the files to "
+                "be left out). Name such files, or set data.maths to 0."
             )
         self._tasks = self._short_ones(self._encode(examples, frozenset()))
         if config.tasks > 0 and len(self._tasks) < _MIN_EXAMPLES:
