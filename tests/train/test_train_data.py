@@ -331,3 +331,11 @@ def test_maths_questions_follow_their_own_examples(data):
     source = ConversationSource(tokenizer, config, read_prompts(data / "train.jsonl"), frozenset(), maths=own)
     shown = tokenizer.decode(source.take(1)[0].prompt)
     assert "all of them together" in shown
+
+
+def test_a_prompt_from_a_file_is_answered_greedily_once_at_most(data):
+    config = DataConfig(magpie=0, maths=0, second_turn=0, greedy=1.0, file_repeats=3)
+    source = ConversationSource(CharTokenizer(), config, read_prompts(data / "train.jsonl"), frozenset())
+    requests = source.take(200)
+    greedy = [tuple(request.prompt) for request in requests if request.temperature == 0]
+    assert len(requests) == 3 * 40 and len(greedy) == len(set(greedy)) == 40
