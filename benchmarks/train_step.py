@@ -233,6 +233,8 @@ def profile(bench: Bench, batches: list[Batch], rows: int = 28) -> None:
         bench.synchronize()
     kernels = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
     kernels.sort(key=lambda e: -e.self_device_time_total)
+    busy = sum(kernel.self_device_time_total for kernel in kernels) / 2e3
+    print(f"{busy:8.3f} ms of kernels in a step, {sum(kernel.count for kernel in kernels) // 2} of them", flush=True)
     for kernel in kernels[:rows]:
         print(f"{kernel.self_device_time_total / 2e3:8.3f} ms {kernel.count // 2:5d} x {kernel.key[:110]}", flush=True)
 

@@ -73,12 +73,12 @@ class FusedOps(TrainOps):
 
 def _check_loss(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
-    full, logits = (torch.randn(8, width, generator=generator).to(device) * 3 for width in (300, 100))
-    token_ids = torch.randperm(300, generator=generator)[:100].to(device)
+    full, logits = (torch.randn(8, width, generator=generator).to(device) * 3 for width in (304, 96))
+    token_ids = torch.randperm(304, generator=generator)[:96].to(device)
     labels = Labels(torch.arange(8, device=device).flip(0), torch.rand(8, generator=generator).to(device), 0.3)
     results = []
     for ops in (TrainOps(device), FusedOps(device)):
-        taught = torch.empty(8, 100, device=device)
+        taught = torch.empty(8, 96, device=device)
         best, log_total = ops.read_logits(full, token_ids, taught)
         teacher = Teacher(taught, log_total, taught.argmax(-1), (best % 5 > 0).float())
         compared = ops.compare(logits.clone(), teacher, labels, torch.bfloat16)
@@ -88,9 +88,9 @@ def _check_loss(device: torch.device) -> None:
 
 def _check_attention(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
-    seen = Seen(torch.tensor([[0] * 20 + [1] * 49 + [-1]], device=device))
+    seen = Seen(torch.tensor([[0] * 20 + [1] * 59 + [-1]], device=device))
     heads = [9, *[3] * 6]
-    given = [torch.randn(1, 70, count, 64, generator=generator).to(device, torch.bfloat16) for count in heads]
+    given = [torch.randn(1, 80, count, 64, generator=generator).to(device, torch.bfloat16) for count in heads]
     results = []
     for ops in (TrainOps(device), FusedOps(device)):
         q, *rest = leaves = [x.detach().clone().requires_grad_() for x in given]

@@ -75,6 +75,8 @@ def _fused_parts(device: torch.device) -> tuple[frozenset[str], dict[str, str]]:
         from slipstream.train.fused import CHECKS  # Triton is absent on CPU machines
     except ImportError as error:
         return frozenset(), {"anything": str(error)}
+    if device.index not in (None, torch.cuda.current_device()):
+        return frozenset(), {"anything": f"{device} is not the current GPU."}
     refusals = {}
     for part, check in CHECKS.items():
         try:

@@ -157,9 +157,10 @@ def _norm_kernel(x_ptr, weight_ptr, out_ptr, N, W, eps, ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def _norm_grad_kernel(
-    x_ptr, weight_ptr, grad_ptr, out_ptr, parts_ptr, N, W, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Work out the gradients of every so many-th ROWS rows, and this program's share of the weight's."""
+    x_ptr, weight_ptr, grad_ptr, out_ptr, parts_ptr, N, W, eps,
+    BY_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Work out this program's share of the weight's gradient, and its rows' own where they are wanted."""
     at = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + at, mask=at < W, other=0.0).to(tl.float32)
     part = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -171,9 +172,11 @@ def _norm_grad_kernel(
         scale = tl.rsqrt(tl.sum(x * x, 1) / W + eps)[:, None]
         normed = x * scale
         part += grad * normed
-        wanted = grad * weight
-        mean = (tl.sum(wanted * normed, 1) / W)[:, None]
-        tl.store(out_ptr + row * W + at, ((wanted - normed * mean) * scale).to(out_ptr.dtype.element_ty), mask=real)
+        if BY_ROWS:
+            wanted = grad * weight
+            mean = (tl.sum(wanted * normed, 1) / W)[:, None]
+            grad_x = (wanted - normed * mean) * scale
+            tl.store(out_ptr + row * W + at, grad_x.to(out_ptr.dtype.element_ty), mask=real)
     column = tl.arange(0, BLOCK)
     tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * W + column, tl.sum(part, 0), mask=column < W)
 
@@ -207,10 +210,11 @@ class _RmsNorm(torch.autograd.Function):
         block = triton.next_power_of_2(width)
         rows = max(1, _TILE // block)
         programs = min(triton.cdiv(num_rows, rows), _NORM_PROGRAMS)
-        out = torch.empty_like(x)
+        by_rows = bool(ctx.needs_input_grad[0])
+        out = torch.empty_like(x) if by_rows else x
         parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         _norm_grad_kernel[(programs,)](
-            x, weight, grads[0].contiguous(), out, parts, num_rows, width, ctx.eps, ROWS=rows, BLOCK=block,
-            num_warps=4 if block <= _TILE else 8,
+            x, weight, grads[0].contiguous(), out, parts, num_rows, width, ctx.eps, BY_ROWS=by_rows, ROWS=rows,
+            BLOCK=block, num_warps=4 if block <= _TILE else 8,
         )  # fmt: skip
-        return out, parts.sum(0).to(weight.dtype), None
+        return out if by_rows else None, parts.sum(0).to(weight.dtype), None
