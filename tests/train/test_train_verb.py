@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
+from slipstream.engine.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.engine.loading import LoadOptions
 from slipstream.errors import CheckpointError, ConfigError
@@ -55,7 +56,8 @@ def draft(places):
 
 def answers(places, draft, depth, dtype="float32"):
     tree = TreeShape.chain(depth)
-    llm = LLM(LoadOptions(places / "target", draft, tree, "cpu", dtype, "reference"))
+    alone = EngineConfig(borrowed_tokens=0)  # a walk measures the draft alone
+    llm = LLM(LoadOptions(places / "target", draft, tree, "cpu", dtype, "reference", engine=alone))
     return llm.generate(read_prompts(places / "test.jsonl"), SamplingParams(max_tokens=40, temperature=0.0))
 
 
