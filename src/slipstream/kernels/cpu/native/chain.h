@@ -107,23 +107,29 @@ struct ChainRows {
     }
 };
 
-// Put the best token of every row, borrowed ones among them, in `tokens`, which holds the best entries of the draft's own.
-// `x` is what the head reads, row by row.
-static void name_tokens(Pool& pool, const Draft& draft, const Chain& chain, const ChainRows& rows, const Sampling& sampling,
-                        const float* logits, const float* x, int width, float* scores, int64_t* tokens) {
+// What the rows of a level come to. `entries` are the best of the draft's own tokens, which `name_tokens` replaces by tokens.
+struct Level {
+    Sampling sampling;
+    const float* logits;
+    const float* x;  // what the head reads
+    float* scores;
+    int64_t* entries;
+};
+
+// Turn each row's best entry into the best token of all, those its request has borrowed among them.
+static void name_tokens(Pool& pool, const Draft& draft, const Chain& chain, const ChainRows& rows, int width, const Level& level) {
     const auto name = [&](int r) {
-        const int64_t entry = tokens[r];
-        tokens[r] = draft.token_ids[entry];
-        const Borrowed* borrowed = chain.borrowed ? chain.borrowed + rows.who[r] : nullptr;
-        if (!borrowed || borrowed->count == 0) return;
-        const Row row{nullptr, sampling.temperature[r], sampling.seed[r], sampling.position[r]};
-        Pick best{tokens[r], 0.0f, scores[r]};
-        rough_perturb(logits + r * static_cast<int64_t>(draft.ends.head.n) + entry, &best.token, 1, row, &best.value);
-        best = best_with(*borrowed, best, x + static_cast<int64_t>(r) * width, width, row);
-        tokens[r] = best.token;
-        scores[r] = best.score;
+        const int64_t entry = level.entries[r];
+        Pick best{draft.token_ids[entry], 0.0f, level.scores[r]};
+        if (chain.borrowed && chain.borrowed[rows.who[r]].count > 0) {
+            const Row row{nullptr, level.sampling.temperature[r], level.sampling.seed[r], level.sampling.position[r]};
+            rough_perturb(level.logits + r * static_cast<int64_t>(draft.ends.head.n) + entry, &best.token, 1, row, &best.value);
+            best = best_with(chain.borrowed[rows.who[r]], best, level.x + static_cast<int64_t>(r) * width, width, row);
+        }
+        level.entries[r] = best.token;
+        level.scores[r] = best.score;
     };
-    if (!x || rows.count == 1) {
+    if (!chain.borrowed || rows.count == 1) {
         for (int r = 0; r < rows.count; ++r) name(r);
         return;
     }
@@ -188,7 +194,7 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
         }
         const Sampling sampling{rows.temperature, rows.seed, position};
         top_k(pool, scratch, {count, vocab, 1, 0}, foretold, draft.token_ids, sampling, scores, tokens);
-        name_tokens(pool, draft, chain, rows, sampling, foretold, chain.borrowed ? x : nullptr, width, scores, tokens);
+        name_tokens(pool, draft, chain, rows, width, {sampling, foretold, x, scores, tokens});
         float worth = 0.0f;
         rows.count = 0;
         for (int r = 0; r < count; ++r) {
