@@ -20,7 +20,7 @@ from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Linear
 from slipstream.models.target import Target
 
-_COMES_AGAIN = 1.0  # added to a borrowed token's logit: what stood in the text is likelier than its row says
+_COMES_AGAIN = 2.0  # added to a borrowed token's logit: what stood in the text is likelier than its row says
 _LEAST_EXPLAINED = 0.3  # of the variance of rows that were not fitted; below that a made row would mislead
 _MOST_FITTED = 8192  # known tokens; more explain little more
 _RIDGE = 1e-6
