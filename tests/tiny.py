@@ -1,5 +1,6 @@
 """Builders of tiny random targets and drafts."""
 
+import copy
 import dataclasses
 import os
 
@@ -12,6 +13,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.kernels import select
 from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.layers import Linear
 from slipstream.models.target import Target
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
@@ -70,6 +72,16 @@ def tiny_target(seed: int = 0, **changes: object) -> Target:
     return model.eval().to(DEVICE)
 
 
+def stammering_target(vocab_size: int) -> Target:
+    """Return a target that often says a token twice or more, which a follower's draft foresees."""
+    model = tiny_target(1, vocab_size=vocab_size)
+    model.lm_head.weight.copy_(model.embed_tokens.weight)
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight.mul_(0.2)
+        layer.mlp.down_proj.weight.mul_(0.2)
+    return model
+
+
 def tiny_draft(target: Target, seed: int = 1, **changes: object) -> Eagle3Draft:
     """Return a random draft for a target, sharing its embedding."""
     draft = Eagle3Draft(dataclasses.replace(DRAFT_SPEC, **changes))
@@ -92,6 +104,16 @@ def follower_draft(target: Target, **changes: object) -> Eagle3Draft:
     draft.norm.weight.copy_(target.norm.weight)
     draft.lm_head.weight.copy_(target.lm_head.weight)
     return draft
+
+
+def knowing_half(draft: Eagle3Draft) -> Eagle3Draft:
+    """Return a copy of a draft that knows the even tokens only."""
+    half = copy.deepcopy(draft)
+    half.spec = dataclasses.replace(draft.spec, draft_vocab_size=len(draft.token_ids_V[::2]))
+    half.token_ids_V = draft.token_ids_V[::2].clone()
+    half.lm_head = Linear(draft.spec.hidden_size, {"lm_head": len(half.token_ids_V)})
+    half.lm_head.weight = nn.Parameter(draft.lm_head.weight[::2].clone(), requires_grad=False)
+    return half.eval()
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:

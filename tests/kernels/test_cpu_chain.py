@@ -114,14 +114,14 @@ def test_a_chain_below_the_floor_ends_and_the_others_go_on_as_if_it_had_not(cpu_
         start = ChainStart(pages, 4, lengths, torch.full((requests,), temperature), seeds, hidden, logits)
         return cpu_ops.draft_chain(draft, kv, start, depth, cut)
 
-    scores_RK, entries_RK = drafted(Cut())
+    scores_RK, tokens_RK = drafted(Cut())
     for floor in scores_RK.flatten().tolist():
-        cut_RK, cut_entries_RK = drafted(Cut(floor))
+        cut_RK, cut_tokens_RK = drafted(Cut(floor))
         below_RK = scores_RK < floor
         ended_RK = below_RK.cumsum(1) > below_RK.int()  # behind the first that is below
         assert cut_RK[ended_RK].eq(-torch.inf).all()
         assert torch.equal(cut_RK[~ended_RK], scores_RK[~ended_RK])
-        assert torch.equal(cut_entries_RK[~ended_RK], entries_RK[~ended_RK])
+        assert torch.equal(cut_tokens_RK[~ended_RK], tokens_RK[~ended_RK])
 
 
 def test_a_draft_that_names_tokens_without_embeddings_is_refused(fast_ops):

@@ -79,10 +79,12 @@ def test_our_own_flags_and_ngram(launched, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("one\n\ntwo\n")
     found = launched(
-        f"m --draft ngram --depth 6 --simulated-acceptance 0.9,0.5 --api-key zero --api-key-file {keys} --num-pages 99"
+        f"m --draft ngram --depth 6 --simulated-acceptance 0.9,0.5 --api-key zero --api-key-file {keys} --num-pages 99 "
+        "--borrowed-tokens 7"
     )
     assert (found["options"].draft, found["options"].tree) == ("ngram", TreeShape.chain(6))
     assert found["options"].engine.num_pages == 99
+    assert found["options"].engine.borrowed_tokens == 7
     assert found["config"].api_keys == ("zero", "one", "two")
     assert found["simulated"] == (0.9, 0.5)
     assert launched("m --speculative-algorithm NGRAM")["options"].draft == "ngram"

@@ -86,8 +86,8 @@ class ScriptedGrower:
     def root_children(self, count: int) -> Children:
         return self._best(count)
 
-    def children(self, entries_RW: torch.Tensor, parents_RW: torch.Tensor, count: int) -> Children:
-        pairs = zip(entries_RW[0].tolist(), parents_RW[0].tolist(), strict=True)
+    def children(self, tokens_RW: torch.Tensor, parents_RW: torch.Tensor, count: int) -> Children:
+        pairs = zip(tokens_RW[0].tolist(), parents_RW[0].tolist(), strict=True)
         self._level = [(*self._level[parent], entry) for entry, parent in pairs]
         return self._best(count)
 
@@ -98,7 +98,7 @@ class ScriptedGrower:
 
 def paths_of(candidates) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = []
-    for entry, parent in zip(candidates.entries_RC[0].tolist(), candidates.parents_RC[0].tolist(), strict=True):
+    for entry, parent in zip(candidates.tokens_RC[0].tolist(), candidates.parents_RC[0].tolist(), strict=True):
         assert parent < len(paths)
         paths.append(((*paths[parent], entry)) if parent >= 0 else (entry,))
     return paths

@@ -32,6 +32,10 @@ def drafts(
     as_served: Annotated[
         bool, typer.Option("--as-served", help="Drafts in the precision that serving gives them, not as stored.")
     ] = False,
+    borrowed_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens of a request's own text, unknown to a draft, that it may propose; 0: none."),
+    ] = 64,
     kernels: options.Kernels = "auto",
 ) -> None:
     """Compare drafts: tokens a pass, by position, with and without looping answers; size; and is the text the same?
@@ -42,6 +46,7 @@ def drafts(
 
       slipstream eval drafts questions.jsonl -d auto -d ngram --depths 3,6 --as-served
     """
+    from slipstream.engine.config import EngineConfig
     from slipstream.engine.loading import LoadOptions, load
     from slipstream.speculation.sampling import SamplingParams
     from slipstream.train.compare import compare_drafts
@@ -49,7 +54,8 @@ def drafts(
 
     console = Console()
     asked = read_prompts(prompts)[:count]
-    loaded = load(LoadOptions(model, "none", kernels=options.kernel_choice(kernels)))
+    engine = EngineConfig(borrowed_tokens=borrowed_tokens)
+    loaded = load(LoadOptions(model, "none", kernels=options.kernel_choice(kernels), engine=engine))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     shapes = [options.tree_shape(depth, width, budget) for depth in _depths(depths)]
     with Progress(console=console, transient=True) as bar:

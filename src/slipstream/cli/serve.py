@@ -27,6 +27,7 @@ def serve(
     num_pages: o.NumPages = None,
     memory_fraction: o.MemoryFraction = None,
     prefix_cache: o.PrefixCache = True,
+    borrowed_tokens: o.BorrowedTokens = 64,
     simulated_acceptance: o.SimulatedAcceptance = None,
     api_key: o.ApiKey = None,
     api_key_file: o.ApiKeyFile = None,
@@ -89,6 +90,7 @@ def serve(
         max_requests=max_requests,
         max_batch_tokens=max_batch_tokens,
         prefix_cache=prefix_cache and not disable_radix_cache,
+        borrowed_tokens=borrowed_tokens,
     )
     options = LoadOptions(
         name,

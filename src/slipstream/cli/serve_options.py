@@ -68,6 +68,10 @@ PrefixCache = Annotated[
         help="Keep pages of earlier prompts.",
     ),
 ]
+BorrowedTokens = Annotated[
+    int,
+    typer.Option(help="On a CPU: tokens of a request's own text, unknown to the draft, that it may propose; 0: none."),
+]
 SimulatedAcceptance = Annotated[
     str | None, typer.Option(help="Measurements only: keep drafted tokens by these rates, such as 0.8,0.6,0.4.")
 ]

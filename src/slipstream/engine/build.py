@@ -18,6 +18,7 @@ from slipstream.models.context import KvCache, KvShape
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers
 from slipstream.models.target import Target
+from slipstream.speculation.borrowed import Borrowers, Lender
 from slipstream.speculation.controller import ChainController
 from slipstream.speculation.drafter import Drafter, NgramDrafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
@@ -61,7 +62,8 @@ def build_engine(
         return KvCache.allocate(kv_shape, num_pages + config.spare_pages(device.type), config.page_size, dtype, device)
 
     pace = Pace(ChainController(), time.perf_counter) if paced else None
-    drafter = _drafter(target, draft, shape, cache, ops, pace)
+    borrowers = _borrowers(target, draft, config, ops)
+    drafter = _drafter(target, draft, shape, cache, ops, pace, borrowers)
     runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
     if leader is None:
         return Engine(runner, drafter, config, target.spec.vocab_size)
@@ -108,6 +110,7 @@ def _drafter(
     cache: Callable[[KvShape], KvCache],
     ops: Ops,
     pace: Pace | None = None,
+    borrowers: Borrowers | None = None,
 ) -> Drafter:
     device: torch.device = target.embed_tokens.device
     if draft is None:
@@ -115,4 +118,17 @@ def _drafter(
     if draft == "ngram":
         return NgramDrafter(shape.depth, device)
     layers = captured_layers(draft.spec, target.spec)
-    return Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops, pace)
+    return Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops, pace, borrowers)
+
+
+def _borrowers(
+    target: Target, draft: Eagle3Draft | Literal["ngram"] | None, config: EngineConfig, ops: Ops
+) -> Borrowers | None:
+    """Return what lets requests borrow tokens the draft does not know, where both models are whole and on a CPU."""
+    if not isinstance(draft, Eagle3Draft) or target.ranks.size > 1 or draft.ranks.size > 1:
+        return None
+    if not config.borrows(target.embed_tokens.device.type):
+        return None
+    with torch.inference_mode():
+        lender = Lender.fit(draft, target, ops)
+    return None if lender is None else Borrowers(lender, config.borrowed_tokens)

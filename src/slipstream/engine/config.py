@@ -22,6 +22,8 @@ class EngineConfig:
         max_requests: requests that run at once; more wait.
         max_batch_tokens: query tokens of one step; a longer prompt is computed in chunks.
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
+        borrowed_tokens: tokens of a request's own text that its draft may propose though it does not know them, the
+            latest so many; 0: none. On a CPU only.
         device_cycle: let plain decoding run as cycles that stay on the device, the host one cycle behind. "auto" does
             so on a GPU; the tokens are the same either way.
     """
@@ -32,6 +34,7 @@ class EngineConfig:
     max_requests: int = 32
     max_batch_tokens: int = 512
     prefix_cache: bool = True
+    borrowed_tokens: int = 64
     device_cycle: DeviceCycle = "auto"
 
     def __post_init__(self) -> None:
@@ -39,6 +42,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.borrowed_tokens < 0:
+            raise ConfigError(f"borrowed_tokens is {self.borrowed_tokens}; it must be at least 0.")
         if self.device_cycle not in get_args(DeviceCycle):
             raise ConfigError(f"device_cycle is {self.device_cycle!r}; it is {', '.join(get_args(DeviceCycle))}.")
         if self.num_pages is not None and self.num_pages < 1:
@@ -47,6 +52,10 @@ class EngineConfig:
     def runs_cycles(self, device_type: str) -> bool:
         """Tell whether decoding may run as cycles on such a device."""
         return self.device_cycle == "on" or (self.device_cycle == "auto" and device_type == "cuda")
+
+    def borrows(self, device_type: str) -> bool:
+        """Tell whether requests may borrow on such a device: where steps are drafted from the host, on a CPU."""
+        return self.borrowed_tokens > 0 and device_type == "cpu" and not self.runs_cycles(device_type)
 
     def spare_pages(self, device_type: str) -> int:
         """Return how many pages the caches need beyond the requests' own: cycles keep one for unused rows."""

@@ -18,7 +18,7 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduled, Scheduler
 from slipstream.engine.session import Session
 from slipstream.engine.stats import EngineStats
-from slipstream.kernels import Follower, RoundModels, RoundOps, RoundResult, RoundStart
+from slipstream.kernels import Borrowed, Follower, RoundModels, RoundOps, RoundResult, RoundStart
 from slipstream.speculation.controller import Reach
 from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
@@ -94,15 +94,17 @@ class Rounds:
             found, reach = self._eagle.begin_round({requests[row].request_id: requests[row].pages for row in rows})
             for row, follower in zip(rows, found, strict=True):
                 followers[row] = follower
+        limits = [min(reach.depth, _num_wanted(work.request) - 1) if work.drafts else 0 for work in plan]
         start = RoundStart(
             pages=[request.pages for request in requests],
             roots=[request.tokens[-1] for request in requests],
             lengths=[len(request.tokens) - 1 for request in requests],
             temperatures=[request.params.temperature for request in requests],
             seeds=[request.seed for request in requests],
-            limits=[min(reach.depth, _num_wanted(work.request) - 1) if work.drafts else 0 for work in plan],
+            limits=limits,
             followers=followers,
             follow=reach.follows,
+            borrowed=self._borrowed(requests, limits),
         )
         result = self._run_round(self._models, start, depth, reach.cut)
         self._able = result is not None
@@ -110,6 +112,16 @@ class Rounds:
             own = result if len(rows) == len(requests) else result.of(rows)
             self._eagle.end_round([requests[row].request_id for row in rows], own)
         return result
+
+    def _borrowed(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Borrowed | None]:
+        """Return what the requests that may draft have borrowed; nothing is looked up while drafting rests."""
+        eagle = self._eagle
+        if eagle is None or not eagle.borrows or not any(limits):
+            return []
+        return [
+            eagle.borrowed(request.request_id, request.tokens) if limit else None
+            for request, limit in zip(requests, limits, strict=True)
+        ]
 
     def _commit(self, work: Scheduled, tokens: Sequence[int], checked: int, stats: EngineStats) -> Emission:
         """Hand out a request's tokens; those past its end are dropped, their keys behind its own."""

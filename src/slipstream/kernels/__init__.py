@@ -11,6 +11,7 @@ from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows, Cycl
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.ops import (
     AttentionBatch,
+    Borrowed,
     ChainOps,
     ChainStart,
     Cut,
@@ -30,6 +31,7 @@ from slipstream.kernels.threads import torch_threads
 __all__ = [
     "KERNEL_CHOICES",
     "AttentionBatch",
+    "Borrowed",
     "ChainOps",
     "ChainOutcome",
     "ChainPlaces",

@@ -206,6 +206,29 @@ class Ops(Protocol):
         ...
 
 
+@dataclass
+class Borrowed:
+    """Tokens of a request's own text that its draft does not know, with rows of the draft's head for them.
+
+    Both tensors have room for as many as there may be; they are written to, never replaced.
+
+    Args:
+        rows_BD: float32; what the head reads times a row is the token's logit.
+        bonus: added to these logits.
+        count: how many there are.
+    """
+
+    tokens_B: Tensor
+    rows_BD: Tensor
+    bonus: float
+    count: int = 0
+
+    @cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Where the two tensors lie."""
+        return self.tokens_B.data_ptr(), self.rows_BD.data_ptr()
+
+
 @dataclass(frozen=True)
 class ChainStart:
     """Where chains of drafted tokens start, one for each of R requests. All tensors are contiguous.
@@ -215,6 +238,7 @@ class ChainStart:
         lengths_R: int64, keys the draft has committed; a chain's own go after them.
         hidden_RD: what the last committed slot feeds the first level; not changed.
         logits_RV: what that slot foretells: the first level's logits, over the draft's vocabulary.
+        borrowed: each request's, drafted beside the draft's own tokens; empty if nobody has any.
     """
 
     page_table_RP: Tensor
@@ -224,6 +248,7 @@ class ChainStart:
     seed_R: Tensor
     hidden_RD: Tensor
     logits_RV: Tensor
+    borrowed: Sequence[Borrowed | None] = ()
 
 
 @dataclass(frozen=True)
@@ -245,7 +270,7 @@ class ChainOps(Protocol):
     """A backend that can also draft whole chains in one call."""
 
     def draft_chain(self, draft: Any, kv: Any, start: ChainStart, depth: int, cut: Cut) -> tuple[Tensor, Tensor] | None:
-        """Return cumulative log-probabilities and entries [R, depth]: each the best after the one before.
+        """Return cumulative log-probabilities and tokens [R, depth]: each the best after the one before.
 
         What `cut` leaves out has -inf; the first token of a chain below its floor is returned all the same. `draft` and
         `kv` are the models' EAGLE-3 draft and its cache, a package higher. None if the call cannot run this draft.
@@ -305,6 +330,7 @@ class RoundStart:
         limits: how many tokens may be drafted after the root.
         followers: None for a request the draft does not follow; all others have the same room.
         follow: let the draft follow at the end of this round; otherwise it does so when it next drafts.
+        borrowed: as for chains.
     """
 
     pages: Sequence[Sequence[int]]
@@ -315,6 +341,7 @@ class RoundStart:
     limits: Sequence[int]
     followers: Sequence[Follower | None]
     follow: bool = True
+    borrowed: Sequence[Borrowed | None] = ()
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,12 @@ class Eagle3Draft(nn.Module):
 
     def foretell(self, feedback_LD: Tensor, ops: Ops) -> Tensor:
         """Return the logits of slots by what they feed the next draft step."""
-        normed_LD = feedback_LD if self.spec.feedback == "post_norm" else self.norm(feedback_LD, ops)
-        return self.logits(normed_LD, ops)
+        return self.logits(self.head_input(feedback_LD, ops), ops)
+
+    def head_input(self, feedback_LD: Tensor, ops: Ops) -> Tensor:
+        """Return what the head reads of slots by what they feed the next draft step."""
+        normed_LD: Tensor = feedback_LD if self.spec.feedback == "post_norm" else self.norm(feedback_LD, ops)
+        return normed_LD
 
     def logits(self, normed_LD: Tensor, ops: Ops) -> Tensor:
         """Return logits over this rank's part of the draft's vocabulary; its entry i is token `token_ids_V[i]`."""

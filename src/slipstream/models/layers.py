@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint.span import Span
+from slipstream.errors import KernelError
 from slipstream.kernels import Ops
 from slipstream.models.context import ForwardContext
 from slipstream.models.parallel import ALONE, Ranks
@@ -55,6 +56,15 @@ class Linear(nn.Module):
         for rows in self.rotary_rows:
             order[rows.start : rows.stop] = torch.tensor([*rows[::2], *rows[1::2]], device="cpu")
         return order
+
+    def read_rows(self, row_ids_T: Tensor, ops: Ops) -> Tensor:
+        """Return rows of the weight as float32 numbers; KernelError if the kernels cannot read rows of its format."""
+        if self.weight is not None:
+            return self.weight[row_ids_T].float()
+        assert self.packed is not None
+        if len(self.packed.runs) > 1:
+            raise KernelError(f"No rows are read from a weight in several formats ({self.packed.format}).")
+        return ops.packed_rows(self.packed.runs[0], row_ids_T)
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Multiply each row by the weight."""

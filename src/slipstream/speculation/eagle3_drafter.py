@@ -4,7 +4,7 @@ Each step the target commits some positions; `observe` runs the draft over them 
 (draft-extend), so nothing the draft imagined is kept. Slot t pairs the features of position t with token t + 1, and
 the last slot's logits are the first level of the next tree.
 
-Shape letters: R requests, W nodes of a level, T slots, D draft width, V draft vocabulary.
+Shape letters: R requests, T slots, D draft width, V draft vocabulary, K tokens of a chain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels import ChainOps, ChainStart, Cut, Follower, Ops, RoundResult, RowSampling
+from slipstream.kernels import Borrowed, ChainOps, ChainStart, Cut, Follower, Ops, RoundResult
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.controller import DraftedChain, Reach
 from slipstream.speculation.drafter import DraftView, Observed
-from slipstream.speculation.grow import Candidates, Children, grow
+from slipstream.speculation.grow import Candidates, grow
 from slipstream.speculation.late import LatePages, LateRun
+from slipstream.speculation.levels import Levels, LevelsStart
 from slipstream.speculation.pace import Pace
-from slipstream.speculation.tree import TreeBatch, TreeShape, relative_bits
+from slipstream.speculation.tree import TreeBatch, TreeShape
 
 _REST = 72  # tokens the draft may be late with while drafting does not pay; it is tried again sooner
 _LEFT_BYTES = 64 * 2**20  # of states that requests may leave behind for those that begin with their pages
@@ -42,7 +44,8 @@ class _LastSlot:
 class Eagle3Drafter:
     """Grows trees with an EAGLE-3 draft. `captured_layers` is already resolved against the target.
 
-    With a `pace`, chains end where going on would not pay; without one, every tree has the whole shape.
+    With a `pace`, chains end where going on would not pay; without one, every tree has the whole shape. With
+    `borrowers`, requests may also be drafted tokens of their own text that the draft does not know.
     """
 
     name = "EAGLE-3"
@@ -56,8 +59,9 @@ class Eagle3Drafter:
         captured_layers: tuple[int, ...],
         ops: Ops,
         pace: Pace | None = None,
+        borrowers: Borrowers | None = None,
     ) -> None:
-        self._pace = pace
+        self._pace, self._borrowers = pace, borrowers
         self._draft = draft
         self._kv = kv
         self._ops = ops
@@ -87,6 +91,11 @@ class Eagle3Drafter:
         """The draft's keys and values."""
         return self._kv
 
+    @property
+    def borrows(self) -> bool:
+        """Whether requests may borrow tokens that the draft does not know."""
+        return self._borrowers is not None
+
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
         """Return a tree for each view; a request the draft has not caught up with gets a lone root."""
         known = [index for index, view in enumerate(views) if self.knows(view.request_id, len(view.tokens) - 1)]
@@ -99,8 +108,9 @@ class Eagle3Drafter:
         candidates = self._chains(grown, cut)
         if candidates is None:
             slots = [self._last[view.request_id] for view in grown]
-            candidates = grow(self.shape, _Levels(self, self._ops, grown, self._stacked(slots)))
-        trees = _with_trees(roots, known, candidates, self._draft.token_ids_V)
+            start = LevelsStart(*self._stacked(slots), self._borrowed(grown))
+            candidates = grow(self.shape, Levels(self._draft, self._kv, self._ops, grown, start))
+        trees = _with_trees(roots, known, candidates)
         if self._pace is None:
             return trees
         kept_RC = candidates.scores_RC >= cut.floor
@@ -150,6 +160,8 @@ class Eagle3Drafter:
                     self._follow([(request_id, pages, run)])
         self._followers.pop(request_id, None)
         self._last.pop(request_id, None)
+        if self._borrowers is not None:
+            self._borrowers.forget(request_id)
 
     def lose_page(self, page: int) -> None:
         """Drop what was left behind in a page: it is given to somebody else."""
@@ -187,6 +199,10 @@ class Eagle3Drafter:
         reach = self._pace.start(len(pages), self.max_nodes - 1)
         full = any(follower.late >= _REST for follower in followers)
         return followers, Reach(reach.depth, reach.cut, reach.follows or full)
+
+    def borrowed(self, request_id: int, tokens: Sequence[int]) -> Borrowed | None:
+        """Return which tokens of its text a request has borrowed; None if none."""
+        return None if self._borrowers is None else self._borrowers.see(request_id, tokens)
 
     def end_round(self, request_ids: Sequence[int], result: RoundResult) -> None:
         """Take in what a round did to the requests it began with."""
@@ -257,71 +273,17 @@ class Eagle3Drafter:
             torch.tensor([view.temperature for view in views], device=device),
             torch.tensor([view.seed for view in views], device=device),
             *self._stacked(slots),
+            self._borrowed(views),
         )
         drafted = ops.draft_chain(self._draft, self._kv, start, shape.num_nodes - 1, cut)
         if drafted is None:
             return None
-        scores_RK, entries_RK = drafted
-        parents_RK = torch.arange(-1, shape.num_nodes - 2, device=device).expand_as(entries_RK)
-        return Candidates(entries_RK, parents_RK, scores_RK)
+        scores_RK, tokens_RK = drafted
+        parents_RK = torch.arange(-1, shape.num_nodes - 2, device=device).expand_as(tokens_RK)
+        return Candidates(tokens_RK, parents_RK, scores_RK)
 
-
-class _Levels:
-    """Runs the draft on one level of nodes after another; a level's keys go to scratch slots behind the last slot."""
-
-    def __init__(
-        self, drafter: Eagle3Drafter, ops: Ops, views: Sequence[DraftView], last: tuple[Tensor, Tensor]
-    ) -> None:
-        self._draft, self._kv, self._ops = drafter.draft, drafter.kv, ops
-        device = self._draft.token_ids_V.device
-        self._pages_RP = page_table([view.pages for view in views], device)
-        self._lengths_R = torch.tensor([len(view.tokens) - 1 for view in views], device=device)
-        self._temperature_R = torch.tensor([view.temperature for view in views], device=device)
-        self._seed_R = torch.tensor([view.seed for view in views], device=device)
-        self._feedback_RWD, self._root_logits_RV = last[0][:, None], last[1]
-        self._sees_RWS = torch.zeros(len(views), 1, 0, dtype=torch.bool, device=device)
-        self._depth = 0
-
-    def root_children(self, count: int) -> Children:
-        """Return the root's best children: the last slot has foretold them already."""
-        return self._best(self._root_logits_RV, 1, count)
-
-    def children(self, entries_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
-        """Run the draft on this level's nodes and return their best children."""
-        num_requests, width = entries_RW.shape
-        num_written = self._sees_RWS.shape[-1]
-        self._depth += 1
-        self._hang(parents_RW)
-        hidden_RWD = self._feedback_RWD.gather(1, parents_RW[..., None].expand(-1, -1, self._feedback_RWD.shape[-1]))
-        index_RW = self._lengths_R[:, None] + num_written + torch.arange(width, device=entries_RW.device)
-        position_T = (self._lengths_R + self._depth - 1).repeat_interleave(width)
-        ancestors_RW = _last_rows_bits(self._sees_RWS)
-        queries = QueryTokens([width] * num_requests, index_RW.flatten(), position_T, ancestors_RW.flatten())
-        ctx = paged_context(self._ops, self._kv, self._pages_RP, queries)
-        tokens_T = self._draft.token_ids_V[entries_RW.flatten()]
-        hidden = self._draft(hidden_RWD.flatten(0, 1), tokens_T, ctx)
-        self._feedback_RWD = hidden.feedback_TD.view(num_requests, width, -1)
-        return self._best(self._draft.logits(hidden.normed_TD, self._ops), width, count)
-
-    def _hang(self, parents_RW: Tensor) -> None:
-        """Record what each of the new nodes sees among the scratch keys: its parent's path, and itself."""
-        inherited_RWS = self._sees_RWS.gather(1, parents_RW[..., None].expand(-1, -1, self._sees_RWS.shape[-1]))
-        itself_RWW = torch.eye(parents_RW.shape[1], dtype=torch.bool, device=parents_RW.device)
-        self._sees_RWS = torch.cat([inherited_RWS, itself_RWW.expand(len(parents_RW), -1, -1)], dim=-1)
-
-    def _best(self, logits_LV: Tensor, width: int, count: int) -> Children:
-        """Perturb with the noise the target will use for the same token, so that both tend to choose alike.
-
-        The committed text ends at `length`, the root is at that position, and its children one further on.
-        """
-        sampling = RowSampling(
-            self._temperature_R.repeat_interleave(width),
-            self._seed_R.repeat_interleave(width),
-            (self._lengths_R + 1 + self._depth).repeat_interleave(width),
-        )
-        draft = self._draft
-        scores_LK, entries_LK = draft.ranks.top_k(logits_LV, draft.token_ids_V, sampling, self._ops, count)
-        return Children(scores_LK.view(-1, width, count), entries_LK.view(-1, width, count))
+    def _borrowed(self, views: Sequence[DraftView]) -> list[Borrowed | None]:
+        return [self.borrowed(view.request_id, view.tokens) for view in views] if self._borrowers is not None else []
 
 
 def _late_run(follower: Follower, length: int) -> LateRun:
@@ -330,20 +292,13 @@ def _late_run(follower: Follower, length: int) -> LateRun:
     return LateRun(length - late, follower.late_tokens_L[:late].tolist(), follower.late_states_LF[:late])
 
 
-def _last_rows_bits(sees_RWS: Tensor) -> Tensor:
-    """Return attention bits for the last W of S scratch keys, given what each of them sees among all S."""
-    num_requests, width, num_keys = sees_RWS.shape
-    earlier = torch.zeros(num_requests, num_keys - width, num_keys, dtype=torch.bool, device=sees_RWS.device)
-    return relative_bits(torch.cat([earlier, sees_RWS], dim=1))[:, num_keys - width :]
-
-
-def _with_trees(roots: TreeBatch, known: list[int], candidates: Candidates, token_ids_V: Tensor) -> TreeBatch:
+def _with_trees(roots: TreeBatch, known: list[int], candidates: Candidates) -> TreeBatch:
     """Hang the candidates of the known requests on their roots; the others stay lone."""
-    num_requests, num_drafted = len(roots.sizes_R), candidates.entries_RC.shape[1]
-    tokens_RN = torch.zeros(num_requests, 1 + num_drafted, dtype=torch.int64, device=token_ids_V.device)
+    num_requests, num_drafted = len(roots.sizes_R), candidates.tokens_RC.shape[1]
+    tokens_RN = roots.tokens_RN.new_zeros(num_requests, 1 + num_drafted)
     parents_RN = torch.full_like(tokens_RN, -1)
     tokens_RN[:, :1] = roots.tokens_RN
-    tokens_RN[known, 1:] = token_ids_V[candidates.entries_RC]
+    tokens_RN[known, 1:] = candidates.tokens_RC
     parents_RN[known, 1:] = candidates.parents_RC + 1
     sizes_R = roots.sizes_R.clone()
     sizes_R[known] = 1 + num_drafted

@@ -14,10 +14,10 @@ from slipstream.speculation.tree import TreeShape
 
 
 class Children(NamedTuple):
-    """The best children of some nodes, best first: log scores and entries in the draft vocabulary."""
+    """The best children of some nodes, best first: log scores and tokens."""
 
     scores_RWK: Tensor
-    entries_RWK: Tensor
+    tokens_RWK: Tensor
 
 
 class Grower(Protocol):
@@ -27,20 +27,20 @@ class Grower(Protocol):
         """Return the best children of the root, as those of a level of one node."""
         ...
 
-    def children(self, entries_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
+    def children(self, tokens_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
         """Return the best children of W nodes.
 
-        `entries_RW` are the nodes' entries in the draft vocabulary; `parents_RW` says which node of the level before
-        each hangs from (all zeros on the first level, whose parent is the root).
+        `parents_RW` says which node of the level before each hangs from (all zeros on the first level, whose parent is
+        the root).
         """
         ...
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Drafted nodes in the order they were made: entry in the draft vocabulary, parent (-1 = root), log score."""
+    """Drafted nodes in the order they were made: token, parent (-1 = root), log score."""
 
-    entries_RC: Tensor
+    tokens_RC: Tensor
     parents_RC: Tensor
     scores_RC: Tensor
 
@@ -52,22 +52,22 @@ def grow(shape: TreeShape, grower: Grower) -> Candidates:
 
 def _grow_dynamic(shape: TreeShape, grower: Grower) -> Candidates:
     width = shape.width
-    scores_RW, entries_RW = (values[:, 0] for values in grower.root_children(width))
-    made = [Candidates(entries_RW, torch.full_like(entries_RW, -1), scores_RW)]
-    ids_RW = torch.arange(width, device=entries_RW.device).expand_as(entries_RW)
-    hangs_RW = torch.zeros_like(entries_RW)
+    scores_RW, tokens_RW = (values[:, 0] for values in grower.root_children(width))
+    made = [Candidates(tokens_RW, torch.full_like(tokens_RW, -1), scores_RW)]
+    ids_RW = torch.arange(width, device=tokens_RW.device).expand_as(tokens_RW)
+    hangs_RW = torch.zeros_like(tokens_RW)
     num_made = width
     for _ in range(shape.depth - 1):
-        child_RWK, entry_RWK = grower.children(entries_RW, hangs_RW, width)
+        child_RWK, token_RWK = grower.children(tokens_RW, hangs_RW, width)
         scores_RC = (scores_RW[..., None] + child_RWK).flatten(1)
-        entries_RC = entry_RWK.flatten(1)
-        made.append(Candidates(entries_RC, ids_RW.repeat_interleave(width, dim=1), scores_RC))
+        tokens_RC = token_RWK.flatten(1)
+        made.append(Candidates(tokens_RC, ids_RW.repeat_interleave(width, dim=1), scores_RC))
         scores_RW, best_RW = scores_RC.topk(width, dim=-1)
         ids_RW, hangs_RW = best_RW + num_made, best_RW // width
-        entries_RW = entries_RC.gather(1, best_RW)
+        tokens_RW = tokens_RC.gather(1, best_RW)
         num_made += width * width
     return Candidates(
-        torch.cat([part.entries_RC for part in made], 1),
+        torch.cat([part.tokens_RC for part in made], 1),
         torch.cat([part.parents_RC for part in made], 1),
         torch.cat([part.scores_RC for part in made], 1),
     )
@@ -76,14 +76,14 @@ def _grow_dynamic(shape: TreeShape, grower: Grower) -> Candidates:
 def _keep_budget(candidates: Candidates, shape: TreeShape) -> Candidates:
     """Keep the best; a parent never scores below its child, and a stable sort keeps it first when they tie."""
     num_kept = shape.num_nodes - 1
-    if num_kept >= candidates.entries_RC.shape[1]:
+    if num_kept >= candidates.tokens_RC.shape[1]:
         return candidates
     order_RC = candidates.scores_RC.sort(dim=1, descending=True, stable=True).indices
     kept_RC = order_RC[:, :num_kept].sort(dim=1).values
     old_parents_RC = candidates.parents_RC.gather(1, kept_RC)
     parents_RC = torch.searchsorted(kept_RC, old_parents_RC)
     return Candidates(
-        candidates.entries_RC.gather(1, kept_RC),
+        candidates.tokens_RC.gather(1, kept_RC),
         torch.where(old_parents_RC < 0, -1, parents_RC),
         candidates.scores_RC.gather(1, kept_RC),
     )
@@ -95,20 +95,20 @@ def _grow_static(shape: TreeShape, grower: Grower) -> Candidates:
     inner = {path[:-1] for path in paths}
     tried = 1 + max(path[-1] for path in paths)
     level = grower.root_children(tried)
-    num_requests, device = len(level.entries_RWK), level.entries_RWK.device
-    entries = torch.zeros(num_requests, len(paths), dtype=torch.int64, device=device)
+    num_requests, device = len(level.tokens_RWK), level.tokens_RWK.device
+    tokens = torch.zeros(num_requests, len(paths), dtype=torch.int64, device=device)
     scores = torch.zeros(num_requests, len(paths), device=device)
     parents = torch.tensor([number.get(path[:-1], -1) for path in paths], device=device)
     expanded: list[tuple[int, ...]] = [()]
     for depth in range(1, shape.depth + 1):
         for path in (path for path in paths if len(path) == depth):
             above, rank = expanded.index(path[:-1]), path[-1]
-            entries[:, number[path]] = level.entries_RWK[:, above, rank]
+            tokens[:, number[path]] = level.tokens_RWK[:, above, rank]
             inherited = scores[:, number[path[:-1]]] if depth > 1 else 0.0
             scores[:, number[path]] = level.scores_RWK[:, above, rank] + inherited
         above_level, expanded = expanded, [path for path in paths if len(path) == depth and path in inner]
         if expanded:
             hangs_W = torch.tensor([above_level.index(path[:-1]) for path in expanded], device=device)
             ids_W = [number[path] for path in expanded]
-            level = grower.children(entries[:, ids_W], hangs_W.expand(num_requests, -1), tried)
-    return Candidates(entries, parents.expand(num_requests, -1), scores)
+            level = grower.children(tokens[:, ids_W], hangs_W.expand(num_requests, -1), tried)
+    return Candidates(tokens, parents.expand(num_requests, -1), scores)

@@ -4,7 +4,9 @@ The draft lies a package higher than kernels, so it is read by its attributes (s
 Shape letters: R requests, V draft vocabulary, D draft width, K tokens of a chain.
 """
 
+import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from slipstream.errors import KernelError
 from slipstream.kernels.cpu.library import (
     FORMATS,
+    NativeBorrowed,
     NativeChain,
     NativeDraft,
     NativeEmbedding,
@@ -20,7 +23,7 @@ from slipstream.kernels.cpu.library import (
     NativeLinear,
 )
 from slipstream.kernels.cpu.weights import SUFFIX, dense_format, describe_linear, is_dense, weight_address
-from slipstream.kernels.ops import ChainStart, Cut
+from slipstream.kernels.ops import Borrowed, ChainStart, Cut
 from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 
 _NORM_EACH, _NORM_JOINED = 1, 2  # native/abi.h
@@ -98,10 +101,11 @@ class DraftCache:
 
 
 def describe_chain(start: ChainStart, depth: int, cut: Cut, outputs: tuple[Tensor, Tensor]) -> NativeChain:
-    """Point at what a chain starts from and where its log-probabilities and entries go."""
+    """Point at what a chain starts from and where its log-probabilities and tokens go."""
     pages_RP = start.page_table_RP
     hidden_RD = start.hidden_RD.to(torch.float32, copy=True)
     logits_RV = start.logits_RV.float()
+    borrowed = describe_borrowed(start.borrowed)
     assert pages_RP.dtype == torch.int32 and start.lengths_R.dtype == start.seed_R.dtype == torch.int64
     native = NativeChain(
         pages_RP.data_ptr(),
@@ -110,6 +114,7 @@ def describe_chain(start: ChainStart, depth: int, cut: Cut, outputs: tuple[Tenso
         start.seed_R.data_ptr(),
         logits_RV.data_ptr(),
         hidden_RD.data_ptr(),
+        None if borrowed is None else ctypes.addressof(borrowed),
         *(output.data_ptr() for output in outputs),
         pages_RP.shape[1],
         len(pages_RP),
@@ -118,8 +123,18 @@ def describe_chain(start: ChainStart, depth: int, cut: Cut, outputs: tuple[Tenso
         cut.floor,
         cut.need,
     )
-    native.keep = (start, hidden_RD, logits_RV, outputs)
+    native.keep = (start, hidden_RD, logits_RV, borrowed, outputs)
     return native
+
+
+def describe_borrowed(borrowed: Sequence[Borrowed | None]) -> "ctypes.Array[NativeBorrowed] | None":
+    """Point at what each request has borrowed; None if nobody has. It must outlive the description."""
+    if not any(borrowed):
+        return None
+    each = (
+        NativeBorrowed() if own is None else NativeBorrowed(*own.addresses, own.count, own.bonus) for own in borrowed
+    )
+    return (NativeBorrowed * len(borrowed))(*each)
 
 
 def readable_ends(model: Any) -> bool:

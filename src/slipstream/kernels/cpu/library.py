@@ -10,7 +10,7 @@ from slipstream.errors import KernelError
 from slipstream.kernels.cpu.arena import Arena
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 7
+ABI = 8
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -196,6 +196,12 @@ class NativeDraft(Structure):
     )
 
 
+class NativeBorrowed(Structure):
+    """What a request has borrowed."""
+
+    _fields_ = (("tokens", c_void_p), ("rows", c_void_p), ("count", c_int32), ("bonus", c_float))
+
+
 class NativeChain(Structure):
     """Chains to draft."""
 
@@ -206,8 +212,9 @@ class NativeChain(Structure):
         ("seed", c_void_p),
         ("root_logits", c_void_p),
         ("hidden", c_void_p),
+        ("borrowed", c_void_p),
         ("scores", c_void_p),
-        ("entries", c_void_p),
+        ("tokens", c_void_p),
         ("page_table_stride", c_int64),
         ("requests", c_int32),
         ("page_size", c_int32),
@@ -233,6 +240,7 @@ class NativeRound(Structure):
         ("temperature", c_void_p),
         ("seed", c_void_p),
         ("limits", c_void_p),
+        ("borrowed", c_void_p),
         ("feedback", c_void_p),
         ("late_states", c_void_p),
         ("late_tokens", c_void_p),
@@ -278,7 +286,7 @@ _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
         c_void_p,
         c_void_p,
     ),
-    "slip_draft_chain": (c_void_p, POINTER(NativeStack), POINTER(NativeDraft), POINTER(NativeChain)),
+    "slip_draft_chain": (c_void_p, POINTER(NativeStack), POINTER(NativeDraft), POINTER(NativeChain), c_int64),
     "slip_round": (c_void_p, POINTER(NativeRoundModels), POINTER(NativeRound), c_int64),
     "slip_write_slots": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "slip_repack": (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),

@@ -12,7 +12,6 @@ from slipstream.errors import KernelError
 from slipstream.kernels.cpu.batch import describe_batch, describe_kv, kv_is_plain
 from slipstream.kernels.cpu.draft import DraftCache, describe_chain
 from slipstream.kernels.cpu.library import (
-    FORMATS,
     Isa,
     NativeAttention,
     NativeEngine,
@@ -23,7 +22,15 @@ from slipstream.kernels.cpu.library import (
 )
 from slipstream.kernels.cpu.rounds import RoundCache, RoundCall
 from slipstream.kernels.cpu.stack import StackCache
-from slipstream.kernels.cpu.weights import PANEL_FORMATS, SUFFIX, describe_dense, describe_panels, is_dense, to_panels
+from slipstream.kernels.cpu.weights import (
+    PANEL_FORMATS,
+    SUFFIX,
+    describe_dense,
+    describe_panels,
+    is_dense,
+    rows_of_panels,
+    to_panels,
+)
 from slipstream.kernels.ops import (
     AttentionBatch,
     ChainStart,
@@ -38,7 +45,6 @@ from slipstream.kernels.ops import (
 from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.threads import torch_threads
-from slipstream.quant.gguf_blocks import BLOCK_FORMATS
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
@@ -112,22 +118,9 @@ class CpuOps:
 
     def packed_rows(self, weight: PackedWeight, row_ids_T: Tensor) -> Tensor:
         """Return rows of a packed table as float32 numbers."""
-        if not weight.format.endswith(SUFFIX) or weight.format.removesuffix(SUFFIX) not in BLOCK_FORMATS:
+        if not weight.format.endswith(SUFFIX):
             return self._reference.packed_rows(weight, row_ids_T)
-        ids_T = row_ids_T.to(torch.int64).contiguous()
-        out_TD = torch.empty((*ids_T.shape, weight.in_features))
-        check(
-            self._library.slip_gather_rows(
-                FORMATS[weight.format.removesuffix(SUFFIX)],
-                weight.codes.data_ptr(),
-                weight.out_features,
-                weight.in_features,
-                ids_T.data_ptr(),
-                ids_T.numel(),
-                out_TD.data_ptr(),
-            )
-        )
-        return out_TD
+        return rows_of_panels(weight, row_ids_T, self._engine)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Scale each row to unit root mean square in float32, then by `weight_D`."""
@@ -279,10 +272,11 @@ class CpuOps:
         if described is None or isinstance(stack, str):
             return None
         scores_RK = torch.empty((len(start.lengths_R), depth))
-        entries_RK = torch.empty((len(start.lengths_R), depth), dtype=torch.int64)
-        chain = describe_chain(start, depth, cut, (scores_RK, entries_RK))
-        check(self._library.slip_draft_chain(self._handle, stack.native((), ()), described.native, chain))
-        return scores_RK, entries_RK
+        tokens_RK = torch.empty((len(start.lengths_R), depth), dtype=torch.int64)
+        chain = describe_chain(start, depth, cut, (scores_RK, tokens_RK))
+        vocab: int = draft.embed_tokens.shape[0]
+        check(self._library.slip_draft_chain(self._handle, stack.native((), ()), described.native, chain, vocab))
+        return scores_RK, tokens_RK
 
     def run_round(self, models: RoundModels, start: RoundStart, depth: int, cut: Cut) -> RoundResult | None:
         """Run a whole round in one call, if the library can read both models."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, readable_ends
+from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, describe_borrowed, readable_ends
 from slipstream.kernels.cpu.library import NativeRound, NativeRoundModels
 from slipstream.kernels.cpu.stack import DescribedStack, StackCache
 from slipstream.kernels.cpu.weights import weight_address
@@ -90,8 +90,9 @@ class RoundCall:
             (c_float * requests)(*start.temperatures),
             (c_int64 * requests)(*start.seeds),
             (c_int32 * requests)(*start.limits),
-            *(_pointers(part, start.followers) for part in range(3)),
         )
+        self._followers = tuple(_pointers(part, start.followers) for part in range(3))
+        self._borrowed = describe_borrowed(start.borrowed)
         late = (0 if follower is None else follower.late for follower in start.followers)
         self._late = (c_int32 * requests)(*late)
         capacity = max((f.capacity for f in start.followers if f is not None), default=0)
@@ -108,7 +109,9 @@ class RoundCall:
             self._seconds,
         )
         self.native = NativeRound(
-            *(ctypes.addressof(array) for array in (*self._inputs, *outputs)),
+            *(ctypes.addressof(array) for array in self._inputs),
+            None if self._borrowed is None else ctypes.addressof(self._borrowed),
+            *(ctypes.addressof(array) for array in (*self._followers, *outputs)),
             columns,
             requests,
             page_size,

@@ -52,6 +52,25 @@ def to_panels(weight: PackedWeight, engine: NativeEngine) -> PackedWeight:
     return PackedWeight(weight.format + SUFFIX, weight.out_features, weight.in_features, codes, scales)
 
 
+def rows_of_panels(weight: PackedWeight, row_ids_T: Tensor, engine: NativeEngine) -> Tensor:
+    """Return rows of a weight that `to_panels` made as float32 numbers."""
+    ids_T = row_ids_T.to(torch.int64).contiguous()
+    out_TD = torch.empty((*ids_T.shape, weight.in_features))
+    check(
+        engine.library.slip_gather_rows(
+            FORMATS[weight.format.removesuffix(SUFFIX)],
+            weight.codes.data_ptr(),
+            weight.out_features,
+            weight.in_features,
+            ids_T.data_ptr(),
+            ids_T.numel(),
+            out_TD.data_ptr(),
+        )
+    )
+    scale = weight.scales.get("scale")
+    return out_TD if scale is None else out_TD * scale[ids_T][..., None]
+
+
 def describe_panels(weight: PackedWeight, bias_N: Tensor | None) -> NativeLinear:
     """Point at a weight that `to_panels` made. The weight and the bias must outlive the description."""
     scale = weight.scales.get("scale")

@@ -131,6 +131,14 @@ struct Draft {
     int32_t reserved;
 };
 
+// Tokens of a request's own text that the draft does not know, with rows of its head for them.
+struct Borrowed {
+    const int64_t* tokens;
+    const float* rows;  // [count, width]
+    int32_t count;
+    float bonus;  // added to their logits
+};
+
 // Chains of `depth` tokens to draft for some requests. A level's keys go to the slots from `lengths` on.
 struct Chain {
     const int32_t* page_table;
@@ -139,8 +147,9 @@ struct Chain {
     const int64_t* seed;
     const float* root_logits;  // [requests, head.n]: they foretell the first level
     float* hidden;             // [requests, width], what the first level is fed; overwritten
+    const Borrowed* borrowed;  // [requests]; null: nobody has any
     float* scores;             // [requests, depth], cumulative log-probability; -inf for what was not drafted
-    int64_t* entries;          // [requests, depth], in the draft's vocabulary
+    int64_t* tokens;           // [requests, depth]
     int64_t page_table_stride;
     int32_t requests;
     int32_t page_size;
@@ -165,6 +174,7 @@ struct Round {
     const float* temperature;
     const int64_t* seed;
     const int32_t* limits;   // tokens to draft at most, up to `depth`
+    const Borrowed* borrowed;  // [requests]; null: nobody has any
     float* const* feedback;  // what the draft left at the request's last slot, replaced; null: it does not follow
     float* const* late_states;     // captured states of tokens the draft has not followed yet, [capacity, states, width]
     int64_t* const* late_tokens;   // and the token after each

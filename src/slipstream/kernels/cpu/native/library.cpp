@@ -68,10 +68,18 @@ bool fits(const int32_t* pages, int64_t stride, int page_size, int64_t keys, con
     return true;
 }
 
-// Tell whether a chain's levels stay inside pages, slots and positions. (That a draft's tokens lie inside the table of
+// Tell whether what requests have borrowed can be looked up in a table of embeddings of `vocab` rows.
+bool valid(const Borrowed* borrowed, int requests, int64_t vocab) {
+    for (int r = 0; borrowed && r < requests; ++r)
+        for (int i = 0; i < borrowed[r].count; ++i)
+            if (borrowed[r].tokens[i] < 0 || borrowed[r].tokens[i] >= vocab) return false;
+    return true;
+}
+
+// Tell whether a chain's levels stay inside pages, slots and positions. (That a draft's own tokens lie inside the table of
 // embeddings is checked once, where it is described.)
-bool valid(const Chain& c, const Stack& stack) {
-    if (c.requests < 0 || c.page_size < 1 || c.depth < 0) return false;
+bool valid(const Chain& c, const Stack& stack, int64_t vocab) {
+    if (c.requests < 0 || c.page_size < 1 || c.depth < 0 || !valid(c.borrowed, c.requests, vocab)) return false;
     for (int r = 0; r < c.requests; ++r) {
         if (c.lengths[r] < 0) return false;
         const int64_t keys = c.lengths[r] + (c.depth > 0 ? c.depth - 1 : 0);
@@ -81,7 +89,7 @@ bool valid(const Chain& c, const Stack& stack) {
 }
 
 bool valid(const Round& r, const RoundModels& m, int64_t vocab) {
-    if (r.requests < 0 || r.page_size < 1 || r.depth < 0) return false;
+    if (r.requests < 0 || r.page_size < 1 || r.depth < 0 || !valid(r.borrowed, r.requests, vocab)) return false;
     for (int i = 0; i < r.requests; ++i) {
         if (r.lengths[i] < 0 || r.roots[i] < 0 || r.roots[i] >= vocab || r.limits[i] < 0 || r.limits[i] > r.depth) return false;
         if (r.limits[i] > 0 && (!m.draft || !r.feedback[i])) return false;
@@ -98,7 +106,7 @@ bool valid(const Round& r, const RoundModels& m, int64_t vocab) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 7; }
+SLIP_EXPORT int32_t slip_abi() { return 8; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)
@@ -172,8 +180,9 @@ SLIP_EXPORT int32_t slip_top_k(void* engine, const TopK* shape, const float* log
     SLIP_CALL(e.table.top_k(e.pool, e.rooms.call, *shape, logits, ids, *sampling, scores, entries))
 }
 
-SLIP_EXPORT int32_t slip_draft_chain(void* engine, const Stack* stack, const Draft* draft, const Chain* chain) {
-    if (!valid(*chain, *stack)) return 2;
+// `vocab` is the number of rows of the draft's table of embeddings.
+SLIP_EXPORT int32_t slip_draft_chain(void* engine, const Stack* stack, const Draft* draft, const Chain* chain, int64_t vocab) {
+    if (!valid(*chain, *stack, vocab)) return 2;
     SLIP_CALL(e.table.draft_chain(e.pool, e.rooms.call, e.rooms.chain, *stack, *draft, *chain))
 }
 
@@ -201,7 +210,7 @@ SLIP_EXPORT int32_t slip_repack(void* engine, int32_t format, const uint8_t* row
     return 0;
 }
 
-// Rows of a repacked GGUF table as floats.
+// Rows of a repacked weight as floats; those with a scale per row still want it.
 SLIP_EXPORT int32_t slip_gather_rows(int32_t format, const uint8_t* panels, int64_t n, int64_t k, const int64_t* ids, int64_t count, float* out) {
     for (int64_t i = 0; i < count; ++i)
         if (ids[i] < 0 || ids[i] >= n) return 2;

@@ -156,7 +156,7 @@ void unpack_row(int32_t format, const uint8_t* panels, int64_t row, int64_t k, f
         const uint8_t* codes = scales + scale_bytes(format, blocks) + b * code_bytes(format);
         const Places at = places(format, b);
         const uint8_t *halves = scales + at.halves + 2 * lane, *bytes = scales + at.bytes + lane;
-        float d = half_to_float(halves), minimum = has_minimum(format) ? half_to_float(halves + 32) : 0.0f;
+        float d = half_bytes(format) ? half_to_float(halves) : 1.0f, minimum = has_minimum(format) ? half_to_float(halves + 32) : 0.0f;
         if (is_super(format) && has_minimum(format)) {
             d *= static_cast<float>(bytes[0]);
             minimum *= static_cast<float>(bytes[16]);

@@ -84,7 +84,8 @@ class RoundWork {
             chain_logits_ = room.take<float>(requests * static_cast<int64_t>(m_.draft->ends.head.n));
             chain_pages_ = room.take<int32_t>(requests * r_.page_table_stride);
             chain_scores_ = room.take<float>(requests * static_cast<int64_t>(r_.depth));
-            chain_entries_ = room.take<int64_t>(requests * static_cast<int64_t>(r_.depth));
+            chain_tokens_ = room.take<int64_t>(requests * static_cast<int64_t>(r_.depth));
+            chain_borrowed_ = room.take<Borrowed>(requests);
         }
         for (int i = 0; i < target_.num_captured; ++i) captured_out_[i] = captured_ + static_cast<int64_t>(i) * rows * width;
         target_.captured_out = captured_out_;
@@ -124,6 +125,7 @@ class RoundWork {
             position_[at] = r_.lengths[i];
             temperature_[at] = r_.temperature[i];
             seed_[at] = r_.seed[i];
+            if (r_.borrowed) chain_borrowed_[at] = r_.borrowed[i];
         }
         const float* normed = chain_hidden_;
         if (!m_.draft->normed_feedback) {
@@ -132,7 +134,8 @@ class RoundWork {
         }
         linear(pool_, rooms_.call, m_.draft->ends.head, normed, width, count, chain_logits_);
         draft_chain(pool_, rooms_.call, rooms_.chain, *m_.draft_blocks, *m_.draft,
-                    {chain_pages_, position_, temperature_, seed_, chain_logits_, chain_hidden_, chain_scores_, chain_entries_,
+                    {chain_pages_, position_, temperature_, seed_, chain_logits_, chain_hidden_,
+                     r_.borrowed ? chain_borrowed_ : nullptr, chain_scores_, chain_tokens_,
                      r_.page_table_stride, count, r_.page_size, depth, r_.floor, r_.need});
         for (int at = 0; at < count; ++at) {
             const int i = who_[at];
@@ -140,7 +143,7 @@ class RoundWork {
             for (int level = 0; level < r_.limits[i]; ++level) {
                 const int64_t from = static_cast<int64_t>(at) * depth + level;
                 r_.scores[static_cast<int64_t>(i) * r_.depth + level] = chain_scores_[from];
-                r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + level] = m_.draft->token_ids[chain_entries_[from]];
+                r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + level] = chain_tokens_[from];
                 goes_on = goes_on && chain_scores_[from] >= r_.floor;
                 r_.checked[i] += goes_on;
             }
@@ -264,7 +267,8 @@ class RoundWork {
     RowsRoom checked_, followed_;
     float *hidden_, *normed_, *logits_, *temperature_, *captured_, **captured_out_, *features_, *stream_, *embedding_;
     float *chain_hidden_, *chain_normed_, *chain_logits_, *chain_scores_;
-    int64_t *seed_, *position_, *chosen_, *chain_entries_;
+    int64_t *seed_, *position_, *chosen_, *chain_tokens_;
+    Borrowed* chain_borrowed_;
     int32_t *who_, *chain_pages_;
 };
 

@@ -286,23 +286,26 @@ static void perturb(Pool& pool, const float* logits, const int64_t* ids, int64_t
     });
 }
 
+// Up to 64 logits perturbed with the rough noise of their tokens; at T = 0 the logits themselves.
+SLIP_INLINE void rough_perturb(const float* logits, const int64_t* ids, int count, const Row& row, float* out) {
+    if (!(row.temperature > 0.0f)) {
+        std::memcpy(out, logits, sizeof(float) * static_cast<size_t>(count));
+        return;
+    }
+    int64_t tokens[kLanes];
+    uint32_t words[kLanes];
+    float noise[kLanes];
+    for (int i = 0; i < kLanes; ++i) tokens[i] = ids[i < count ? i : 0];
+    words_of(tokens, row.position, row.seed, words);
+    for (int i = 0; i < kLanes; ++i) noise[i] = rough_noise(words[i]);
+    for (int i = 0; i < count; ++i) out[i] = logits[i] / row.temperature + noise[i];
+}
+
 // The k best of one row of perturbed logits, best first (equal ones by index), as log-probabilities among all of them.
 // `room` holds a row. A draft only proposes, so the rough noise will do.
 static void top_k_row(const float* logits, const int64_t* ids, int64_t vocab, const Row& row, int k, float* room, float* scores, int64_t* entries) {
-    for (int64_t at = 0; at < vocab; at += kLanes) {
-        const int count = static_cast<int>(vocab - at < kLanes ? vocab - at : kLanes);
-        if (!(row.temperature > 0.0f)) {
-            std::memcpy(room + at, logits + at, sizeof(float) * static_cast<size_t>(count));
-            continue;
-        }
-        int64_t tokens[kLanes];
-        uint32_t words[kLanes];
-        float perturbed[kLanes];
-        for (int i = 0; i < kLanes; ++i) tokens[i] = ids[at + (i < count ? i : 0)];
-        words_of(tokens, row.position, row.seed, words);
-        for (int i = 0; i < kLanes; ++i) perturbed[i] = rough_noise(words[i]);
-        for (int i = 0; i < count; ++i) room[at + i] = logits[at + i] / row.temperature + perturbed[i];
-    }
+    for (int64_t at = 0; at < vocab; at += kLanes)
+        rough_perturb(logits + at, ids + at, static_cast<int>(vocab - at < kLanes ? vocab - at : kLanes), row, room + at);
     const float top = top_of(room, 0, vocab);
     V sum = vzero();
     int64_t i = 0;

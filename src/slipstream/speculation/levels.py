@@ -1,0 +1,120 @@
+"""Growing level by level: runs the draft on the nodes of one level after another and names their best children.
+
+Shape letters: R requests, W nodes of a level, T slots, L rows of logits, D draft width, V draft vocabulary, B tokens a
+request has borrowed, K children.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import Borrowed, Ops, RowSampling
+from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.speculation.drafter import DraftView
+from slipstream.speculation.grow import Children
+from slipstream.speculation.tree import relative_bits
+
+
+@dataclass(frozen=True)
+class LevelsStart:
+    """What the draft left at the requests' last slots, and what they have borrowed (nothing if nobody has)."""
+
+    feedback_RD: Tensor
+    logits_RV: Tensor
+    borrowed: Sequence[Borrowed | None] = ()
+
+
+class Levels:
+    """Runs the draft on one level of nodes after another; a level's keys go to scratch slots behind the last slot."""
+
+    def __init__(
+        self, draft: Eagle3Draft, kv: KvCache, ops: Ops, views: Sequence[DraftView], start: LevelsStart
+    ) -> None:
+        self._draft, self._kv, self._ops = draft, kv, ops
+        device = self._draft.token_ids_V.device
+        self._pages_RP = page_table([view.pages for view in views], device)
+        self._lengths_R = torch.tensor([len(view.tokens) - 1 for view in views], device=device)
+        self._temperature_R = torch.tensor([view.temperature for view in views], device=device)
+        self._seed_R = torch.tensor([view.seed for view in views], device=device)
+        self._feedback_RWD, self._root_logits_RV = start.feedback_RD[:, None], start.logits_RV
+        self._borrowed = start.borrowed
+        self._sees_RWS = torch.zeros(len(views), 1, 0, dtype=torch.bool, device=device)
+        self._depth = 0
+
+    def root_children(self, count: int) -> Children:
+        """Return the root's best children: the last slot has foretold them already."""
+        feedback_RD = self._feedback_RWD[:, 0]
+        normed_RD = self._draft.head_input(feedback_RD, self._ops) if any(self._borrowed) else feedback_RD  # unread
+        return self._best(self._root_logits_RV, normed_RD, count)
+
+    def children(self, tokens_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
+        """Run the draft on this level's nodes and return their best children."""
+        num_requests, width = tokens_RW.shape
+        num_written = self._sees_RWS.shape[-1]
+        self._depth += 1
+        self._hang(parents_RW)
+        hidden_RWD = self._feedback_RWD.gather(1, parents_RW[..., None].expand(-1, -1, self._feedback_RWD.shape[-1]))
+        index_RW = self._lengths_R[:, None] + num_written + torch.arange(width, device=tokens_RW.device)
+        position_T = (self._lengths_R + self._depth - 1).repeat_interleave(width)
+        ancestors_RW = _last_rows_bits(self._sees_RWS)
+        queries = QueryTokens([width] * num_requests, index_RW.flatten(), position_T, ancestors_RW.flatten())
+        ctx = paged_context(self._ops, self._kv, self._pages_RP, queries)
+        hidden = self._draft(hidden_RWD.flatten(0, 1), tokens_RW.flatten(), ctx)
+        self._feedback_RWD = hidden.feedback_TD.view(num_requests, width, -1)
+        return self._best(self._draft.logits(hidden.normed_TD, self._ops), hidden.normed_TD, count)
+
+    def _hang(self, parents_RW: Tensor) -> None:
+        """Record what each of the new nodes sees among the scratch keys: its parent's path, and itself."""
+        inherited_RWS = self._sees_RWS.gather(1, parents_RW[..., None].expand(-1, -1, self._sees_RWS.shape[-1]))
+        itself_RWW = torch.eye(parents_RW.shape[1], dtype=torch.bool, device=parents_RW.device)
+        self._sees_RWS = torch.cat([inherited_RWS, itself_RWW.expand(len(parents_RW), -1, -1)], dim=-1)
+
+    def _best(self, logits_LV: Tensor, normed_LD: Tensor, count: int) -> Children:
+        """Perturb with the noise the target will use for the same token, so that both tend to choose alike.
+
+        The committed text ends at `length`, the root is at that position, and its children one further on.
+        """
+        width = len(logits_LV) // len(self._lengths_R)
+        sampling = RowSampling(
+            self._temperature_R.repeat_interleave(width),
+            self._seed_R.repeat_interleave(width),
+            (self._lengths_R + 1 + self._depth).repeat_interleave(width),
+        )
+        draft = self._draft
+        if any(self._borrowed):
+            scores_LK, tokens_LK = self._best_with_borrowed(logits_LV, normed_LD, sampling, count)
+        else:
+            scores_LK, entries_LK = draft.ranks.top_k(logits_LV, draft.token_ids_V, sampling, self._ops, count)
+            tokens_LK = draft.token_ids_V[entries_LK]
+        return Children(scores_LK.view(-1, width, count), tokens_LK.view(-1, width, count))
+
+    def _best_with_borrowed(
+        self, logits_LV: Tensor, normed_LD: Tensor, sampling: RowSampling, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and tokens of the best among the draft's own and those each request has borrowed."""
+        ops, own_V = self._ops, self._draft.token_ids_V
+        most = max(borrowed.count for borrowed in self._borrowed if borrowed is not None)
+        width = len(logits_LV) // len(self._borrowed)
+        values_LB = torch.full((len(logits_LV), most), -torch.inf)
+        tokens_LB = torch.zeros((len(logits_LV), most), dtype=torch.int64)
+        for request, borrowed in enumerate(self._borrowed):
+            if borrowed is not None:
+                rows, columns = slice(request * width, (request + 1) * width), slice(borrowed.count)
+                logits = ops.linear(normed_LD[rows].float(), borrowed.rows_BD[columns]) + borrowed.bonus
+                noise = RowSampling(sampling.temperature_L[rows], sampling.seed_L[rows], sampling.position_L[rows])
+                values_LB[rows, columns] = ops.perturb(logits, borrowed.tokens_B[columns], noise)
+                tokens_LB[rows, columns] = borrowed.tokens_B[columns]
+        values = torch.cat([ops.perturb(logits_LV, own_V, sampling), values_LB], dim=-1)
+        tokens = torch.cat([own_V.expand(len(logits_LV), -1), tokens_LB], dim=-1)
+        best = torch.log_softmax(values, dim=-1).topk(count, dim=-1)
+        return best.values, tokens.gather(1, best.indices)
+
+
+def _last_rows_bits(sees_RWS: Tensor) -> Tensor:
+    """Return attention bits for the last W of S scratch keys, given what each of them sees among all S."""
+    num_requests, width, num_keys = sees_RWS.shape
+    earlier = torch.zeros(num_requests, num_keys - width, num_keys, dtype=torch.bool, device=sees_RWS.device)
+    return relative_bits(torch.cat([earlier, sees_RWS], dim=1))[:, num_keys - width :]
