@@ -1,8 +1,9 @@
+import copy
 import logging
 
 import pytest
 import torch
-from cpu_samples import packed_weight
+from cpu_samples import causal, packed_weight
 
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec, RopeSpec
 from slipstream.errors import KernelError
@@ -147,6 +148,40 @@ def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, form
                     parts.append(model(part, context(ops, kv, at, len(part), page_size), (2,)))
                 assert torch.equal(torch.cat([part.last_TD for part in parts]), whole.last_TD)
                 assert torch.equal(torch.cat([part.captured[0] for part in parts]), whole.captured[0])
+
+
+@pytest.mark.parametrize("format", ["q4_1", "q8_0", "w4a8"])
+def test_requests_cut_between_threads_give_the_bits_of_each_alone(fast_ops, generator, format):
+    counts, before = [3, 1, 11, 2, 9], [17, 0, 40, 5, 33]
+    model = make_target(generator)
+    pack(model, format, fast_ops, generator)
+    ids = torch.randint(0, 90, (sum(counts),), generator=generator)
+    batch = causal(counts, before, 16, generator)
+    empty = KvCache.allocate(model.kv_shape, int(batch.page_table_RP.max()) + 1, 16, torch.float16, torch.device("cpu"))
+    for layer in empty.layers:
+        layer.keys_SGd.copy_(torch.randn(layer.keys_SGd.shape, generator=generator))
+        layer.values_SGd.copy_(torch.randn(layer.values_SGd.shape, generator=generator))
+
+    def run(ops, first, last):
+        at = slice(int(batch.query_starts_R1[first]), int(batch.query_starts_R1[last]))
+        part = AttentionBatch(
+            batch.query_starts_R1[first : last + 1] - at.start,
+            batch.kv_lens_R[first:last],
+            batch.page_table_RP[first:last].contiguous(),
+            batch.kv_index_T[at],
+            batch.ancestors_T[at],
+            16,
+        )
+        index = batch.kv_index_T[at]
+        rows = torch.arange(len(counts))[first:last].repeat_interleave(torch.tensor(counts)[first:last])
+        slots = batch.page_table_RP[rows, index // 16].long() * 16 + index % 16
+        kv = copy.deepcopy(empty)
+        result = model(ids[at], PagedContext(ops, index, slots, part, kv), (0, 2, 3))
+        return torch.stack([result.last_TD, *result.captured], dim=1)
+
+    alone = torch.cat([run(CpuOps(1), request, request + 1) for request in range(len(counts))])
+    for threads in (1, 2, 3, 4):
+        assert torch.equal(run(CpuOps(threads), 0, len(counts)), alone)
 
 
 @pytest.mark.parametrize("formats", [("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("q4_0", "q6_k", "q5_1")])

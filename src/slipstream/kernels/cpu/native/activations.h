@@ -63,8 +63,7 @@ SLIP_INLINE int quantize_span(const float* x, int k, float scale, int8_t* codes,
 }
 
 // One block of 32 values of a row, for a format with a scale per block.
-SLIP_INLINE void quantize_block(const Linear& w, const Activations& a, int row, int block) {
-    const float* x = a.x + row * a.stride + 32 * block;
+SLIP_INLINE void quantize_block(const Linear& w, const Activations& a, int row, int block, const float* x) {
     const int64_t at = static_cast<int64_t>(row) * a.blocks + block;
     const float scale = vmax_lane(vmax(vabs(vload(x)), vabs(vload(x + 16)))) / 127.0f;
     int8_t* codes = a.codes + 32 * at;
@@ -84,8 +83,7 @@ SLIP_INLINE void quantize_block(const Linear& w, const Activations& a, int row, 
     }
 }
 
-static void quantize_row(const Linear& w, const Activations& a, int row) {
-    const float* x = a.x + row * a.stride;
+static void quantize_row(const Linear& w, const Activations& a, int row, const float* x) {
     if (is_per_token(w.format)) {
         V largest = vzero();
         for (int i = 0; i < w.k; i += 16) largest = vmax(largest, vabs(w.k - i >= 16 ? vload(x + i) : vload_n(x + i, w.k - i)));
@@ -95,12 +93,12 @@ static void quantize_row(const Linear& w, const Activations& a, int row) {
         a.start[row] = -code_offset(w.format) * quantize_span(x, w.k, scale, codes, 32 * a.blocks);
         return;
     }
-    for (int block = 0; block < a.blocks; ++block) quantize_block(w, a, row, block);
+    for (int block = 0; block < a.blocks; ++block) quantize_block(w, a, row, block, x + 32 * block);
 }
 
 static void prepare_rows(const Linear& w, const Activations& a, int begin, int end) {
     if (is_dense(w.format)) return;
-    for (int row = begin; row < end; ++row) quantize_row(w, a, row);
+    for (int row = begin; row < end; ++row) quantize_row(w, a, row, a.x + row * a.stride);
 }
 
 }  // namespace SLIP_NAMESPACE

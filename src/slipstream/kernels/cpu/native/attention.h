@@ -221,48 +221,71 @@ struct Ranks {
     bool first, last;
 };
 
-template <int R, int C, class T>
-static void value_rows(const Unit<T>& unit, int row, int at, int width, const Ranks& ranks) {
-    V sum[R][C];
+// Rows whose values are added up together: their weights by rank, and where their sums wait.
+template <int R>
+struct SummedRows {
     const float* weights[R];
     float* out[R];
-    const auto load = [&](const auto* p, int c) { return width >= 16 ? vload_any(p + 16 * c) : vload_any_n(p, width); };
-    int token[R];
-    for (int r = 0, of = row / unit.group(), head = row % unit.group(); r < R; ++r) {
-        token[r] = of;
-        weights[r] = unit.row_scores(row + r);
-        out[r] = unit.output(of, head) + at;
+};
+
+// C times 16 columns, or less than 16.
+template <class T>
+SLIP_INLINE V load_column(const T* p, int c, int width) {
+    return width >= 16 ? vload_any(p + 16 * c) : vload_any_n(p, width);
+}
+SLIP_INLINE void store_column(float* p, int c, int width, V sum) {
+    if (width >= 16) vstore(p + 16 * c, sum);
+    else vstore_n(p, sum, width);
+}
+
+// Add ranks of keys that all rows see. A function of its own, so that nothing else wants the sums' registers.
+template <int R, int C, class T>
+__attribute__((noinline)) static void add_shared(const SummedRows<R>& rows, const T* values, const TokenView& view, int64_t stride, int width,
+                                                 const Ranks& ranks) {
+    V sum[R * C];
+    if (ranks.first) unrolled<R * C>(SLIP_UNROLLED { sum[i] = vzero(); });
+    else unrolled<R * C>(SLIP_UNROLLED { sum[i] = load_column(rows.out[i / C], i % C, width); });
+    const int64_t* slots = view.slots;
+    const int end = ranks.end, regular = view.regular;
+    for (int rank = ranks.begin; rank < end; ++rank) {
+        const T* p = values + slots[rank] * stride;
+        if (rank + kValuesAhead < regular) fetch(values + slots[rank + kValuesAhead] * stride, 16 * C);
+        V value[C];
+        unrolled<C>(SLIP_UNROLLED { value[i] = load_column(p, i, width); });
+        unrolled<R * C>(SLIP_UNROLLED { sum[i] = vfma(vset(rows.weights[i / C][rank]), value[i % C], sum[i]); });
+    }
+    unrolled<R * C>(SLIP_UNROLLED { store_column(rows.out[i / C], i % C, width, sum[i]); });
+}
+
+// Add what a row sees beyond those, and divide by the sum of its weights.
+template <int C, class T>
+SLIP_INLINE void finish_row(const Unit<T>& unit, int row, float* out, int at, int width, int rank) {
+    const TokenView& view = unit.view(row / unit.group());
+    const float* weights = unit.row_scores(row);
+    const V inverse = vset(unit.inverse[row]);
+    V sum[C];
+    unrolled<C>(SLIP_UNROLLED { sum[i] = load_column(out, i, width); });
+    for (; rank < view.count; ++rank) {
+        const T* p = unit.values(view.slot(rank)) + at;
+        unrolled<C>(SLIP_UNROLLED { sum[i] = vfma(vset(weights[rank]), load_column(p, i, width), sum[i]); });
+    }
+    unrolled<C>(SLIP_UNROLLED { store_column(out, i, width, vmul(sum[i], inverse)); });
+}
+
+template <int R, int C, class T>
+static void value_rows(const Unit<T>& unit, int row, int at, int width, const Ranks& ranks) {
+    SummedRows<R> rows;
+    for (int r = 0, token = row / unit.group(), head = row % unit.group(); r < R; ++r) {
+        rows.weights[r] = unit.row_scores(row + r);
+        rows.out[r] = unit.output(token, head) + at;
         if (++head == unit.group()) {
             head = 0;
-            ++of;
-        }
-        for (int c = 0; c < C; ++c) sum[r][c] = ranks.first ? vzero() : load(out[r], c);
-    }
-    const int64_t* slots = unit.view(0).slots;
-    for (int rank = ranks.begin; rank < ranks.end; ++rank) {
-        const T* p = unit.values(slots[rank]) + at;
-        if (rank + kValuesAhead < unit.view(0).regular) fetch(unit.values(slots[rank + kValuesAhead]) + at, 16 * C);
-        V value[C];
-        for (int c = 0; c < C; ++c) value[c] = load(p, c);
-        for (int r = 0; r < R; ++r) {
-            const V weight = vset(weights[r][rank]);
-            for (int c = 0; c < C; ++c) sum[r][c] = vfma(weight, value[c], sum[r][c]);
+            ++token;
         }
     }
-    for (int r = 0; r < R; ++r) {
-        if (ranks.last) {
-            const TokenView& view = unit.view(token[r]);
-            for (int rank = ranks.end; rank < view.count; ++rank) {
-                const T* p = unit.values(view.slot(rank)) + at;
-                for (int c = 0; c < C; ++c) sum[r][c] = vfma(vset(weights[r][rank]), load(p, c), sum[r][c]);
-            }
-            for (int c = 0; c < C; ++c) sum[r][c] = vmul(sum[r][c], vset(unit.inverse[row + r]));
-        }
-        for (int c = 0; c < C; ++c) {
-            if (width >= 16) vstore(out[r] + 16 * c, sum[r][c]);
-            else vstore_n(out[r], sum[r][c], width);
-        }
-    }
+    add_shared<R, C>(rows, unit.values(0) + at, unit.view(0), unit.args.kv.slot_stride, width, ranks);
+    if (!ranks.last) return;
+    for (int r = 0; r < R; ++r) finish_row<C>(unit, row + r, rows.out[r], at, width, ranks.end);
 }
 
 template <int R, int C, class T>
@@ -289,14 +312,15 @@ static void quantize_chunk(const Unit<T>& unit, int chunk) {
     const int group = unit.group(), per_head = unit.args.head_dim / 32;
     for (int t = 0; t < unit.block.tokens; ++t)
         for (int h = 0; h < group; ++h)
-            quantize_block(*unit.args.reader, unit.args.codes, unit.block.first + t, (unit.kv_head * group + h) * per_head + chunk);
+            quantize_block(*unit.args.reader, unit.args.codes, unit.block.first + t, (unit.kv_head * group + h) * per_head + chunk,
+                           unit.output(t, h) + 32 * chunk);
 }
 
 // Columns begin .. end of one block's outputs, counted in chunks over its kv heads; keys in tiles, so that memory is
 // read from front to back whatever the number of heads.
 template <class UnitOf>
 static void value_range(const UnitOf& unit_of, int chunks, int begin, int end, Ahead& ahead) {
-    constexpr int kTile = 32;
+    constexpr int kTile = 64;
     const auto some = unit_of(begin / chunks);
     const int shared = some.block.shared, from = some.first_rank() < shared ? some.first_rank() : shared;
     for (int rank = from; rank == from || rank < shared; rank += kTile) {
@@ -312,14 +336,12 @@ static void value_range(const UnitOf& unit_of, int chunks, int begin, int end, A
 }
 
 struct AttentionRoom {
-    bool together;  // the team shares each block of queries; otherwise a member takes a block from start to end
     int64_t scores, inverse, transposed;  // floats
 };
 
-static AttentionRoom attention_room(int num_blocks, int max_rows, int padded_keys, int kv_heads, int head_dim, int team) {
-    const bool together = num_blocks < 2 * team;
-    const int64_t copies = static_cast<int64_t>(together ? num_blocks : team) * kv_heads;
-    return {together, copies * max_rows * padded_keys, copies * max_rows, static_cast<int64_t>(team) * 16 * head_dim};
+static AttentionRoom attention_room(const PlanRoom& plan, int group, int padded_keys, int kv_heads, int head_dim, int team) {
+    const int64_t copies = (plan.together ? plan.blocks : team) * kv_heads, max_rows = static_cast<int64_t>(plan.block_tokens) * group;
+    return {copies * max_rows * padded_keys, copies * max_rows, static_cast<int64_t>(team) * 16 * head_dim};
 }
 
 template <class T>

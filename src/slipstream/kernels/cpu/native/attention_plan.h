@@ -46,17 +46,34 @@ struct Plan {
 
 struct PlanRoom {
     int64_t keys, tokens, blocks;
+    int block_tokens;
+    bool together;  // the team shares each block of queries; otherwise a member takes a block from start to end
 };
 
-SLIP_INLINE int block_tokens(int group) { return kBlockRows / group > 0 ? kBlockRows / group : 1; }
+SLIP_INLINE int64_t count_blocks(const Batch& batch, int block_tokens) {
+    int64_t blocks = 0;
+    for (int r = 0; r < batch.requests; ++r) blocks += (batch.query_starts[r + 1] - batch.query_starts[r] + block_tokens - 1) / block_tokens;
+    return blocks;
+}
 
-static PlanRoom plan_room(const Batch& batch, int group) {
-    PlanRoom room{0, batch.tokens, 0};
+// With too few blocks for the team, each request's tokens are cut into as many parts as there are members: keys are then
+// transposed by each of them, but scores never leave the member that computed them, and nobody waits before a softmax.
+// Where that would leave a member less than two tokens, the team shares blocks instead.
+static PlanRoom plan_room(const Batch& batch, int group, int team) {
+    PlanRoom room{0, batch.tokens, 0, kBlockRows / group > 0 ? kBlockRows / group : 1, false};
+    int longest = 0;
     for (int r = 0; r < batch.requests; ++r) {
         const int tokens = batch.query_starts[r + 1] - batch.query_starts[r];
-        room.blocks += (tokens + block_tokens(group) - 1) / block_tokens(group);
+        longest = tokens > longest ? tokens : longest;
         room.keys += batch.kv_lens[r];
     }
+    room.blocks = count_blocks(batch, room.block_tokens);
+    if (team == 1 || room.blocks >= 2 * team) return room;
+    const int part = (longest + team - 1) / team;
+    room.together = longest < 2 * team;
+    if (room.together || part >= room.block_tokens) return room;
+    room.block_tokens = part;
+    room.blocks = count_blocks(batch, part);
     return room;
 }
 
@@ -72,7 +89,7 @@ static TokenView view_token(const Batch& batch, int token, const int64_t* slots,
     return view;
 }
 
-static Plan make_plan(const Batch& batch, int group, int64_t* slots, int64_t* tails, TokenView* views, QueryBlock* blocks) {
+static Plan make_plan(const Batch& batch, int group, int block_tokens, int64_t* slots, int64_t* tails, TokenView* views, QueryBlock* blocks) {
     Plan plan{views, blocks, 0, 0, 16, group};
     for (int r = 0; r < batch.requests; ++r) {
         const int32_t* pages = batch.page_table + r * batch.page_table_stride;
@@ -84,8 +101,8 @@ static Plan make_plan(const Batch& batch, int group, int64_t* slots, int64_t* ta
             const int padded = (views[t].count + 15) / 16 * 16;
             if (padded > plan.padded_keys) plan.padded_keys = padded;
         }
-        for (int t = begin; t < end; t += block_tokens(group)) {
-            const int tokens = end - t < block_tokens(group) ? end - t : block_tokens(group);
+        for (int t = begin; t < end; t += block_tokens) {
+            const int tokens = end - t < block_tokens ? end - t : block_tokens;
             QueryBlock block{t, tokens, views[t].regular, 0};
             for (int i = t; i < t + tokens; ++i) {
                 block.shared = views[i].regular < block.shared ? views[i].regular : block.shared;

@@ -31,11 +31,10 @@ static void attention(Pool& pool, Scratch& scratch, const Batch& batch, const Kv
     if (batch.tokens == 0) return;
     const int group = shape.heads / shape.kv_heads, team = pool.size();
     const int64_t width = static_cast<int64_t>(shape.heads) * shape.head_dim;
-    const PlanRoom size = plan_room(batch, group);
+    const PlanRoom size = plan_room(batch, group, team);
     int longest = 0;
     for (int r = 0; r < batch.requests; ++r) longest = batch.kv_lens[r] > longest ? batch.kv_lens[r] : longest;
-    const AttentionRoom need = attention_room(static_cast<int>(size.blocks), block_tokens(group) * group, (longest + 31) / 16 * 16,
-                                              shape.kv_heads, shape.head_dim, team);
+    const AttentionRoom need = attention_room(size, group, (longest + 31) / 16 * 16, shape.kv_heads, shape.head_dim, team);
     AttentionArgs args{};
     float *scaled = nullptr, *transposed = nullptr;
     for (int pass = 0; pass < 2; ++pass) {
@@ -49,11 +48,11 @@ static void attention(Pool& pool, Scratch& scratch, const Batch& batch, const Kv
         float* inverse = scratch.take<float>(need.inverse);
         transposed = scratch.take<float>(need.transposed);
         if (pass == 0) continue;
-        args = {make_plan(batch, group, slots, tails, views, blocks), kv, scaled, out, width, width,
+        args = {make_plan(batch, group, size.block_tokens, slots, tails, views, blocks), kv, scaled, out, width, width,
                 shape.heads, shape.kv_heads, shape.head_dim, shape.window, scores, inverse};
     }
     for (int64_t i = 0; i < width * batch.tokens; ++i) scaled[i] = q[i] * shape.scale;
-    pool.run(3, [&](Team& members) { attend(args, need.together, transposed, members); });
+    pool.run(3, [&](Team& members) { attend(args, size.together, transposed, members); });
 }
 
 template <class Body>

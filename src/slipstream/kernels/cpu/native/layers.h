@@ -11,21 +11,24 @@ namespace SLIP_NAMESPACE {
 constexpr int kPhasesPerLayer = 12;
 
 // Panels a member takes at a time: fewer where rows make each one longer, so that nobody waits long for the last.
+constexpr int kMostPanels = 8;
 SLIP_INLINE int piece_size(int panels, int team, int rows) {
-    const int piece = panels / (8 * team), most = rows < 16 ? 8 : 4;
+    const int piece = panels / (8 * team), most = rows < 16 ? kMostPanels : kMostPanels / 2;
     return piece < 1 ? 1 : piece > most ? most : piece;
 }
 
-// All the memory a stack needs, laid out once per call.
+// All the memory a stack needs, laid out once per call. A pass streams weights through the caches, so what a member alone
+// needs is small and used again at once instead of lying there for all rows.
 struct Workspace {
+    float* own;     // per member: the gates and ups of a piece
     float* normed;  // one copy, or one per member when few rows make repeating cheaper than sharing
     char* codes;
     char* ready;  // codes made by whoever computed the values
     float* qkv;
     float* attended;
-    float* gate_up;
-    float* activated;
-    int64_t normed_size, codes_size;
+    float* gate_up;    // where a piece would not be whole panels
+    float* activated;  // where a piece's codes cannot be made at once
+    int64_t own_size, normed_size, codes_size;
     AttentionArgs attention;
     bool together;
     float* transposed;
@@ -44,6 +47,7 @@ struct Walk {
 
     int tokens() const { return batch.tokens; }
     int copy() const { return room.repeat ? team.id : 0; }
+    float* own() const { return room.own + team.id * room.own_size; }
     float* normed() const { return room.normed + copy() * room.normed_size; }
     char* codes() const { return room.codes + copy() * room.codes_size; }
 
@@ -81,26 +85,29 @@ struct Walk {
             prefetch_start(*w, half * panels + Team::part_begin(panels, team.id, team.size));
     }
 
-    Activations block_input(const Layer& layer) {
+    // The stream, normed, as a weight wants it.
+    Activations norm_rows(const Linear& w, const float* norm, float eps) {
         const int width = stack.width;
-        float* x = normed();
-        const Linear& w = layer.qkv;
-        const Activations a = activations(w, x, w.k, tokens(), codes());
-        if (layer.hidden_norm) {
-            team.share(tokens(), 1, [&](int row, int) {
-                float* stream = hidden + static_cast<int64_t>(row) * width;
-                float* to = room.normed + static_cast<int64_t>(row) * w.k;
-                rms_norm_row(embedding + static_cast<int64_t>(row) * width, layer.input_norm, to, width, layer.eps);
-                rms_norm_row(stream, layer.hidden_norm, to + width, width, layer.eps);
-                if (layer.normed_residual) copy_row(stream, to + width, width);
-            });
-            return prepare(w, room.normed, w.k);
-        }
+        const Activations a = activations(w, normed(), width, tokens(), codes());
         each_row([&](int row) {
-            rms_norm_row(hidden + static_cast<int64_t>(row) * width, layer.input_norm, x + static_cast<int64_t>(row) * w.k, width, layer.eps);
+            rms_norm_row(hidden + static_cast<int64_t>(row) * width, norm, normed() + static_cast<int64_t>(row) * width, width, eps);
             prepare_rows(w, a, row, row + 1);
         });
         return a;
+    }
+
+    Activations block_input(const Layer& layer) {
+        if (!layer.hidden_norm) return norm_rows(layer.qkv, layer.input_norm, layer.eps);
+        const int width = stack.width;
+        const Linear& w = layer.qkv;
+        team.share(tokens(), 1, [&](int row, int) {
+            float* stream = hidden + static_cast<int64_t>(row) * width;
+            float* to = room.normed + static_cast<int64_t>(row) * w.k;
+            rms_norm_row(embedding + static_cast<int64_t>(row) * width, layer.input_norm, to, width, layer.eps);
+            rms_norm_row(stream, layer.hidden_norm, to + width, width, layer.eps);
+            if (layer.normed_residual) copy_row(stream, to + width, width);
+        });
+        return prepare(w, room.normed, w.k);
     }
 
     void rotate_and_write(const Layer& layer, const Kv& kv) {
@@ -134,45 +141,46 @@ struct Walk {
     }
 
     void feed_forward(const Layer& layer, const Linear* next) {
-        const Linear& w = layer.gate_up;
-        const int width = stack.width, n = layer.intermediate;
-        float* x = normed();
-        const Activations a = activations(w, x, width, tokens(), codes());
-        each_row([&](int row) {
-            rms_norm_row(hidden + static_cast<int64_t>(row) * width, layer.post_norm, x + static_cast<int64_t>(row) * width, width, layer.eps);
-            prepare_rows(w, a, row, row + 1);
-        });
-        const Output out{room.gate_up, 2 * static_cast<int64_t>(n), false};
+        const int n = layer.intermediate;
+        const Activations a = norm_rows(layer.gate_up, layer.post_norm, layer.eps);
         const Activations ready = activations(layer.down, room.activated, n, tokens(), room.ready);
         if (n % 16 == 0) {
-            const int panels = n / 16, step = quantizes_at_once(layer.down, n) ? 2 : 1;  // two panels make a block
-            const int piece = piece_size(panels, team.size, tokens()) / step;
-            const auto body = [&](int first, int last) {
-                const int begin = step * first, end = step * last;
-                product(w, a, tokens(), begin, end, out);
-                product(w, a, tokens(), panels + begin, panels + end, out);
-                for (int row = 0; row < tokens(); ++row) {
-                    activate(row, n, 16 * begin, 16 * end);
-                    for (int block = first; step == 2 && block < last; ++block) quantize_block(layer.down, ready, row, block);
-                }
-            };
-            team.share(panels / step, piece < 1 ? 1 : piece, body, [&] { ask_for(&layer.down, 1); });
+            gate_and_up(layer, a, ready);
         } else {
-            multiply(w, a, out, &layer.down);
-            team.share(tokens(), 1, [&](int row, int) { activate(row, n, 0, n); });
+            multiply(layer.gate_up, a, {room.gate_up, 2 * static_cast<int64_t>(n), false}, &layer.down);
+            team.share(tokens(), 1, [&](int row, int) {
+                const float* gate = room.gate_up + 2 * static_cast<int64_t>(n) * row;
+                silu_mul_span(gate, gate + n, room.activated + static_cast<int64_t>(n) * row, n);
+            });
         }
-        const Output sum{hidden, width, true};
+        const Output sum{hidden, stack.width, true};
         multiply(layer.down, quantizes_at_once(layer.down, n) ? ready : prepare(layer.down, room.activated, n), sum, next);
+    }
+
+    // Gates, ups and what they make of each other, piece by piece.
+    void gate_and_up(const Layer& layer, const Activations& a, const Activations& ready) {
+        const Linear& w = layer.gate_up;
+        const int n = layer.intermediate, panels = n / 16, rows = tokens();
+        const int step = quantizes_at_once(layer.down, n) ? 2 : 1;  // two panels make a block
+        const int piece = piece_size(panels, team.size, rows) / step;
+        const auto body = [&](int first, int last) {
+            const int begin = step * first, end = step * last, span = 16 * (end - begin);
+            float *gates = own(), *ups = gates + static_cast<int64_t>(rows) * span;
+            product(w, a, rows, begin, end, {gates, span, false, 16 * begin});
+            product(w, a, rows, panels + begin, panels + end, {ups, span, false, n + 16 * begin});
+            for (int row = 0; row < rows; ++row, gates += span, ups += span) {
+                float* to = step == 2 ? gates : room.activated + static_cast<int64_t>(n) * row + 16 * begin;
+                silu_mul_span(gates, ups, to, span);
+                for (int block = first; step == 2 && block < last; ++block)
+                    quantize_block(layer.down, ready, row, block, to + 32 * (block - first));
+            }
+        };
+        team.share(panels / step, piece < 1 ? 1 : piece, body, [&] { ask_for(&layer.down, 1); });
     }
 
     // A weight with a scale per block of its input takes it block by block: whoever computes one quantizes it, so that
     // the others read codes instead of floats, and nobody waits in between.
     static bool quantizes_at_once(const Linear& w, int span) { return is_by_block(w.format) && span % 32 == 0; }
-
-    void activate(int row, int n, int begin, int end) {
-        const float* gate = room.gate_up + 2 * static_cast<int64_t>(n) * row;
-        silu_mul_span(gate + begin, gate + n + begin, room.activated + static_cast<int64_t>(n) * row + begin, end - begin);
-    }
 
     void capture(int applied) {
         for (int i = 0; i < stack.num_captured; ++i) {
@@ -184,35 +192,38 @@ struct Walk {
         }
     }
 
-    void run() {
-        for (int index = 0; index < stack.num_layers; ++index) {
-            const Layer& layer = stack.layers[index];
-            capture(index);
-            multiply(layer.qkv, block_input(layer), {room.qkv, num_outputs(layer.qkv), false}, &layer.o);
-            rotate_and_write(layer, stack.kv[index]);
-            AttentionArgs attention = room.attention;
-            attention.kv = stack.kv[index];
-            attention.q_stride = num_outputs(layer.qkv);
-            attention.window = layer.window;
-            const bool at_once = quantizes_at_once(layer.o, layer.head_dim);
-            if (at_once) {
-                attention.reader = &layer.o;
-                attention.codes = activations(layer.o, room.attended, layer.o.k, tokens(), room.ready);
-            }
-            attend(attention, room.together, room.transposed, team);
-            const Activations attended = at_once ? attention.codes : prepare(layer.o, room.attended, layer.o.k);
-            multiply(layer.o, attended, {hidden, stack.width, true}, &layer.gate_up, 2);
-            feed_forward(layer, index + 1 < stack.num_layers ? &stack.layers[index + 1].qkv : nullptr);
+    // A layer in two parts: after the first, all keys and values of this pass are there.
+    void begin_layer(int index) {
+        const Layer& layer = stack.layers[index];
+        capture(index);
+        multiply(layer.qkv, block_input(layer), {room.qkv, num_outputs(layer.qkv), false}, &layer.o);
+        rotate_and_write(layer, stack.kv[index]);
+    }
+
+    void end_layer(int index) {
+        const Layer& layer = stack.layers[index];
+        AttentionArgs attention = room.attention;
+        attention.kv = stack.kv[index];
+        attention.q_stride = num_outputs(layer.qkv);
+        attention.window = layer.window;
+        const bool at_once = quantizes_at_once(layer.o, layer.head_dim);
+        if (at_once) {
+            attention.reader = &layer.o;
+            attention.codes = activations(layer.o, room.attended, layer.o.k, tokens(), room.ready);
         }
-        capture(stack.num_layers);
+        attend(attention, room.together, room.transposed, team);
+        const Activations attended = at_once ? attention.codes : prepare(layer.o, room.attended, layer.o.k);
+        multiply(layer.o, attended, {hidden, stack.width, true}, &layer.gate_up, 2);
+        feed_forward(layer, index + 1 < stack.num_layers ? &stack.layers[index + 1].qkv : nullptr);
+        if (index + 1 == stack.num_layers) capture(index + 1);
     }
 };
 
-static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const Batch& batch, float* hidden, const float* embedding) {
-    if (batch.tokens == 0 || stack.num_layers == 0) return;
+// Lay out what rows of a stack need, and plan their attention; in two passes, as a Scratch wants it.
+static void lay_out(Scratch& scratch, bool for_good, const Stack& stack, const Batch& batch, int team, Workspace& room) {
     const Layer& first = stack.layers[0];
     const int tokens = batch.tokens, group = first.heads / first.kv_heads;
-    int64_t normed = 0, codes = 0, qkv = 0, wide = 0;
+    int64_t normed = 0, codes = 0, qkv = 0, wide = 0, uneven = 0;
     for (int i = 0; i < stack.num_layers; ++i) {
         const Layer& layer = stack.layers[i];
         for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
@@ -223,42 +234,133 @@ static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const B
         normed = stack.width > normed ? stack.width : normed;
         qkv = num_outputs(layer.qkv) > qkv ? num_outputs(layer.qkv) : qkv;
         wide = layer.intermediate > wide ? layer.intermediate : wide;
+        if (layer.intermediate % 16 != 0) uneven = wide;
     }
-    const PlanRoom plan_size = plan_room(batch, group);
-    const int team = pool.size();
-    Workspace room{};
+    const PlanRoom plan_size = plan_room(batch, group, team);
     room.repeat = team > 1 && tokens < 2 * team;
+    room.together = plan_size.together;
     const int copies = room.repeat ? team : 1;
+    room.own_size = 2 * 16 * kMostPanels * static_cast<int64_t>(tokens);
     room.normed_size = (normed * tokens + 15) / 16 * 16;
     room.codes_size = codes;
+    int64_t* slots = scratch.take<int64_t>(plan_size.keys + 1);
+    int64_t* tails = scratch.take<int64_t>(64 * plan_size.tokens);
+    TokenView* views = scratch.take<TokenView>(plan_size.tokens);
+    QueryBlock* blocks = scratch.take<QueryBlock>(plan_size.blocks + 1);
+    room.own = scratch.take<float>(team * room.own_size);
+    room.normed = scratch.take<float>(copies * room.normed_size);
+    room.codes = scratch.take<char>(copies * room.codes_size);
+    room.ready = scratch.take<char>(room.codes_size);
+    room.qkv = scratch.take<float>(qkv * tokens);
+    room.attended = scratch.take<float>(static_cast<int64_t>(first.heads) * first.head_dim * tokens);
+    room.gate_up = scratch.take<float>(2 * uneven * tokens);
+    room.activated = scratch.take<float>(wide * tokens);
+    int64_t longest = 0;
+    for (int r = 0; r < batch.requests; ++r) longest = batch.kv_lens[r] > longest ? batch.kv_lens[r] : longest;
+    const int padded = static_cast<int>((longest + 31) / 16 * 16);
+    const AttentionRoom size = attention_room(plan_size, group, padded, first.kv_heads, first.head_dim, team);
+    float* scores = scratch.take<float>(size.scores);
+    float* inverse = scratch.take<float>(size.inverse);
+    room.transposed = scratch.take<float>(size.transposed);
+    if (!for_good) return;
+    const Plan plan = make_plan(batch, group, plan_size.block_tokens, slots, tails, views, blocks);
+    room.attention = {plan, {}, room.qkv, room.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
+                      first.heads, first.kv_heads, first.head_dim, 0, scores, inverse, nullptr, {}};
+}
+
+// Some of a pass's rows, as a pass of their own.
+constexpr int kMostParts = 4, kMostRequests = 64, kMostCaptured = 8;
+
+struct Part {
+    Stack stack;
+    Batch batch;
+    Workspace room{};
+    int first = 0;
+    int32_t starts[kMostRequests + 1];
+    float* captured_out[kMostCaptured];
+
+    void cut(const Stack& whole, const Batch& all, int begin, int end) {
+        int request = 0;
+        while (all.query_starts[request + 1] <= begin) ++request;
+        first = begin;
+        batch = all;
+        batch.kv_lens += request;
+        batch.page_table += request * all.page_table_stride;
+        batch.kv_index += begin;
+        batch.ancestors += begin;
+        batch.slots += begin;
+        batch.positions += begin;
+        batch.query_starts = starts;
+        batch.tokens = end - begin;
+        starts[batch.requests = 0] = 0;
+        for (; all.query_starts[request] < end && request < all.requests; ++request) {
+            const int stop = all.query_starts[request + 1] < end ? all.query_starts[request + 1] : end;
+            starts[++batch.requests] = stop - begin;
+        }
+        stack = whole;
+        for (int i = 0; i < whole.num_captured; ++i) captured_out[i] = whole.captured_out[i] + static_cast<int64_t>(begin) * whole.width;
+        stack.captured_out = captured_out;
+    }
+};
+
+SLIP_INLINE int weight_bits(const Linear& w) {
+    int most = 0;
+    for (const Linear* run = &w; run; run = run->rest) {
+        const int bits = run->format == F32 ? 32 : is_dense(run->format) ? 16 : code_bits(run->format);
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+// Parts to cut a pass into, one for each member, or 1. With enough rows arithmetic takes longer than reading all weights, so
+// that each member may read them all (members that share a cache read them from memory once) and keep its rows to itself.
+// When members share out every product instead, each reads half of what it needs from another's cache, which on cores
+// without a cache in common makes a pass over 8 rows a third longer.
+static int num_parts(const Stack& stack, const Batch& batch, int team) {
+    if (team > kMostParts || batch.requests > kMostRequests || stack.num_captured > kMostCaptured) return 1;
+    int bits = 0;
+    for (int i = 0; i < stack.num_layers; ++i) {
+        const Layer& layer = stack.layers[i];
+        for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) bits = weight_bits(*w) > bits ? weight_bits(*w) : bits;
+    }
+    return batch.tokens >= bits * team ? team : 1;
+}
+
+static void run_parts(Pool& pool, Scratch& scratch, const Stack& stack, const Batch& batch, float* hidden, const float* embedding) {
+    const int num = pool.size();
+    Part parts[kMostParts];
+    for (int i = 0; i < num; ++i) parts[i].cut(stack, batch, Team::part_begin(batch.tokens, i, num), Team::part_begin(batch.tokens, i + 1, num));
     for (int pass = 0; pass < 2; ++pass) {  // measure, then lay out
         scratch.begin(pass == 1);
-        int64_t* slots = scratch.take<int64_t>(plan_size.keys + 1);
-        int64_t* tails = scratch.take<int64_t>(64 * plan_size.tokens);
-        TokenView* views = scratch.take<TokenView>(plan_size.tokens);
-        QueryBlock* blocks = scratch.take<QueryBlock>(plan_size.blocks + 1);
-        room.normed = scratch.take<float>(copies * room.normed_size);
-        room.codes = scratch.take<char>(copies * room.codes_size);
-        room.ready = scratch.take<char>(room.codes_size);
-        room.qkv = scratch.take<float>(qkv * tokens);
-        room.attended = scratch.take<float>(static_cast<int64_t>(first.heads) * first.head_dim * tokens);
-        room.gate_up = scratch.take<float>(2 * wide * tokens);
-        room.activated = scratch.take<float>(wide * tokens);
-        int64_t longest = 0;
-        for (int r = 0; r < batch.requests; ++r) longest = batch.kv_lens[r] > longest ? batch.kv_lens[r] : longest;
-        const int rows = block_tokens(group) * group, padded = static_cast<int>((longest + 31) / 16 * 16);
-        const AttentionRoom size = attention_room(static_cast<int>(plan_size.blocks), rows, padded, first.kv_heads, first.head_dim, team);
-        room.together = size.together;
-        float* scores = scratch.take<float>(size.scores);
-        float* inverse = scratch.take<float>(size.inverse);
-        room.transposed = scratch.take<float>(size.transposed);
-        if (pass == 0) continue;
-        const Plan plan = make_plan(batch, group, slots, tails, views, blocks);
-        room.attention = {plan, {}, room.qkv, room.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
-                          first.heads, first.kv_heads, first.head_dim, 0, scores, inverse, nullptr, {}};
+        for (int i = 0; i < num; ++i) lay_out(scratch, pass == 1, parts[i].stack, parts[i].batch, 1, parts[i].room);
     }
-    pool.run((kPhasesPerLayer + stack.num_captured) * (stack.num_layers + 1), [&](Team& members) {
-        Walk{stack, batch, room, hidden, embedding, members}.run();
+    pool.run(2 * stack.num_layers, [&](Team& team) {
+        Team alone{0, 1, nullptr, nullptr};
+        const auto walk = [&](int i) {
+            const int64_t first = static_cast<int64_t>(parts[i].first) * stack.width;
+            return Walk{parts[i].stack, parts[i].batch, parts[i].room, hidden + first, embedding ? embedding + first : nullptr, alone};
+        };
+        for (int index = 0; index < stack.num_layers; ++index) {
+            team.share(num, 1, [&](int i, int) { walk(i).begin_layer(index); });
+            team.share(num, 1, [&](int i, int) { walk(i).end_layer(index); });
+        }
+    });
+}
+
+static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const Batch& batch, float* hidden, const float* embedding) {
+    if (batch.tokens == 0 || stack.num_layers == 0) return;
+    if (num_parts(stack, batch, pool.size()) > 1) return run_parts(pool, scratch, stack, batch, hidden, embedding);
+    Workspace room{};
+    for (int pass = 0; pass < 2; ++pass) {
+        scratch.begin(pass == 1);
+        lay_out(scratch, pass == 1, stack, batch, pool.size(), room);
+    }
+    pool.run((kPhasesPerLayer + stack.num_captured) * (stack.num_layers + 1), [&](Team& team) {
+        Walk walk{stack, batch, room, hidden, embedding, team};
+        for (int index = 0; index < stack.num_layers; ++index) {
+            walk.begin_layer(index);
+            walk.end_layer(index);
+        }
     });
 }
 

@@ -20,16 +20,17 @@
 namespace slip {
 namespace SLIP_NAMESPACE {
 
-// Where results go: y[row, n], after the bias, added to what is there when `add`.
+// Where results go: y[row, n - first], after the bias, added to what is there when `add`.
 struct Output {
     float* y;
     int64_t stride;
     bool add;
+    int first = 0;
 };
 
 SLIP_INLINE void emit(V sum, const Linear& w, const Output& out, int row, int n0) {
     const int n = w.n - n0;
-    float* y = out.y + row * out.stride + n0;
+    float* y = out.y + row * out.stride + (n0 - out.first);
     if (n >= 16) {
         if (w.bias) sum = vadd(sum, vload(w.bias + n0));
         vstore(y, out.add ? vadd(vload(y), sum) : sum);
@@ -86,14 +87,43 @@ struct Scales {
 
 // A block's sum of products, scales of halves multiplied in. They are bytes and the sums below 2^17, so that both products
 // and their sum are whole numbers below 2^24, which floats hold exactly.
-template <int FORMAT>
-SLIP_INLINE V whole_sum(const Weights& u, const Scales<FORMAT>& s, const int8_t* x, const int32_t* start) {
+template <int FORMAT, int R>
+SLIP_INLINE void whole_sums(const Weights& u, const Scales<FORMAT>& s, const int8_t* x, int64_t stride, const int32_t* start, V* whole) {
+    const int64_t starts = stride / 32;
+    IV sum[R];
     if constexpr (has_half_scales(FORMAT)) {
-        const V second = ifloat(dot<FORMAT, 4, 8>(iset(start[1]), u, x));
-        return vfma(ifloat(dot<FORMAT, 0, 4>(iset(start[0]), u, x)), s.first, vmul(second, s.second));
+        IV second[R];
+        for (int r = 0; r < R; ++r) {
+            sum[r] = iset(start[2 * r * starts]);
+            second[r] = iset(start[2 * r * starts + 1]);
+        }
+        dot_rows<FORMAT, R, 0, 4>(sum, u, x, stride);
+        dot_rows<FORMAT, R, 4, 8>(second, u, x, stride);
+        for (int r = 0; r < R; ++r) whole[r] = vfma(ifloat(sum[r]), s.first, vmul(ifloat(second[r]), s.second));
     } else {
-        return ifloat(dot<FORMAT>(iset(has_minimum(FORMAT) ? 0 : start[0]), u, x));
+        for (int r = 0; r < R; ++r) sum[r] = iset(has_minimum(FORMAT) ? 0 : start[r * starts]);
+        dot_rows<FORMAT, R>(sum, u, x, stride);
+        for (int r = 0; r < R; ++r) whole[r] = ifloat(sum[r]);
     }
+}
+
+// Add a block's part to the sums of R rows.
+template <int FORMAT, int R>
+SLIP_INLINE void add_block(const Weights& u, const Scales<FORMAT>& s, const Activations& a, int64_t at, V* sum) {
+    constexpr int kStarts = has_half_scales(FORMAT) ? 2 : 1;
+    V whole[R];
+    whole_sums<FORMAT, R>(u, s, a.codes + at * 32, 32 * static_cast<int64_t>(a.blocks), a.start + kStarts * at, whole);
+    for (int r = 0; r < R; ++r, at += a.blocks) {
+        sum[r] = vfma(whole[r], vmul(s.d, vset(a.scale[at])), sum[r]);
+        if constexpr (has_minimum(FORMAT)) sum[r] = vfma(s.minimum, vset(a.scaled_sum[at]), sum[r]);
+    }
+}
+
+// Go through M rows, kAbreast at a time.
+template <int M, class Body>
+SLIP_INLINE void for_rows(Body body) {
+    for (int m = 0; m + kAbreast <= M; m += kAbreast) body(std::integral_constant<int, kAbreast>(), m);
+    if constexpr (M % kAbreast != 0) body(std::integral_constant<int, M % kAbreast>(), M - M % kAbreast);
 }
 
 template <int FORMAT, int M>
@@ -108,14 +138,14 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
         for (int b = 0; b < blocks; ++b) {
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
             if (row == 0) prefetch_block<FORMAT>(start, b);
-            for (int m = 0; m < M; ++m)
-                sum[m] = dot<FORMAT>(sum[m], u, a.codes + (base + static_cast<int64_t>(m) * blocks + b) * 32);
+            for_rows<M>([&](auto rows, int m) {
+                dot_rows<FORMAT, rows.value>(sum + m, u, a.codes + (base + static_cast<int64_t>(m) * blocks + b) * 32, 32 * static_cast<int64_t>(blocks));
+            });
         }
         const V scale = vload(w.scale + 16 * panel);
         for (int m = 0; m < M; ++m)
             emit(vmul(ifloat(sum[m]), vmul(vset(a.scale[row + m]), scale)), w, out, row + m, 16 * panel);
     } else {
-        constexpr int kStarts = has_half_scales(FORMAT) ? 2 : 1;
         V sum[M];
         Scales<FORMAT> s;
         for (int m = 0; m < M; ++m) sum[m] = vzero();
@@ -123,12 +153,7 @@ static void panel_rows(const Linear& w, const Activations& a, int row, int panel
             const Weights u = unpack<FORMAT>(codes + static_cast<int64_t>(b) * code_bytes(FORMAT));
             if (row == 0) prefetch_block<FORMAT>(start, b);
             Scales<FORMAT>::read(s, start, b);
-            for (int m = 0; m < M; ++m) {
-                const int64_t at = base + static_cast<int64_t>(m) * blocks + b;
-                const V whole = whole_sum<FORMAT>(u, s, a.codes + at * 32, a.start + kStarts * at);
-                sum[m] = vfma(whole, vmul(s.d, vset(a.scale[at])), sum[m]);
-                if constexpr (has_minimum(FORMAT)) sum[m] = vfma(s.minimum, vset(a.scaled_sum[at]), sum[m]);
-            }
+            for_rows<M>([&](auto rows, int m) { add_block<FORMAT, rows.value>(u, s, a, base + static_cast<int64_t>(m) * blocks + b, sum + m); });
         }
         for (int m = 0; m < M; ++m) emit(sum[m], w, out, row + m, 16 * panel);
     }
@@ -194,7 +219,7 @@ SLIP_INLINE void dense_tile(const Linear& w, const Activations& a, int row, int 
         }
     for (int n = 0; n < N; ++n)
         for (int m = 0; m < M; ++m) {
-            float* y = out.y + (row + m) * out.stride + n0 + n;
+            float* y = out.y + (row + m) * out.stride + (n0 + n - out.first);
             float value = vsum(sum[n][m]);
             if (w.bias) value += w.bias[n0 + n];
             *y = out.add ? *y + value : value;

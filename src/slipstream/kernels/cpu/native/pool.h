@@ -34,7 +34,7 @@ struct alignas(64) Part {
 struct Team {
     int id;
     int size;
-    Phase* phases;
+    Phase* phases;  // null for a member that works alone for a while
     Part* parts;  // [phases, size]
     int phase = 0;
 
@@ -50,6 +50,10 @@ struct Team {
     // idle() once before it waits.
     template <class Body, class Idle>
     SLIP_ALWAYS_INLINE void share(int n, int piece, Body body, Idle idle) {
+        if (!phases) {  // a team of one
+            for (int begin = 0; begin < n; begin += piece) body(begin, begin + piece < n ? begin + piece : n);
+            return idle();
+        }
         Phase& mine = phases[phase];
         Part* part = parts + static_cast<int64_t>(phase++) * size;
         int done = 0;

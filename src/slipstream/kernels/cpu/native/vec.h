@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if SLIP_ISA > 0
 #include <immintrin.h>
@@ -223,6 +224,17 @@ SLIP_INLINE CodeSum vstore_codes(int8_t* p, const V& a, CodeSum sum) {
 #undef SLIP_EACH
 
 #endif
+
+// Call body(0), .. body(N - 1) with constants, so that arrays it indexes by them can stay in registers throughout.
+template <class Body, int... I>
+SLIP_INLINE void call_each(const Body& body, std::integer_sequence<int, I...>) {
+    (body(std::integral_constant<int, I>()), ...);
+}
+template <int N, class Body>
+SLIP_INLINE void unrolled(const Body& body) {
+    call_each(body, std::make_integer_sequence<int, N>());
+}
+#define SLIP_UNROLLED [&](auto i) __attribute__((always_inline))
 
 SLIP_INLINE uint16_t to_bf16(float x) {  // half to even, as torch rounds
     uint32_t bits;
