@@ -172,13 +172,14 @@ def attention(
     num_splits = max(-(-most_keys // config.split), 1)
     shares = num_splits
     if num_groups * num_requests * num_splits > config.programs:  # whole groups
-        shares = max(min(config.programs // (num_groups * num_requests), -(-num_splits // SPLITS_IN_GROUP)), 1)
+        programs = config.group_programs or config.programs
+        shares = max(min(programs // (num_groups * num_requests), -(-num_splits // SPLITS_IN_GROUP)), 1)
     whole = shares < num_splits
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
-    shape |= _split_options(config, rows, whole)
+    shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
     splits_kernel[(num_groups, num_tiles, shares)](
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters, num_requests,
         num_splits, *strides, WHOLE=whole, ONE=one_tile, EARLY=launch.early, **shape,

@@ -103,7 +103,7 @@ def multiply_wide(
         num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
         residual_stride(epilogue), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        SPLITS=launch.splits, SERIAL=config.serial, LATER=config.later,
+        SPLITS=1 if config.later else launch.splits, SERIAL=config.serial, LATER=config.later,
         EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
         AHEAD=config.ahead, PDL=launch.dependent,
@@ -141,6 +141,11 @@ def variants(architecture: str) -> list[Variant]:
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
             shipped[f"{variant.name} {used}"] = variant
+        if name == "dense":
+            later = fitted(
+                replace(config, later=True), row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes
+            )
+            shipped[f"{later}"] = _variant("wide dense 160 rows", kind, later, row_pieces(160), silu=False)
     return list(shipped.values())
 
 
@@ -156,8 +161,8 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
     }  # fmt: skip
     constants = {
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "SPLITS": 1 if silu else 4, "SERIAL": config.serial, "LATER": config.later, "EVEN_K": True,
-        "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
+        "SPLITS": 1 if silu or config.later else 4, "SERIAL": config.serial, "LATER": config.later and not silu,
+        "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
         "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead, "PDL": False,
     }  # fmt: skip
     tiles = (
