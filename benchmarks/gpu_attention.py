@@ -38,8 +38,8 @@ ALWAYS_SERIAL = 1
 TILES = ((128, 4, 2), (64, 8, 3), (128, 8, 2), (32, 2, 4))  # block, warps, stages
 PROGRAMS = (528, 1056, 2112, 4224)
 GROUPS = (  # stages, registers and programs of those that take groups of splits
-    *itertools.product((2, 3), (0, 168), (320, 640, 1056, 2112)),
-    *itertools.product((2,), (128,), (320, 640, 1056, 2112)),
+    *itertools.product((2,), (0, 168, 128), (320, 640, 1056, 2112)),
+    *itertools.product((3,), (0,), (320, 640, 1056, 2112)),
 )
 
 

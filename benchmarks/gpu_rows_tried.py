@@ -46,8 +46,8 @@ SPLITS: dict[str, tuple[LinearConfig, ...]] = {  # other stretches, and the tile
     DOWN: (LinearConfig(64, 128, 8, 4, 4), LinearConfig(64, 256, 2, 4, 6)),
 }
 GROUPS = (  # stages, registers and programs of attention's programs that take groups of splits
-    *itertools.product((2, 3), (0, 168), (320, 640, 1056, 2112)),
-    *itertools.product((2,), (128,), (320, 640, 1056, 2112)),
+    *itertools.product((2,), (0, 168, 128), (320, 640, 1056, 2112)),
+    *itertools.product((3,), (0,), (320, 640, 1056, 2112)),
 )
 PROGRAMS = (1056, 2112, 4224)
 
