@@ -291,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=80.0, help="try nothing new after so long")
-    parser.add_argument("--only", default="attention,many,few,ahead,splits,library")
+    parser.add_argument("--only", default="near,attention,many,few,ahead,splits,library")
     parser.add_argument("--context", type=int, default=1152)
     parser.add_argument("--start", type=Path, help="the configuration to start from, if not the one that ships")
     arguments = parser.parse_args()

@@ -107,6 +107,13 @@ def attention_candidates() -> list[Candidate]:
     ]
 
 
+def near_candidates() -> list[Candidate]:
+    """Return ways to attend where few programs do: their stages and warps, and splits of another length."""
+    found = [Candidate(f"attention in {n} stages", with_attention(num_stages=n), ALL) for n in (2, 4)]
+    found += [Candidate(f"attention by {n} warps", with_attention(num_warps=n), ALL) for n in (2, 8)]
+    return found + [Candidate(f"splits of {n} keys", with_attention(split=n), ALL, same=False) for n in (64, 256)]
+
+
 def tile_candidates(shape: str, *, few: bool) -> list[Candidate]:
     """Return tiles of a product, with its stretches added at once and later."""
     name, cases = (few_rows_name(shape), FEW) if few else (shape, MANY)
@@ -150,6 +157,8 @@ def candidates_of(group: str) -> Iterator[Candidate]:
     """Yield the candidates of a group, but for other stretches."""
     if group == "attention":
         yield from attention_candidates()
+    elif group == "near":
+        yield from near_candidates()
     elif group == "library":
         yield from library_candidates()
     elif group == "ahead":
