@@ -150,7 +150,8 @@ def attention(
     rows = max(rows, triton.next_power_of_2(repeats))
     tokens = rows // repeats
     most_keys = batch.page_table_RP.shape[1] * batch.page_size if batch.max_keys is None else batch.max_keys
-    num_tiles = num_tokens // tokens + num_requests
+    one_tile = most_queries <= tokens
+    num_tiles = num_requests if one_tile else num_tokens // tokens + num_requests
     head_block = max(triton.next_power_of_2(width), 16)
     out = torch.empty_like(q_THd)
     described = (batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP, batch.kv_index_T.contiguous(),
@@ -166,30 +167,39 @@ def attention(
         **launch_options(launch.dependent, launch.instruction),
     }  # fmt: skip
     if most_queries >= config.serial_from:
-        _attention_kernel[(num_groups, num_tiles)](
+        _attention_kernel[(num_groups, num_tokens // tokens + num_requests)](
             q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
         )
         return out
     num_splits = max(-(-most_keys // config.split), 1)
-    programs = num_groups * num_requests * num_splits
-    each = 1
-    if programs > config.programs:  # whole groups
-        each = max(round(programs / (config.programs * SPLITS_IN_GROUP)), 1) * SPLITS_IN_GROUP
+    shares = num_splits
+    if num_groups * num_requests * num_splits > config.programs:  # whole groups
+        programs = config.group_programs or config.programs
+        shares = max(min(programs // (num_groups * num_requests), -(-num_splits // SPLITS_IN_GROUP)), 1)
+    whole = shares < num_splits
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
-    shape["num_warps"] = _split_warps(config, rows)
-    splits_kernel[(num_groups, num_tiles, -(-num_splits // each))](
+    shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
+    splits_kernel[(num_groups, num_tiles, shares)](
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters, num_requests,
-        num_splits, each, *strides, WHOLE=each > 1, EARLY=early, **shape,
+        num_splits, *strides, WHOLE=whole, ONE=one_tile, EARLY=early, **shape,
     )  # fmt: skip
     return out
 
 
-def _split_warps(config: AttentionConfig, rows: int) -> int:
-    """Return the warps of programs that share a tile: wide ones hold two sums of values each; warps change no bits."""
-    return config.num_warps * 2 if rows > _NARROW_ROWS else config.num_warps
+def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str, int]:
+    """Return warps, stages and registers of programs that share a tile, none of which changes bits.
+
+    Wide tiles hold two sums of values each, and have twice the warps.
+    """
+    wide = rows > _NARROW_ROWS
+    options = {"num_warps": config.num_warps * (2 if wide else 1)}
+    options["num_stages"] = config.group_stages if whole and config.group_stages else config.num_stages
+    if whole and config.group_registers and not wide:
+        options["maxnreg"] = config.group_registers
+    return options
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -203,7 +213,7 @@ def variants(architecture: str) -> list[Variant]:
     numbers = {
         "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
     }  # fmt: skip
-    split = {**pointers, **shared, **numbers, "num_splits": "i32", "each": "i32"}
+    split = {**pointers, **shared, **numbers, "num_splits": "i32"}
     kinds = (
         (_NARROW_ROWS, splits_kernel, split, False),
         (_NARROW_ROWS, splits_kernel, split, True),
@@ -220,19 +230,16 @@ def variants(architecture: str) -> list[Variant]:
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
                 "TOKENS": rows // (heads // groups), "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
                 "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
-                **({} if serial else {"WHOLE": whole, "EARLY": True}),
+                **({} if serial else {"WHOLE": whole, "ONE": True, "EARLY": True}),
             }  # fmt: skip
             name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            options |= {} if serial else _split_options(config, rows, whole)
+            registers = options.pop("maxnreg", 0)
             shipped.append(
                 Variant(
-                    name,
-                    kernel,
-                    signature,
-                    constants,
-                    config.num_warps if serial else _split_warps(config, rows),
-                    config.num_stages,
-                    "bf16",
-                    divisible,
+                    name, kernel, signature, constants, **options, matrix="bf16", divisible=divisible,
+                    registers=registers,
                 )
-            )
+            )  # fmt: skip
     return shipped

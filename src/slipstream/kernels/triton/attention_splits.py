@@ -92,6 +92,15 @@ def _merge_stored(
 
 
 @triton.jit
+def _queries(q_at, WIDTH: tl.constexpr, D: tl.constexpr):
+    if D == WIDTH:
+        q = tl.load(q_at)
+    else:
+        q = tl.load(q_at, mask=(tl.arange(0, D) < WIDTH)[None, :], other=0.0)
+    return q
+
+
+@triton.jit
 def _attend_splits(
     q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split, last_split, end,
     scale, window, sums_at, part_at, real,
@@ -99,15 +108,14 @@ def _attend_splits(
     PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the splits from_split..to_split, whose first keys are `at`; store the result of each, or of groups."""
+    if WHOLE:
+        q = _queries(q_at, WIDTH, D)
     best, _, acc = nothing(ROWS, D)
     group_best, group_total, group_acc = nothing(ROWS, D)
     total = tl.zeros([ROWS, 16], tl.float32)
     for start in range(from_split * SPLIT, tl.minimum(to_split * SPLIT, end), BLOCK):
-        # Queries are read along with the keys: before the loop they would hold the keys up.
-        if D == WIDTH:
-            q = tl.load(q_at)
-        else:
-            q = tl.load(q_at, mask=(tl.arange(0, D) < WIDTH)[None, :], other=0.0)
+        if not WHOLE:  # read along with the keys: before so short a loop they would hold the keys up
+            q = _queries(q_at, WIDTH, D)
         next_at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE)
         best, total, acc = attend_block(
             best, total, acc, q, k_at, v_at, at, own, ancestors, start, end, scale, window,
@@ -130,27 +138,35 @@ def _attend_splits(
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "num_splits", "each", "pages_stride", "window"],
+    do_not_specialize=["num_requests", "num_splits", "pages_stride", "window"],
     do_not_specialize_on_alignment=DESCRIPTION,
 )
 def splits_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
-    counter_ptr, num_requests, num_splits, each, slot_stride, pages_stride, scale, window,
+    counter_ptr, num_requests, num_splits, slot_stride, pages_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend to `each` consecutive splits of a tile's request: one, or with WHOLE some groups.
+    """Attend to one split of a tile's request, or with WHOLE to this program's share of its groups of splits.
 
-    EARLY: look things up before the inputs are there.
+    Args:
+        ONE: every request's queries fit one tile, so a tile is a request.
+        EARLY: look things up before the inputs are there.
     """
     let_next_start(PDL)
     if not EARLY:
         wait_for_previous(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, tile = tl.program_id(0), tl.program_id(1)
-    request, q_from, q_to = find_request(starts_ptr, tile, num_requests, TOKENS, REQUESTS)
-    q_first = q_from + (tile - (q_from // TOKENS + request)) * TOKENS
+    if ONE:
+        request = tile
+        q_first = tl.load(starts_ptr + tile, cache_modifier=".cg")
+        q_to = tl.load(starts_ptr + tile + 1, cache_modifier=".cg")
+    else:
+        request, q_from, q_to = find_request(starts_ptr, tile, num_requests, TOKENS, REQUESTS)
+        q_first = q_from + (tile - (q_from // TOKENS + request)) * TOKENS
     row = tl.arange(0, ROWS)
     # Rows past the last query repeat it, and are not stored.
     last_token = tl.minimum(q_first + TOKENS, q_to) - 1
@@ -162,7 +178,11 @@ def splits_kernel(
     if HAS_WINDOW:
         first_split = tl.maximum(tl.min(own, 0) - window + 1, 0) // SPLIT
     last_split = tl.cdiv(end, SPLIT)
-    aligned = first_split // each * each
+    each, aligned = 1, first_split
+    if WHOLE:  # as many groups as there really are, shared out evenly
+        aligned = first_split // IN_GROUP * IN_GROUP
+        groups = tl.cdiv(last_split - aligned, IN_GROUP)
+        each = tl.maximum(tl.cdiv(groups, tl.num_programs(2)), 1) * IN_GROUP
     to_split = tl.minimum(aligned + (tl.program_id(2) + 1) * each, last_split)
     from_split = tl.maximum(aligned + tl.program_id(2) * each, first_split)
     busy = (q_first < q_to) & (from_split < to_split)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.triton import mxfp4, nibble_linear, quantize
+from slipstream.kernels.triton.library import Library, gated_by_library, stretches_by_library
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, token_tile
 from slipstream.kernels.triton.narrow_products import MOST_ROWS, multiply_narrow, rope_fits
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
@@ -46,6 +47,7 @@ class Products:
         self.counters = torch.zeros(1 << 18, dtype=torch.int32, device=device)
         self.dependent = tuning.dependent_launch
         self.configs: dict[str, LinearConfig] = {}
+        self.library = Library(device)
 
     def prepare(self, weight: PackedWeight) -> PackedWeight:
         """Return the weight in the layout the kernels read, or as it is if they do not know its format."""
@@ -127,19 +129,63 @@ class Products:
         if scale_N is not None:
             assert rows.scale_T is not None, "codes come with their scales"
             scales = (rows.scale_T, scale_N)
+        wide = self._wide_launch(weight_NK, kind, num_rows, silu=epilogue.silu)
+        if wide is None:
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
+        own = replace(wide, config=replace(wide.config, later=False))
+
+        def ours(x_TK: Tensor) -> Tensor:
+            return multiply_wide(x_TK, weight_NK, scales, kind, epilogue, own, rows.dtype)
+
+        if wide.config.library and wide.splits == 1 and kind == "dense" and epilogue == Epilogue(silu=True):
+
+            def theirs(x_TK: Tensor) -> Tensor:
+                return gated_by_library(x_TK, weight_NK, self.dependent)
+
+            if self.library.agrees(weight_NK, 1, num_rows, theirs, ours):
+                return theirs(rows.values_TK)
+        return ours(rows.values_TK)
+
+    def stretches(self, rows: Rows, weight: Weight) -> Tensor | None:
+        """Return the float32 sums of each stretch of columns [S, T, N], if they are left to the kernel that follows.
+
+        It then adds them in their order and rounds (`slipstream.kernels.triton.stretches`). None: `multiply` does.
+        """
+        num_rows = rows.values_TK.shape[0]
+        if isinstance(weight, PackedWeight) or self._is_narrow(num_rows):
+            return None
+        launch = self._wide_launch(weight, "dense", num_rows, silu=False)
+        if launch is None or not launch.config.later:
+            return None
+
+        def ours(x_TK: Tensor) -> Tensor:
+            return multiply_wide(x_TK, weight, None, "dense", Epilogue(), launch, rows.dtype)
+
+        def theirs(x_TK: Tensor) -> Tensor:
+            return stretches_by_library(x_TK, weight, launch.splits)
+
+        even = weight.shape[1] == launch.splits * launch.stretch
+        if launch.config.library and even and self.library.agrees(weight, launch.splits, num_rows, theirs, ours):
+            return theirs(rows.values_TK)
+        return ours(rows.values_TK)
+
+    def _wide_launch(self, weight_NK: Tensor, kind: str, num_rows: int, *, silu: bool) -> WideLaunch | None:
+        """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
+        format, itemsize = kind.removesuffix("_upcast"), weight_NK.element_size()
+        num_outputs, num_inputs = weight_NK.shape
         key = f"{format}:{num_outputs}:{num_inputs}"
         narrow = self._narrow(key, format, num_outputs, num_inputs, itemsize)
         wide = self._tuning.wide_linear_config(key, num_rows, num_outputs, narrow) if itemsize <= 2 else None
         if wide is None:
-            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
-            return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
+            return None
         pieces = row_pieces(num_rows)
-        wide = fitted(wide, pieces, kind, epilogue.silu, self._tuning.shared_bytes)
-        wide_launch = WideLaunch(
+        wide = fitted(wide, pieces, kind, silu, self._tuning.shared_bytes)
+        wide = replace(wide, later=wide.later and narrow.split_k > 1 and not wide.serial)
+        return WideLaunch(
             wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
             self._tuning.instruction,
         )  # fmt: skip
-        return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide_launch, rows.dtype)
 
     def folds_norm(self, weight: Weight, num_rows: int) -> bool:
         """Tell whether a product can apply the norm before it, in a pass of so many rows."""

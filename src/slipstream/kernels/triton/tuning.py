@@ -47,6 +47,8 @@ class WideConfig:
         pair: whether a program takes two tiles, which share the rows it loads.
         tma: whether tiles are fetched by the copy engine (NVIDIA from sm_90 on).
         serial: whether a program takes all stretches of its tile, one after another, instead of one each.
+        later: whether stretches' sums are left for the kernel that follows, where it can add them.
+        library: whether the vendor's library makes those sums, or the product before SiLU, where its bits are ours.
         ahead: whether programs ask for the first lines of their weights before the inputs are there.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
@@ -58,6 +60,8 @@ class WideConfig:
     num_stages: int
     tma: bool = False
     serial: bool = False
+    later: bool = False
+    library: bool = False
     ahead: bool = True
     from_rows: int = 17
 
@@ -70,6 +74,10 @@ class AttentionConfig:
         rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
         serial_from: from so many queries a request on, one program walks all splits instead of one each.
         programs: where there would be more programs than this, each takes groups of splits; that changes no bits.
+        group_programs: how many there are then, at the most; 0: `programs`.
+        group_stages: stages of those that take groups; 0: `num_stages`.
+        group_registers: the most registers a thread of those may have, so that more of them run at a time (NVIDIA);
+            0: as many as the compiler likes.
     """
 
     split: int = 256
@@ -79,6 +87,9 @@ class AttentionConfig:
     num_warps: int = 4
     num_stages: int = 2
     programs: int = 1056
+    group_programs: int = 0
+    group_stages: int = 0
+    group_registers: int = 0
 
 
 @dataclass(frozen=True)

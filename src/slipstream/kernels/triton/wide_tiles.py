@@ -68,6 +68,14 @@ def _keep(part, partial_ptr, at, N: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
+def _leave(part, partial_ptr, m_first, n_first, split, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store sums [BLOCK_N, BLOCK_M] of a stretch where the kernel that follows finds them: [stretches, M, N]."""
+    m = (m_first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    n = (n_first + tl.arange(0, BLOCK_N))[None, :]
+    tl.store(partial_ptr + (split.to(tl.int64) * M + m) * N + n, tl.trans(part), mask=(m < M) & (n < N))
+
+
+@triton.jit
 def _added(
     partial_ptr, at, stride, SPLITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -208,10 +216,14 @@ def wide_kernel(
     x_first, x_second, w_tiles, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr,
     counter_ptr, M, N, K, steps, x_stride, residual_stride, y_stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, SERIAL: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
-    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SERIAL: tl.constexpr, LATER: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
+    KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up."""
+    """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up.
+
+    With LATER nobody does: sums stay as they are, for the kernel that follows.
+    """
     n_tile, m_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     REST: tl.constexpr = SECOND if SECOND > 0 else 16
     m_first = m_tile * (FIRST + SECOND)
@@ -243,14 +255,22 @@ def wide_kernel(
             two += next_two
             two_rest += next_rest
     KEPT: tl.constexpr = 1 if SERIAL else SPLITS
-    finished = True
+    finished = not LATER
     TILES: tl.constexpr = 2 if PAIR else 1
     AFTER_ONE: tl.constexpr = BLOCK_N * FIRST
     AFTER_REST: tl.constexpr = BLOCK_N * (FIRST + SECOND)
     tile = m_tile * tl.num_programs(0) + n_tile
     stride = (tl.num_programs(0) * tl.num_programs(1)).to(tl.int64) * (TILES * AFTER_REST)
     at = tile.to(tl.int64) * (TILES * AFTER_REST)
-    if KEPT > 1:
+    if LATER:
+        _leave(one, partial_ptr, m_first, n_first, split, M, N, FIRST, BLOCK_N)
+        if SECOND > 0:
+            _leave(one_rest, partial_ptr, m_second, n_first, split, M, N, REST, BLOCK_N)
+        if PAIR:
+            _leave(two, partial_ptr, m_first, n_second, split, M, N, FIRST, BLOCK_N)
+            if SECOND > 0:
+                _leave(two_rest, partial_ptr, m_second, n_second, split, M, N, REST, BLOCK_N)
+    elif KEPT > 1:
         own = at + split * stride
         _keep(one, partial_ptr, own, BLOCK_N, FIRST)
         if SECOND > 0:
