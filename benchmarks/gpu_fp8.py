@@ -3,8 +3,9 @@
     PYTHONPATH=src python benchmarks/gpu_fp8.py --out out/configs [--seconds 60]
 
 Times Llama-8B's layers with FP8 weights in a graph (`gpu_layer`): norms and codes by their own kernels, codes made in
-products, and norms there too. Up to as many rows as each is faster, it is chosen; then each product's tiles are changed
-in turn. Bits are compared with those of the kernels for more rows. What fails is said and skipped; the table of times
+products, and norms there too. Up to as many rows as each is faster, it is chosen; then what is small is asked for first
+(`small_first`: one setting for all formats, so BF16's layers are timed too), and each product's tiles are changed in
+turn. Bits are compared with those of the kernels for more rows. What fails is said and skipped; the table of times
 before and after comes last.
 """
 
@@ -25,12 +26,13 @@ from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.narrow_products import MOST_ROWS, MOST_WHOLE_ROWS
 from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
 
-CASE = CASES["fp8"]
+CASE, BF16 = CASES["fp8"], CASES["llama"]
 ROWS = (1, 2, 4, 8, 16)
 JUDGED = (1, 8)  # rows whose times choose the tiles
 CHECKED = (1, 3, 4, 8, 9, 16)
-Task = tuple[Tuning, tuple[int, ...]]
-_WORKERS: list[Layers] = []
+MORE = MOST_ROWS + 1  # rows that go through the kernels for many
+Task = tuple[str, Tuning, tuple[int, ...]]
+_WORKERS: dict[str, Layers] = {}
 
 
 def folds(tuning: Tuning) -> dict[str, Tuning]:
@@ -51,13 +53,13 @@ def said(error: Exception) -> str:
 
 def compile_one(task: Task) -> str:
     """Run two layers once, so that their kernels are in Triton's cache; return what went wrong."""
-    tuning, batches = task
+    name, tuning, batches = task
     try:
         with torch.no_grad():
-            if not _WORKERS:
-                _WORKERS.append(Layers(CASE, 2, torch.device("cuda"), MOST_ROWS))
+            if name not in _WORKERS:
+                _WORKERS[name] = Layers(dataclasses.replace(CASES[name], head=[]), 2, torch.device("cuda"), MORE)
             for batch in batches:
-                _WORKERS[0].pass_of(tuning, batch)()
+                _WORKERS[name].pass_of(tuning, batch)()
             torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - anything a compiler may raise is a reason to skip the variant
         return said(error)
@@ -99,6 +101,16 @@ def choose_folds(layers: Layers, tuning: Tuning) -> Tuning:
     return dataclasses.replace(tuning, weights_first=True, fold_codes=codes, fold_norm_codes=norms)
 
 
+def choose_first(layers: Layers, tuning: Tuning, device: torch.device) -> Tuning:
+    """Return a tuning that asks for what is small first, if that makes layers of both formats faster."""
+    first = dataclasses.replace(tuning, small_first=True)
+    scores = [sum(timed(layers, "small first", first, JUDGED)) / sum(timed(layers, "as before", tuning, JUDGED))]
+    dense = Layers(dataclasses.replace(BF16, head=[]), NUM_LAYERS["llama"] - 2, device, max(JUDGED))
+    scores.append(sum(timed(dense, "BF16, small first", first, JUDGED)) / sum(timed(dense, "BF16", tuning, JUDGED)))
+    print(f"  small first: {', '.join(f'{score:.4f}' for score in scores)} of the time in FP8, BF16", flush=True)
+    return first if scores[0] < 0.999 and scores[1] < 1.001 else tuning
+
+
 def tiles_of(tuning: Tuning) -> list[tuple[str, Tuning]]:
     """Return each product's tiles to try, in the order they are tried; none asks for lines ahead, which never paid."""
     found = []
@@ -124,11 +136,15 @@ def choose_tiles(layers: Layers, tuning: Tuning, deadline: float) -> Tuning:
     return best
 
 
+def unfolded(tuning: Tuning) -> Tuning:
+    """Return a tuning in which nothing is folded into products."""
+    return dataclasses.replace(tuning, weights_first=False, fold_rows=0, fold_codes=0, fold_norm_codes=0)
+
+
 def check_bits(tuning: Tuning, device: torch.device) -> None:
     """Say whether rows have the bits of kernels that fold nothing, alone and among others."""
-    layers = Layers(CASE, 3, device, max(CHECKED) + 1)
-    plain = dataclasses.replace(tuning, weights_first=False, fold_rows=0, fold_codes=0, fold_norm_codes=0)
-    whole = layers.pass_of(plain, max(CHECKED) + 1)()
+    layers = Layers(CASE, 3, device, MORE)
+    whole = layers.pass_of(unfolded(tuning), MORE)()
     wrong = [rows for rows in CHECKED if not torch.equal(layers.pass_of(tuning, rows)(), whole[:rows])]
     finite = bool(torch.isfinite(whole).all())
     print(f"bits: {f'DIFFER at {wrong} rows' if wrong else 'same'}{'' if finite else ', NOT FINITE'}", flush=True)
@@ -154,14 +170,21 @@ def main() -> None:
     before = dataclasses.replace(before, fold_codes=0, fold_norm_codes=0)
     print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
-        compile_all(pool, [(way, (rows,)) for way in folds(before).values() for rows in ROWS])
+        tasks: list[Task] = [("fp8", unfolded(before), (MORE,))]
+        compile_all(pool, tasks + [("fp8", way, (rows,)) for way in folds(before).values() for rows in ROWS])
         guarded("bits", lambda: check_bits(folds(before)["codes and norms in products"], device))
         layers = Layers(CASE, NUM_LAYERS["fp8"], device, MOST_ROWS)
         after = choose_folds(layers, before)
         write_tuning(after, arguments.out)
-        compile_all(pool, [(way, JUDGED) for _, way in tiles_of(after)])
-    after = choose_tiles(layers, after, deadline)
-    write_tuning(after, arguments.out)
+        first = dataclasses.replace(after, small_first=True)
+        compile_all(pool, [(name, way, JUDGED) for name in ("fp8", "llama") for way in (after, first)])
+        after = choose_first(layers, after, device)
+        write_tuning(after, arguments.out)
+        compile_all(pool, [("fp8", way, JUDGED) for _, way in tiles_of(after)])
+        after = choose_tiles(layers, after, deadline)
+        write_tuning(after, arguments.out)
+        tasks = [("fp8", unfolded(after), (MORE,))]
+        compile_all(pool, tasks + [("fp8", after, (rows,)) for rows in ROWS])
     guarded("bits", lambda: check_bits(after, device))
     for name, tuning in (("before", before), ("after", after)):
         print(f"profile {name}")

@@ -125,7 +125,7 @@ def test_blocks_with_folded_norms_and_rotations_are_the_references(changes, gene
 def test_folding_changes_no_bits_of_a_model(generator):
     model = make_target(generator, **HEADS_OF_64, num_layers=2).to(torch.bfloat16).to(DEVICE)
     model.rotary.fill(DEVICE)
-    folded = triton_ops(weights_first=True, fold_rows=4)
+    folded = triton_ops(weights_first=True, fold_rows=4, small_first=True)
     plain = triton_ops(weights_first=False, fold_rows=0)
     alone = run(model, plain, [9, 1, 1, 1])
     for ops, passes, others in ((folded, [9, 3], 0), (folded, [9, 1, 2], 3)):
@@ -144,7 +144,7 @@ def test_folding_changes_no_bits_of_a_model_in_fp8(generator, monkeypatch):
     for module, name in ((norm_rope, "norm_codes"), (quantize, "quantize_rows")):
         whole = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
-    folds = {"weights_first": True, "fold_rows": 4, "fold_codes": 4, "fold_norm_codes": 3}
+    folds = {"weights_first": True, "fold_rows": 4, "fold_codes": 4, "fold_norm_codes": 3, "small_first": True}
     assert torch.equal(run(model, triton_ops(**folds), [3]), alone)
     assert calls == ["norm_codes"]  # before the first block
     calls.clear()

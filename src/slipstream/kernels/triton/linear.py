@@ -226,6 +226,8 @@ class Launch:
         counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
+        small_first: what is small and read in every pass is asked for early, and kept in the cache (products of a few
+            rows).
     """
 
     config: LinearConfig
@@ -235,6 +237,7 @@ class Launch:
     counters: Tensor
     dependent: bool
     instruction: int = 0
+    small_first: bool = False
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over tokens, outputs and stretches of columns."""

@@ -16,6 +16,7 @@ from slipstream.kernels.triton.launch import (
     keep_order,
     let_next_start,
     prefetch,
+    prefetch_kept,
     wait_for_previous,
     wait_then_let_start,
 )
@@ -49,6 +50,12 @@ def _rows(x_at, k, real_M, is_there, KIND: tl.constexpr):
 
 
 @triton.jit
+def _norms(norm_at, k, real_M, is_there, KEEP: tl.constexpr):
+    is_there = real_M[None, :] & is_there[:, None]
+    return tl.load(norm_at + k[:, None], mask=is_there, other=0.0, eviction_policy=KEEP)
+
+
+@triton.jit
 def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr):
     """Add one tile's columns."""
     w = _weights(w_at, k, K, EVEN_K, KIND)
@@ -62,6 +69,14 @@ def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr)
     else:
         acc = tl.dot(w, x, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
+    """Return each token's slot and position."""
+    token = tl.arange(0, BLOCK_M)
+    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
+    return slot, tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -79,16 +94,17 @@ def _ready(
 
 @triton.jit
 def _stretch(
-    w_at, x_ptr, norm_ptr, left_ptr, split, steps, M, K, x_stride, num_parts, eps,
+    w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, KEEP: tl.constexpr, PLACES: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
 
     The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
-    first weights, which it starts before the loop, do not wait. Returns the sums, and the rows' scales if CODES are
-    made here.
+    first weights, which it starts before the loop, do not wait. Returns the sums, the rows' scales if CODES are made
+    here, and with PLACES their slots and positions.
     """
     STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
     if KIND == "int8":
@@ -105,6 +121,8 @@ def _stretch(
     norm_at = norm_ptr + tl.zeros([1, ROWS], tl.int32)  # one copy for each row: then it lies as the rows do
     factor = tl.zeros([ROWS], tl.float32)
     scale, inverse = factor, factor
+    slot = tl.zeros([BLOCK_M], tl.int64)
+    position = slot
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
@@ -119,16 +137,20 @@ def _stretch(
             x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
                 second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
+            if PLACES:
+                slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
             if NORM:
-                norm = _rows(norm_at, k, real, k < K, "dense")
+                norm = _norms(norm_at, k, real, k < K, KEEP)
                 if TWICE:
-                    second_norm = _rows(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, "dense")
+                    second_norm = _norms(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, KEEP)
             if NORM or CODES != "none":
                 keep_order(PDL)  # or the assembler asks for these rows only when what is known of them is there
             if CODES == "maxima":
                 scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
             elif CODES == "norm":
-                factor, scale = factor_and_scale(x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS)
+                factor, scale = factor_and_scale(
+                    x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS, KEEP
+                )
             elif NORM:
                 factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
             if CODES != "none":
@@ -139,19 +161,19 @@ def _stretch(
         x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
         rows = _ready(rows, norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
         if NORM:
-            norm = _rows(norm_at, ahead, real, (ahead < K) & more, "dense")
+            norm = _norms(norm_at, ahead, real, (ahead < K) & more, KEEP)
         if TWICE:
             ahead += BLOCK_K
             second_x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
             second_rows = _ready(second_rows, second_norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
             if NORM:
-                second_norm = _rows(norm_at, ahead, real, (ahead < K) & more, "dense")
+                second_norm = _norms(norm_at, ahead, real, (ahead < K) & more, KEEP)
         acc = _multiply_step(w_at, k, rows, acc, K, EVEN_K, KIND)
         if TWICE:
             acc = _multiply_step(w_at, k + BLOCK_K, second_rows, acc, K, EVEN_K, KIND)
     if CODES != "none":
         scale = repeat_scales(scale, ROWS, BLOCK_M)
-    return acc, scale
+    return acc, scale, slot, position
 
 
 @triton.jit
@@ -163,17 +185,11 @@ def _rope_rows(n_tile, N, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _places(
-    n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Return each token's slot, and the angles of a tile's columns at its position [BLOCK_M, BLOCK_N / 2]."""
-    token = tl.arange(0, BLOCK_M)
-    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
+def _angles(position, n_tile, cos_ptr, sin_ptr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, KEEP: tl.constexpr):
+    """Return the angles of a tile's columns at each token's position [BLOCK_M, BLOCK_N / 2]."""
     column = n_tile * (BLOCK_N // 2) % HALF + tl.arange(0, BLOCK_N // 2)
     angle = position[:, None] * HALF + column[None, :]
-    return slot, tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+    return tl.load(cos_ptr + angle, eviction_policy=KEEP), tl.load(sin_ptr + angle, eviction_policy=KEEP)
 
 
 @triton.jit
@@ -218,7 +234,7 @@ def narrow_kernel(
     EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
     LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
-    STAGED: tl.constexpr, PDL: tl.constexpr,
+    STAGED: tl.constexpr, SMALL_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
 
@@ -226,7 +242,8 @@ def narrow_kernel(
     sums of squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES of a
     "norm" whole rows are read. A step reads ROWS rows: BLOCK_M, or where CODES are made the least power of two. LEAVES
     is what this kernel leaves: "squares", "maxima" or "none". AHEAD are the lines of each weight row to ask for behind
-    the STAGED columns that the loop has under way before it waits.
+    the STAGED columns that the loop has under way before it waits. SMALL_FIRST: ask for the weights' scales and for the
+    norm's weights before the loop, for places in its first step, and let all but places stay in the cache.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
@@ -238,9 +255,17 @@ def narrow_kernel(
         rows_N = weight_rows(n_tile, N, BLOCK_N, END == "silu")
     rows_M = tl.minimum(tl.arange(0, BLOCK_M), M - 1)
     w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
-    total, x_scale = _stretch(
-        w_at, x_ptr, norm_ptr, left_ptr, split, steps, M, K, x_stride, num_parts, eps, BLOCK_M, BLOCK_N,
-        BLOCK_K, TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, STAGED, LATE, PDL,
+    KEEP: tl.constexpr = "evict_last" if SMALL_FIRST else ""
+    if SMALL_FIRST:
+        if KIND != "dense":
+            w_scale = tl.load(w_scale_ptr + rows_N, eviction_policy=KEEP)
+        if NORM and PDL and n_tile % 8 == 0:
+            prefetch_kept(norm_ptr + tl.minimum(tl.arange(0, PARTS) * SQUARES, K - 1))  # 64 numbers to a line
+    PLACES: tl.constexpr = SMALL_FIRST and END == "rope"
+    total, x_scale, slot, position = _stretch(
+        w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
+        BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, STAGED, KEEP, PLACES,
+        LATE, PDL,
     )  # fmt: skip
     finished = True
     if SPLITS > 1:
@@ -254,9 +279,13 @@ def narrow_kernel(
         if KIND != "dense":
             if CODES == "none":
                 x_scale = tl.load(x_scale_ptr + rows_M)
-            sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
+            if not SMALL_FIRST:
+                w_scale = tl.load(w_scale_ptr + rows_N)
+            sums = sums * (x_scale[None, :] * w_scale[:, None])
         if END == "rope":
-            slot, cos, sin = _places(n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M, BLOCK_M, BLOCK_N, HALF)
+            if not PLACES:
+                slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
+            cos, sin = _angles(position, n_tile, cos_ptr, sin_ptr, BLOCK_N, HALF, KEEP)
             _rotate_and_store(
                 sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
                 BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,

@@ -69,7 +69,8 @@ def multiply_narrow(
         ROWS=triton.next_power_of_2(num_rows) if makes_codes else launch.block_m,
         PARTS=parts, LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), **_heads(epilogue.rope),
         AHEAD=_lines_ahead(config, launch.stretch - staged, weight_NK.element_size()), STAGED=staged,
-        PDL=launch.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
+        SMALL_FIRST=launch.small_first, PDL=launch.dependent,
+        num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
@@ -164,7 +165,7 @@ def _variant(name: str, kind: str, config: LinearConfig, folds: dict[str, bool |
         "BLOCK_M": MOST_ROWS, "BLOCK_N": config.block_n, "BLOCK_K": _FP8_COLUMNS if twice else config.block_k,
         "TWICE": twice, "SPLITS": config.split_k, "EVEN_K": True, "KIND": kind, "HAS_BIAS": False, "HEADS": 32,
         "GROUPS": 8, "HALF": 64, "AHEAD": config.ahead, "STAGED": (config.num_stages - 1) * config.block_k,
-        "PDL": False, **folds,
+        "SMALL_FIRST": True, "PDL": False, **folds,
     }  # fmt: skip
     divisible = (*pointers, *strides)
     return Variant(

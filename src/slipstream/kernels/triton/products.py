@@ -199,7 +199,10 @@ class Products:
         if format == "fp8" and not self._is_narrow(num_rows):
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
-        return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+        return Launch(
+            config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction,
+            self._tuning.small_first,
+        )  # fmt: skip
 
 
 def _stretch(config: LinearConfig, num_inputs: int) -> int:
