@@ -138,9 +138,14 @@ class AttentionLaunch:
 
 
 def attention(
-    q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None, launch: AttentionLaunch
-) -> Tensor:
-    """Attend over the pages of each request; the grid follows from shapes and host-side bounds alone."""
+    q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None, launch: AttentionLaunch,
+    maxima_TH: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend over the pages of each request; the grid follows from shapes and host-side bounds alone.
+
+    Args:
+        maxima_TH: where each head's largest magnitude goes, in passes of fewer queries than `serial_from`.
+    """
     num_tokens, num_heads, width = q_THd.shape
     num_groups, config = layer.keys_SGd.shape[1], launch.config
     num_requests = batch.kv_lens_R.shape[0]
@@ -167,6 +172,7 @@ def attention(
         **launch_options(launch.dependent, launch.instruction),
     }  # fmt: skip
     if most_queries >= config.serial_from:
+        assert maxima_TH is None, "only programs that share a request's keys leave maxima"
         _attention_kernel[(num_groups, num_tokens // tokens + num_requests)](
             q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
         )
@@ -183,8 +189,9 @@ def attention(
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
     shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
     splits_kernel[(num_groups, num_tiles, shares)](
-        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters, num_requests,
-        num_splits, *strides, WHOLE=whole, ONE=one_tile, EARLY=early, **shape,
+        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
+        sums if maxima_TH is None else maxima_TH, num_requests, num_splits, *strides,
+        WHOLE=whole, ONE=one_tile, EARLY=early, MAXIMA=maxima_TH is not None, **shape,
     )  # fmt: skip
     return out
 
@@ -209,7 +216,7 @@ def variants(architecture: str) -> list[Variant]:
         "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i32",
         "lens_ptr": "*i32", "pages_ptr": "*i32", "index_ptr": "*i64", "ancestors_ptr": "*i64",
     }  # fmt: skip
-    shared = {"sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    shared = {"sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32", "maxima_ptr": "*fp32"}
     numbers = {
         "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
     }  # fmt: skip
@@ -230,7 +237,7 @@ def variants(architecture: str) -> list[Variant]:
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
                 "TOKENS": rows // (heads // groups), "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
                 "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
-                **({} if serial else {"WHOLE": whole, "ONE": True, "EARLY": True}),
+                **({} if serial else {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True}),
             }  # fmt: skip
             name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

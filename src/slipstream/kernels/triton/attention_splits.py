@@ -143,10 +143,11 @@ def _attend_splits(
 )
 def splits_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
-    counter_ptr, num_requests, num_splits, slot_stride, pages_stride, scale, window,
+    counter_ptr, maxima_ptr, num_requests, num_splits, slot_stride, pages_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
+    MAXIMA: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of a tile's request, or with WHOLE to this program's share of its groups of splits.
@@ -154,6 +155,7 @@ def splits_kernel(
     Args:
         ONE: every request's queries fit one tile, so a tile is a request.
         EARLY: look things up before the inputs are there.
+        MAXIMA: leave the largest magnitude of each head's output.
     """
     let_next_start(PDL)
     if not EARLY:
@@ -210,6 +212,10 @@ def splits_kernel(
         )  # fmt: skip
         if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):
             _, sums, acc = _merge_stored(sums_at, part_at, first_split, last_split, real, ROWS, D, IN_GROUP, WHOLE)
-            out = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]
+            out = (acc / tl.where(sums == 0.0, 1.0, sums)[:, None]).to(out_ptr.dtype.element_ty)
             is_out = real[:, None] & (column < WIDTH)[None, :]
-            tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=is_out)
+            tl.store(out_ptr + q_at, out, mask=is_out)
+            if MAXIMA:
+                largest = tl.max(tl.where(is_out, tl.abs(out.to(tl.float32)), 0.0), 1)
+                head = group * REPEATS + row % REPEATS
+                tl.store(maxima_ptr + token.to(tl.int64) * HEADS + head, largest, mask=real)

@@ -1,7 +1,8 @@
 """Decoder blocks as eight kernels each: norm, qkv, rope and write, attention, o, norm, gate and up, down.
 
 In passes of a few rows norms are part of the products after them, and rotations of the product before: five kernels.
-In passes of more, a product may leave it to the norm or the rotation to add up its stretches of columns.
+In passes of more, a product may leave it to the norm or the rotation to add up its stretches of columns. Where weights
+are FP8, a product of a few rows may also turn them into codes.
 
 Modules lie a package higher than kernels, so blocks are read by the attributes they share (see `slipstream.models`).
 """
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.triton import norm_rope
@@ -80,13 +82,22 @@ class Blocks:
             hidden_TD, rows = self._normed(state, _norm(layer.input_layernorm), qkv_weight)
             residual = hidden_TD
         attended = self._attend(layer, rows, ctx)
-        gate_up = layer.mlp.gate_up_proj
+        gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
         state = self._project(layer.self_attn.o_proj, attended, residual, _weight(gate_up))
         middle_TD, rows = self._normed(state, _norm(layer.post_attention_layernorm), _weight(gate_up))
-        inner = self._products.multiply(rows, _weight(gate_up), Epilogue(gate_up.bias, None, silu=True))
-        return hidden_TD, self._project(layer.mlp.down_proj, inner, middle_TD, following)
+        num_maxima = self._products.num_maxima(_weight(gate_up), len(hidden_TD))
+        maxima = self._room_for_maxima(_weight(down), len(hidden_TD), num_maxima)
+        silu = Epilogue(gate_up.bias, None, silu=True, maxima_TB=maxima)
+        inner = _Unprojected(self._products.multiply(rows, _weight(gate_up), silu), maxima)
+        return hidden_TD, self._project(down, inner, middle_TD, following)
 
-    def _attend(self, layer: Any, rows: Rows, ctx: Any) -> Tensor:
+    def _room_for_maxima(self, following: Weight, num_rows: int, count: int) -> Tensor | None:
+        """Return room for so many maxima of a row, if the `following` product makes codes from them."""
+        if count == 0 or not self._products.makes_codes(following, num_rows):
+            return None
+        return torch.empty(num_rows, count, dtype=torch.float32, device=self._products.counters.device)
+
+    def _attend(self, layer: Any, rows: Rows, ctx: Any) -> "_Unprojected":
         own, shape = layer.self_attn, layer.self_attn.shape
         weight, bias = _weight(own.qkv_proj), own.qkv_proj.bias
         kv = ctx.kv.layers[own.layer_index]
@@ -102,8 +113,10 @@ class Blocks:
                 qkv = self._products.multiply(rows, weight, Epilogue(bias))
             qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
             q = norm_rope.rope_and_write(qkv, write, qk_norm, rows.dtype, self._products.dependent)
-        out = attention(q, kv, ctx.batch, shape.head_dim**-0.5, shape.window, self._launch)
-        return out.flatten(1)
+        leaves = num_rows < self._launch.config.serial_from
+        maxima = self._room_for_maxima(_weight(own.o_proj), num_rows, heads[0] if leaves else 0)
+        out = attention(q, kv, ctx.batch, shape.head_dim**-0.5, shape.window, self._launch, maxima)
+        return _Unprojected(out.flatten(1), maxima)
 
     def _normed(self, state: "_State", norm: Norm, weight: Weight) -> tuple[Tensor, Rows]:
         """Return the hidden states, whole, and the rows of the product that follows."""
@@ -126,10 +139,13 @@ class Blocks:
             return state.hidden_TD
         return add_stretches(state.parts_STD, state.hidden_TD, None, self._products.dependent)[0]
 
-    def _project(self, linear: Any, x_TD: Tensor, residual_TN: Tensor, following: Weight | None) -> "_State":
+    def _project(self, linear: Any, inputs: "_Unprojected", residual_TN: Tensor, following: Weight | None) -> "_State":
         """Multiply and add the residual; leave sums of squares if the `following` product applies its norm itself."""
-        weight = _weight(linear)
-        rows = self._products.rows_for(weight, x_TD)
+        weight, x_TD = _weight(linear), inputs.x_TD
+        if inputs.maxima_TB is None:
+            rows = self._products.rows_for(weight, x_TD)
+        else:
+            rows = Rows(x_TD, None, x_TD.dtype, maxima_TB=inputs.maxima_TB)
         parts_STD = self._products.stretches(rows, weight) if linear.bias is None else None
         if parts_STD is not None:
             return _State(residual_TN, parts_STD=parts_STD)
@@ -152,6 +168,14 @@ class _State:
     hidden_TD: Tensor
     squares_TB: Tensor | None = None
     parts_STD: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Unprojected:
+    """What goes into the products that add to the residual: rows, and maxima if the kernel before has left them."""
+
+    x_TD: Tensor
+    maxima_TB: Tensor | None
 
 
 def _weight(linear: Any) -> Weight:

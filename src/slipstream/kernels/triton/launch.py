@@ -61,6 +61,15 @@ def prefetch(at):
 
 
 @triton.jit
+def prefetch_kept(at):
+    """Ask for the lines that hold these addresses, and let them stay in the cache when weights stream through it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def show_copies(PDL: tl.constexpr):
     """Let the next matrix instruction see what copies have brought into fast memory; called right before it.
 

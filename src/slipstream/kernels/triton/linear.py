@@ -184,12 +184,17 @@ class FoldedNorm:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows on their way into a product: numbers, with a norm still to apply or not, or codes and a scale each."""
+    """Rows on their way into a product: numbers, with a norm still to apply or not, or codes and a scale each.
+
+    Args:
+        maxima_TB: the largest magnitudes of stretches of a row, from which a product with FP8 weights makes its codes.
+    """
 
     values_TK: Tensor
     scale_T: Tensor | None
     dtype: torch.dtype
     norm: FoldedNorm | None = None
+    maxima_TB: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,7 @@ class Epilogue:
 
     Args:
         squares_TB: where sums of squares of the outputs go, for the norm that follows (products of a few rows).
+        maxima_TB: where the largest magnitude of each tile of outputs goes, for the codes that follow (likewise).
         rope: the outputs are heads: queries are rotated, keys and values written to the cache (products of a few rows).
     """
 
@@ -205,6 +211,7 @@ class Epilogue:
     residual_TN: Tensor | None = None
     silu: bool = False
     squares_TB: Tensor | None = None
+    maxima_TB: Tensor | None = None
     rope: RopeWrite | None = None
 
 
@@ -219,6 +226,8 @@ class Launch:
         counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
+        small_first: what is small and read in every pass is asked for early, and kept in the cache (products of a few
+            rows).
     """
 
     config: LinearConfig
@@ -228,6 +237,7 @@ class Launch:
     counters: Tensor
     dependent: bool
     instruction: int = 0
+    small_first: bool = False
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over tokens, outputs and stretches of columns."""
@@ -251,7 +261,8 @@ def multiply(
         x_TK: rows whose last dimension is contiguous.
         kind: "dense", "int8", "fp8" or "fp8_upcast".
     """
-    assert epilogue.squares_TB is None and epilogue.rope is None, "only products of a few rows fold these in"
+    leaves_nothing = epilogue.squares_TB is None and epilogue.maxima_TB is None
+    assert leaves_nothing and epilogue.rope is None, "only products of a few rows fold these in"
     num_rows, num_outputs, num_inputs = x_TK.shape[0], *weight_NK.shape
     config = launch.config
     grid = launch.grid(num_rows, num_outputs, epilogue.silu)

@@ -16,21 +16,21 @@ from slipstream.kernels.triton.launch import (
     keep_order,
     let_next_start,
     prefetch,
+    prefetch_kept,
     wait_for_previous,
     wait_then_let_start,
 )
 from slipstream.kernels.triton.linear import add_parts, store_outputs, sum_of_splits, weight_rows
+from slipstream.kernels.triton.narrow_codes import (
+    apply_norm,
+    encode_with,
+    factor_and_scale,
+    norm_factor,
+    repeat_codes,
+    repeat_scales,
+    scale_of_maxima,
+)
 from slipstream.kernels.triton.norm_rope import SQUARES, SQUARES_LEVELS, pair_sums
-
-
-@triton.jit
-def _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return each row's factor of its norm, from the sums of squares that the product before has left."""
-    part = tl.arange(0, PARTS)
-    count = tl.cdiv(K, SQUARES)
-    at = squares_ptr + rows_M.to(tl.int64)[:, None] * count + part[None, :]
-    sums = tl.load(at, mask=(part < count)[None, :], other=0.0)
-    return tl.rsqrt(tl.reshape(pair_sums(sums, LEVELS), (BLOCK_M,)) / K + eps)
 
 
 @triton.jit
@@ -50,6 +50,12 @@ def _rows(x_at, k, real_M, is_there, KIND: tl.constexpr):
 
 
 @triton.jit
+def _norms(norm_at, k, real_M, is_there, KEEP: tl.constexpr):
+    is_there = real_M[None, :] & is_there[:, None]
+    return tl.load(norm_at + k[:, None], mask=is_there, other=0.0, eviction_policy=KEEP)
+
+
+@triton.jit
 def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr):
     """Add one tile's columns."""
     w = _weights(w_at, k, K, EVEN_K, KIND)
@@ -66,27 +72,57 @@ def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr)
 
 
 @triton.jit
+def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
+    """Return each token's slot and position."""
+    token = tl.arange(0, BLOCK_M)
+    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
+    return slot, tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
+
+
+@triton.jit
+def _ready(
+    rows, norm, factor, scale, inverse,
+    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Return rows as they are multiplied: after their norm, and as codes."""
+    if NORM:
+        rows = apply_norm(rows, norm, factor[None, :])
+    if CODES != "none":
+        rows = repeat_codes(encode_with(rows, scale[None, :], inverse[None, :]), ROWS, BLOCK_M)
+    return rows
+
+
+@triton.jit
 def _stretch(
-    w_at, x_at, norm_ptr, squares_ptr, rows_M, real_M, split, steps, K, eps,
+    w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
-    KIND: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, AHEAD: tl.constexpr,
-    STAGED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    LEVELS: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, KEEP: tl.constexpr, PLACES: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
 
     The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
-    first weights, which it starts before the loop, do not wait.
+    first weights, which it starts before the loop, do not wait. Returns the sums, the rows' scales if CODES are made
+    here, and with PLACES their slots and positions.
     """
     STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
     if KIND == "int8":
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    x = tl.zeros([BLOCK_K, BLOCK_M], x_at.dtype.element_ty)
-    second_x = x
-    norm = tl.zeros([BLOCK_K, BLOCK_M], norm_ptr.dtype.element_ty)
-    norm_at = norm_ptr + tl.zeros([1, BLOCK_M], tl.int32)  # one copy for each row: then it lies as the rows do
-    factor = tl.zeros([BLOCK_M], tl.float32)
+    row = tl.arange(0, ROWS)
+    real = row < M
+    row = tl.minimum(row, M - 1)
+    x_at = x_ptr + row.to(tl.int64)[None, :] * x_stride
+    x = tl.zeros([BLOCK_K, ROWS], x_ptr.dtype.element_ty)
+    norm = tl.zeros([BLOCK_K, ROWS], norm_ptr.dtype.element_ty)
+    second_x, second_norm = x, norm
+    norm_at = norm_ptr + tl.zeros([1, ROWS], tl.int32)  # one copy for each row: then it lies as the rows do
+    factor = tl.zeros([ROWS], tl.float32)
+    scale, inverse = factor, factor
+    slot = tl.zeros([BLOCK_M], tl.int64)
+    position = slot
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
@@ -98,28 +134,46 @@ def _stretch(
                 wait_then_let_start(PDL)
             else:
                 wait_for_previous(PDL)
-            x = _rows(x_at, k, real_M, k < K, KIND)
+            x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
-                second_x = _rows(x_at, k + BLOCK_K, real_M, k + BLOCK_K < K, KIND)
+                second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
+            if PLACES:
+                slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
             if NORM:
-                norm = _rows(norm_at, k, real_M, k < K, "dense")
-                keep_order(PDL)  # or the assembler asks for these rows only when the sums are there
-                factor = _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M, PARTS, LEVELS)
+                norm = _norms(norm_at, k, real, k < K, KEEP)
+                if TWICE:
+                    second_norm = _norms(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, KEEP)
+            if NORM or CODES != "none":
+                keep_order(PDL)  # or the assembler asks for these rows only when what is known of them is there
+            if CODES == "maxima":
+                scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
+            elif CODES == "norm":
+                factor, scale = factor_and_scale(
+                    x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS, KEEP
+                )
+            elif NORM:
+                factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
+            if CODES != "none":
+                inverse = tl.div_rn(1.0, scale)
         ahead = k + STEP
         more = step + 1 < steps
-        rows = x
-        x = _rows(x_at, ahead, real_M, (ahead < K) & more, KIND)
+        rows, second_rows = x, second_x
+        x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
+        rows = _ready(rows, norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
         if NORM:
-            # Rounded where torch rounds: after the norm, and after the weight.
-            rows = (rows.to(tl.float32) * factor[None, :]).to(rows.dtype).to(tl.float32)
-            rows = (rows * norm.to(tl.float32)).to(x.dtype)
-            norm = _rows(norm_at, ahead, real_M, (ahead < K) & more, "dense")
+            norm = _norms(norm_at, ahead, real, (ahead < K) & more, KEEP)
+        if TWICE:
+            ahead += BLOCK_K
+            second_x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
+            second_rows = _ready(second_rows, second_norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
+            if NORM:
+                second_norm = _norms(norm_at, ahead, real, (ahead < K) & more, KEEP)
         acc = _multiply_step(w_at, k, rows, acc, K, EVEN_K, KIND)
         if TWICE:
-            rows = second_x
-            second_x = _rows(x_at, ahead + BLOCK_K, real_M, (ahead + BLOCK_K < K) & more, KIND)
-            acc = _multiply_step(w_at, k + BLOCK_K, rows, acc, K, EVEN_K, KIND)
-    return acc
+            acc = _multiply_step(w_at, k + BLOCK_K, second_rows, acc, K, EVEN_K, KIND)
+    if CODES != "none":
+        scale = repeat_scales(scale, ROWS, BLOCK_M)
+    return acc, scale, slot, position
 
 
 @triton.jit
@@ -131,17 +185,11 @@ def _rope_rows(n_tile, N, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _places(
-    n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Return each token's slot, and the angles of a tile's columns at its position [BLOCK_M, BLOCK_N / 2]."""
-    token = tl.arange(0, BLOCK_M)
-    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
+def _angles(position, n_tile, cos_ptr, sin_ptr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, KEEP: tl.constexpr):
+    """Return the angles of a tile's columns at each token's position [BLOCK_M, BLOCK_N / 2]."""
     column = n_tile * (BLOCK_N // 2) % HALF + tl.arange(0, BLOCK_N // 2)
     angle = position[:, None] * HALF + column[None, :]
-    return slot, tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+    return tl.load(cos_ptr + angle, eviction_policy=KEEP), tl.load(sin_ptr + angle, eviction_policy=KEEP)
 
 
 @triton.jit
@@ -180,17 +228,22 @@ def _rotate_and_store(
 @triton.jit(do_not_specialize=["M", "steps"])
 def narrow_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
-    norm_ptr, squares_ptr, squares_out_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
-    M, N, K, steps, x_stride, residual_stride, y_stride, slot_stride, eps,
+    norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
+    M, N, K, steps, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, HAS_SQUARES: tl.constexpr, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
+    STAGED: tl.constexpr, SMALL_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
 
-    END is "plain", "silu" or "rope"; PARTS = 2^LEVELS the sums of squares of a row; AHEAD the lines of each weight row
-    to ask for behind the STAGED columns that the loop has under way before it waits.
+    END is "plain", "silu" or "rope". `left_ptr` is what the kernel before left of each row, PARTS = 2^LEVELS at most:
+    sums of squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES of a
+    "norm" whole rows are read. A step reads ROWS rows: BLOCK_M, or where CODES are made the least power of two. LEAVES
+    is what this kernel leaves: "squares", "maxima" or "none". AHEAD are the lines of each weight row to ask for behind
+    the STAGED columns that the loop has under way before it waits. SMALL_FIRST: ask for the weights' scales and for the
+    norm's weights before the loop, for places in its first step, and let all but places stay in the cache.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
@@ -200,14 +253,19 @@ def narrow_kernel(
         rows_N = _rope_rows(n_tile, N, BLOCK_N, HALF)
     else:
         rows_N = weight_rows(n_tile, N, BLOCK_N, END == "silu")
-    rows_M = tl.arange(0, BLOCK_M)
-    real_M = rows_M < M
-    rows_M = tl.minimum(rows_M, M - 1)
+    rows_M = tl.minimum(tl.arange(0, BLOCK_M), M - 1)
     w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
-    x_at = x_ptr + rows_M.to(tl.int64)[None, :] * x_stride
-    total = _stretch(
-        w_at, x_at, norm_ptr, squares_ptr, rows_M, real_M, split, steps, K, eps, BLOCK_M, BLOCK_N, BLOCK_K, TWICE,
-        EVEN_K, KIND, NORM, PARTS, LEVELS, AHEAD, STAGED, LATE, PDL,
+    KEEP: tl.constexpr = "evict_last" if SMALL_FIRST else ""
+    if SMALL_FIRST:
+        if KIND != "dense":
+            w_scale = tl.load(w_scale_ptr + rows_N, eviction_policy=KEEP)
+        if NORM and PDL and n_tile % 8 == 0:
+            prefetch_kept(norm_ptr + tl.minimum(tl.arange(0, PARTS) * SQUARES, K - 1))  # 64 numbers to a line
+    PLACES: tl.constexpr = SMALL_FIRST and END == "rope"
+    total, x_scale, slot, position = _stretch(
+        w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
+        BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, STAGED, KEEP, PLACES,
+        LATE, PDL,
     )  # fmt: skip
     finished = True
     if SPLITS > 1:
@@ -219,10 +277,15 @@ def narrow_kernel(
     if finished:
         sums = total.to(tl.float32)
         if KIND != "dense":
-            x_scale = tl.load(x_scale_ptr + rows_M)
-            sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
+            if CODES == "none":
+                x_scale = tl.load(x_scale_ptr + rows_M)
+            if not SMALL_FIRST:
+                w_scale = tl.load(w_scale_ptr + rows_N)
+            sums = sums * (x_scale[None, :] * w_scale[:, None])
         if END == "rope":
-            slot, cos, sin = _places(n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M, BLOCK_M, BLOCK_N, HALF)
+            if not PLACES:
+                slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
+            cos, sin = _angles(position, n_tile, cos_ptr, sin_ptr, BLOCK_N, HALF, KEEP)
             _rotate_and_store(
                 sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
                 BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
@@ -232,8 +295,12 @@ def narrow_kernel(
                 sums, 0, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
                 BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
-            if HAS_SQUARES:
-                _store_squares(out.to(tl.float32), n_tile, squares_out_ptr, M, N, BLOCK_M, BLOCK_N)
+            if LEAVES == "squares":
+                _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N)
+            elif LEAVES == "maxima":
+                token = tl.arange(0, BLOCK_M)
+                at = leave_ptr + token.to(tl.int64) * tl.num_programs(0) + n_tile
+                tl.store(at, tl.max(tl.abs(out.to(tl.float32)), 1), mask=token < M)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.kernels.triton import mxfp4, nibble_linear, quantize
 from slipstream.kernels.triton.library import Library, gated_by_library, stretches_by_library
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, token_tile
-from slipstream.kernels.triton.narrow_products import MOST_ROWS, multiply_narrow, rope_fits
+from slipstream.kernels.triton.narrow_products import MOST_ROWS, MOST_WHOLE_ROWS, multiply_narrow, rope_fits
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
 from slipstream.kernels.triton.quantize import Codes
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
@@ -189,8 +189,21 @@ class Products:
 
     def folds_norm(self, weight: Weight, num_rows: int) -> bool:
         """Tell whether a product can apply the norm before it, in a pass of so many rows."""
-        dense = not isinstance(weight, PackedWeight)
-        return dense and self._is_narrow(num_rows) and num_rows <= self._tuning.fold_rows
+        most = self._tuning.fold_rows
+        if isinstance(weight, PackedWeight):
+            most = min(self._tuning.fold_norm_codes, MOST_WHOLE_ROWS) if self.wants(weight) == "fp8" else 0
+        return self._is_narrow(num_rows) and num_rows <= most
+
+    def makes_codes(self, weight: Weight, num_rows: int) -> bool:
+        """Tell whether a product can make codes of its rows, given the largest magnitudes of their parts."""
+        return self.wants(weight) == "fp8" and self._is_narrow(num_rows) and num_rows <= self._tuning.fold_codes
+
+    def num_maxima(self, weight: Weight, num_rows: int) -> int:
+        """Return how many largest magnitudes a product of SiLUs can leave of a row; 0 if it leaves none."""
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows):
+            return 0
+        return self._launch(*described, num_rows).grid(num_rows, described[1], silu=True)[1]
 
     def leaves_squares(self, weight: Weight, num_rows: int) -> bool:
         """Tell whether a product can leave sums of squares of its outputs for the norm after it."""
@@ -232,7 +245,10 @@ class Products:
         if format == "fp8" and not self._is_narrow(num_rows):
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
-        return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+        return Launch(
+            config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction,
+            self._tuning.small_first,
+        )  # fmt: skip
 
 
 def _stretch(config: LinearConfig, num_inputs: int) -> int:

@@ -110,6 +110,10 @@ class Tuning:
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
         weights_first: whether products of up to 16 rows start on their weights before their rows are there.
         fold_rows: up to so many rows, norms and rotations are part of those products.
+        fold_codes: up to so many rows, those with FP8 weights make the codes of their rows, where no norm is between.
+        fold_norm_codes: up to so many rows, at most 8, they make them of rows that have their norm to come.
+        small_first: whether those products ask early for what is small (scales, norms' weights, angles) and let it stay
+            in the cache that weights stream through.
     """
 
     architecture: str
@@ -127,6 +131,9 @@ class Tuning:
     dependent_launch: bool = False
     weights_first: bool = False
     fold_rows: int = 0
+    fold_codes: int = 0
+    fold_norm_codes: int = 0
+    small_first: bool = False
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
         """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""
