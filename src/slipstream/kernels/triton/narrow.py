@@ -80,6 +80,37 @@ def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _ask_ahead_and_wait(w_at, k_from, K, AHEAD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
+    """Ask for AHEAD lines of each weight row, then wait for the inputs; with LATE the next kernel starts only then."""
+    if PDL and AHEAD > 0:
+        LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(w_at + tl.minimum(k_from + tl.arange(0, AHEAD) * LINE, K - 1)[None, :])
+    if LATE:
+        wait_then_let_start(PDL)
+    else:
+        wait_for_previous(PDL)
+
+
+@triton.jit
+def _known_of_rows(
+    none, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
+    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """Return each row's factor of its norm, its scale and that scale's inverse; what is not needed is `none`."""
+    factor, scale, inverse = none, none, none
+    if CODES == "maxima":
+        scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
+    elif CODES == "norm":
+        factor, scale = factor_and_scale(x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS, KEEP)
+    elif NORM:
+        factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
+    if CODES != "none":
+        inverse = tl.div_rn(1.0, scale)
+    return factor, scale, inverse
+
+
+@triton.jit
 def _ready(
     rows, norm, factor, scale, inverse,
     NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -126,14 +157,7 @@ def _stretch(
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
-            if PDL and AHEAD > 0:
-                LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
-                line = split * steps * STEP + STAGED + tl.arange(0, AHEAD) * LINE
-                prefetch(w_at + tl.minimum(line, K - 1)[None, :])
-            if LATE:
-                wait_then_let_start(PDL)
-            else:
-                wait_for_previous(PDL)
+            _ask_ahead_and_wait(w_at, split * steps * STEP + STAGED, K, AHEAD, LATE, PDL)
             x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
                 second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
@@ -145,16 +169,10 @@ def _stretch(
                     second_norm = _norms(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, KEEP)
             if NORM or CODES != "none":
                 keep_order(PDL)  # or the assembler asks for these rows only when what is known of them is there
-            if CODES == "maxima":
-                scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
-            elif CODES == "norm":
-                factor, scale = factor_and_scale(
-                    x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS, KEEP
-                )
-            elif NORM:
-                factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
-            if CODES != "none":
-                inverse = tl.div_rn(1.0, scale)
+            factor, scale, inverse = _known_of_rows(
+                factor, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
+                NORM, CODES, ROWS, PARTS, LEVELS, KEEP,
+            )  # fmt: skip
         ahead = k + STEP
         more = step + 1 < steps
         rows, second_rows = x, second_x
