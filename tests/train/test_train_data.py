@@ -1,9 +1,11 @@
 import json
 import lzma
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from slipstream.errors import ConfigError
 from slipstream.train.conversations import ConversationSource, DataConfig
@@ -15,6 +17,7 @@ from slipstream.train.make_data import Speaker, make_corpus, make_eval_set
 from slipstream.train.passages import whole_sentences
 from slipstream.train.prompts import normalized, read_excluded, read_prompts
 from slipstream.train.recipe import EvalSet, make_recipe, read_recipe
+from slipstream.train.templates import MOST_OF_ONE
 from slipstream.train.vocab import choose_vocab
 from training import EOS, CharTokenizer, tiny_target
 
@@ -179,7 +182,7 @@ def test_data_without_answers_is_refused(tmp_path):
 
 
 def test_the_draft_vocabulary_holds_the_special_tokens_and_the_frequent_ones():
-    corpus = join([Text([9, 9, 9, 5, 5, 7, 50], [(0, 6)])])
+    corpus = join([Text([9, 9, 5, 7, 50], [(0, 4)]), Text([9, 5], [(0, 2)])])
     vocab = choose_vocab(corpus, 60, 4, forced=[0, 2])
     assert vocab.token_ids_V.tolist() == [0, 2, 5, 9]
     assert vocab.coverage == pytest.approx(5 / 6)
@@ -277,3 +280,62 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(tmp_path, monkeypatch
     with pytest.raises(DataError, match="disk is full"):
         write_shard(tmp_path / "shard-00000.safetensors", [Text([1, 2], [(0, 2)])])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_token_is_worth_as_many_answers_as_it_is_in():
+    corpus = join([Text([9, 9, 5, 5, 5, 5, 5], [(2, 7)]), Text([9, 6, 7], [(1, 3)]), Text([9, 6, 5], [(1, 2)])])
+    assert choose_vocab(corpus, 60, 1, forced=()).token_ids_V.tolist() == [6]
+
+
+def write_yaml(path, content) -> None:
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+
+
+def test_templates_are_filled_in_with_every_combination_and_no_more_than_is_worth_it(tmp_path):
+    few = {"text": "A {colour} {thing}.", "slots": {"colour": ["red", "blue"], "thing": ["car", "cat", "hat"]}}
+    many = {"text": "{a}{b}", "slots": {name: [f"{name}{i}" for i in range(20)] for name in "ab"}}
+    write_yaml(tmp_path / "own.yaml", {"prompts": ["As it is {so}."], "templates": [few, many]})
+    prompts = [messages[0]["content"] for messages in read_prompts(tmp_path / "own.yaml")]
+    assert prompts[0] == "As it is {so}."
+    assert set(prompts[1:7]) == {f"A {c} {t}." for c in ("red", "blue") for t in ("car", "cat", "hat")}
+    assert len(prompts[7:]) == len(set(prompts[7:])) == MOST_OF_ONE
+    assert prompts == [messages[0]["content"] for messages in read_prompts(tmp_path / "own.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"templates": [{"text": "A {b}", "slots": {"c": ["d"]}}]}, r"templates\[0\].*\['b'\].*\['c'\]"),
+        ({"templates": [{"text": "A {b", "slots": {"b": ["d"]}}]}, r"templates\[0\].*cannot be filled in"),
+        ({"templates": [{"text": "A {b}", "slots": {"b": []}}]}, "'b' has no values"),
+        ({"prompt": ["x"]}, "Did you mean 'prompts'"),
+        ({}, "holds no prompts"),
+    ],
+)
+def test_a_file_of_templates_that_cannot_be_filled_in_is_named(tmp_path, content, words):
+    write_yaml(tmp_path / "own.yaml", content)
+    with pytest.raises(DataError, match=f"(?s)own.yaml.*{words}"):
+        read_prompts(tmp_path / "own.yaml")
+
+
+def test_the_prompts_that_ship_with_the_recipes_can_be_read():
+    folder = Path(__file__).parents[2] / "recipes" / "train" / "prompts"
+    prompts = [messages[0]["content"] for path in sorted(folder.glob("*.yaml")) for messages in read_prompts(path)]
+    assert len(prompts) > 30_000 and len(set(prompts)) > 0.99 * len(prompts)
+
+
+def test_maths_questions_follow_their_own_examples(data):
+    tokenizer = CharTokenizer()
+    config = DataConfig(magpie=0, maths=1, second_turn=0, max_prompt=2000)
+    own = [[{"role": "user", "content": f"what is {i} and {i} and {i}, all of them together"}] for i in range(20)]
+    source = ConversationSource(tokenizer, config, read_prompts(data / "train.jsonl"), frozenset(), maths=own)
+    shown = tokenizer.decode(source.take(1)[0].prompt)
+    assert "all of them together" in shown
+
+
+def test_a_prompt_from_a_file_is_answered_greedily_once_at_most(data):
+    config = DataConfig(magpie=0, maths=0, second_turn=0, greedy=1.0, file_repeats=3)
+    source = ConversationSource(CharTokenizer(), config, read_prompts(data / "train.jsonl"), frozenset())
+    requests = source.take(200)
+    greedy = [tuple(request.prompt) for request in requests if request.temperature == 0]
+    assert len(requests) == 3 * 40 and len(greedy) == len(set(greedy)) == 40

@@ -9,6 +9,8 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from slipstream.checkpoint.draft_config import draft_spec
+from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.cli.main import app
 from slipstream.engine.llm import LLM
 from slipstream.engine.loading import LoadOptions
@@ -134,6 +136,25 @@ def test_a_draft_that_came_without_a_head_is_given_one_of_its_own_and_the_target
     assert started.lm_head.weight.dtype == torch.float32 and started.lm_head.weight.requires_grad
     assert started.lm_head.weight.shape == head.shape and torch.equal(started.lm_head.weight, table.float())
     assert run.speaker.model.lm_head.weight is table and not table.requires_grad
+
+
+def test_a_renewed_vocabulary_keeps_the_rows_of_tokens_the_draft_knew(places, draft):
+    corpus = read_corpus(places / "draft-work" / "corpus")
+    recipe = change_recipe(read_recipe(places / "recipe.yaml"), ["draft.vocab_size=80"])
+    target, paths, cpu = places / "target", Paths(places, places / "w4"), torch.device("cpu")
+    kept, old = TrainingRun(target, recipe, paths, cpu).start(corpus, draft)
+    recipe = change_recipe(recipe, ["draft.renew_vocab=true"])
+    renewed, new = TrainingRun(target, recipe, paths, cpu).start(corpus, draft)
+    assert len(old.token_ids_V) < len(new.token_ids_V) == renewed.spec.draft_vocab_size == 80
+    assert new.coverage >= old.coverage
+    place = new.draft_index()[old.token_ids_V]
+    known = place >= 0
+    assert known.sum() > len(known) // 2
+    assert torch.equal(renewed.lm_head.weight[place[known]], kept.lm_head.weight[known])
+    assert torch.isfinite(renewed.lm_head.weight).all() and renewed.lm_head.weight.requires_grad
+    again = ("--init-from", draft, "--set", "draft.vocab_size=80", "--set", "draft.renew_vocab=true")
+    run_train(places, *again, "--set", "train.steps=2", "--out", places / "renewed", "--work", places / "draft-work-4")
+    assert draft_spec(open_checkpoint(places / "renewed").config, places, None).draft_vocab_size == 80
 
 
 def test_a_second_stage_averaged_with_the_first_lies_halfway(places, draft):

@@ -31,10 +31,10 @@ class DataConfig:
     Args:
         answer_tokens: stop once the answers hold this many.
         magpie, maths: shares of conversations whose user turn the target samples itself, freely or after examples of
-            maths questions.
+            maths questions (`files.maths`, or `files.prompts`).
         passages: share whose user turn is a task on a passage of an earlier answer.
         tasks: share whose user turn the target samples after examples of `files.examples`; what the four shares leave
-            are prompts from files, each used `file_repeats` times at most.
+            are prompts from files, each used `file_repeats` times at most, and answered greedily once at most.
         forced_opening: share of free user turns whose first words are given.
         second_turn: share of conversations that go on.
         greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`.
@@ -112,10 +112,12 @@ class ConversationSource:
         prompts: Sequence[Messages],
         excluded: frozenset[str],
         examples: Sequence[Messages] = (),
+        maths: Sequence[Messages] = (),
     ) -> None:
         """Prepare a mixture; `prompts` come from files, `excluded` is normalised text never to be used.
 
-        `examples` are shown to the target, for it to write user turns like them.
+        `examples` and `maths` are shown to the target, for it to write user turns like them; without `maths`, the
+        prompts are.
         """
         self._tokenizer, self._config, self._excluded = tokenizer, config, excluded
         self._rng = np.random.default_rng(config.seed)
@@ -123,14 +125,15 @@ class ConversationSource:
         self._frames = [chat_frame(tokenizer, system) for system in SYSTEM_PROMPTS] if samples_turns else []
         self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
         self._short_reply = tokenizer.encode("Next question.", add_special=False)
+        self._encoded: dict[tuple[tuple[str, str], ...], list[int]] = {}
         self._file_prompts = self._encode(prompts, excluded)
-        self._questions = self._short_ones(self._file_prompts)
+        self._questions = self._short_ones(self._encode(maths, excluded) if maths else self._file_prompts)
         if config.maths > 0 and len(self._questions) < _MIN_EXAMPLES:
             raise ConfigError(
                 f"data.maths is {config.maths}, and maths questions are sampled after at least {_MIN_EXAMPLES} "
-                f"examples from files.prompts; {len(self._questions)} of {len(prompts)} prompts will do (no longer "
-                "than data.max_prompt, and in none of the files to be left out). Name such files, or set data.maths "
-                "to 0."
+                f"examples from {'files.maths' if maths else 'files.prompts'}; {len(self._questions)} of "
+                f"{len(maths or prompts)} prompts will do (no longer than data.max_prompt, and in none of the files to "
+                "be left out). Name such files, or set data.maths to 0."
             )
         self._tasks = self._short_ones(self._encode(examples, frozenset()))
         if config.tasks > 0 and len(self._tasks) < _MIN_EXAMPLES:
@@ -197,8 +200,8 @@ class ConversationSource:
         if not self._files_left:
             return self._free_turn(more) if self._config.sampled > 0 else None
         frame = self._frames[0] if self._frames else ChatFrame([], [], [])
-        prompt = self._files_left.pop()
-        return self._answer(_Conversation(frame, list(prompt), more_turns=more if self._frames else 0))
+        prompt, again = self._files_left.pop()
+        return self._answer(_Conversation(frame, list(prompt), more_turns=more if self._frames else 0), again)
 
     def _free_turn(self, more: int) -> GenerationRequest:
         default = self._rng.random() < self._config.default_system
@@ -235,10 +238,10 @@ class ConversationSource:
         conversation.writes_user = True
         return self._request(conversation, [*conversation.ids, *conversation.turn], MAX_TURN, how)
 
-    def _answer(self, conversation: _Conversation) -> GenerationRequest:
+    def _answer(self, conversation: _Conversation, again: bool = False) -> GenerationRequest:
         conversation.writes_user = False
         low, high = self._config.temperature
-        warm = self._rng.random() >= self._config.greedy
+        warm = self._rng.random() >= self._config.greedy or again  # a second greedy answer would be the first one
         how = (float(self._rng.uniform(low, high)), self._config.top_p) if warm else (0.0, 1.0)
         return self._request(conversation, conversation.ids, self._config.max_answer, how)
 
@@ -329,7 +332,10 @@ class ConversationSource:
             users = [normalized(message["content"]) for message in messages if message["role"] == "user"]
             if excluded.intersection(users):
                 continue
-            ids = encode_prompt(self._tokenizer, messages)
+            turns = tuple((message["role"], message["content"]) for message in messages)
+            if turns not in self._encoded:  # a file may be named as prompts and as examples
+                self._encoded[turns] = encode_prompt(self._tokenizer, messages)
+            ids = self._encoded[turns]
             if len(ids) <= self._config.max_prompt:
                 encoded.append(ids)
         return encoded
@@ -339,6 +345,7 @@ class ConversationSource:
         before = self._frames[0].before_user if self._frames else []
         return [p for p in prompts if 24 <= len(p) <= 160 and p[: len(before)] == before]
 
-    def _shuffled_files(self) -> list[list[int]]:
-        repeated = [prompt for prompt in self._file_prompts for _ in range(self._config.file_repeats)]
+    def _shuffled_files(self) -> list[tuple[list[int], bool]]:
+        """Return the prompts as often as they are used, and whether each has been used before."""
+        repeated = [(prompt, use > 0) for prompt in self._file_prompts for use in range(self._config.file_repeats)]
         return [repeated[i] for i in self._rng.permutation(len(repeated)).tolist()]

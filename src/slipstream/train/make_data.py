@@ -41,15 +41,18 @@ def make_corpus(
 
     What an earlier call left counts, so a call that was interrupted is simply made again.
     """
-    prompts = [messages for name in recipe.files.prompts for messages in read_prompts(data / name)]
-    examples = [messages for name in recipe.files.examples for messages in read_prompts(data / name)]
-    named = [*recipe.files.exclude, *(item.file for item in recipe.files.evaluate)]
+    files = recipe.files
+    prompts, examples, maths = (
+        [messages for name in names for messages in read_prompts(data / name)]
+        for names in (files.prompts, files.examples, files.maths)
+    )
+    named = [*files.exclude, *(item.file for item in files.evaluate)]
     excluded = read_excluded(data / name for name in named)
     done = shard_paths(folder)
     _check_target(folder, speaker)
     # A later call must not repeat the draws of an earlier one.
     config = replace(recipe.data, seed=recipe.data.seed + 1_000_003 * len(done))
-    source = ConversationSource(speaker.tokenizer, config, prompts, excluded, examples)
+    source = ConversationSource(speaker.tokenizer, config, prompts, excluded, examples, maths)
     for path in done:
         shard = read_shard(path)
         for text in _texts(shard):

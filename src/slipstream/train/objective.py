@@ -1,7 +1,7 @@
 """One training step's loss: the target in the loop, the draft unrolled, each step against the target's own opinion."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
+from slipstream.models.layers import Linear
 from slipstream.models.target import Target
 from slipstream.train.loss import Labels, Teacher, make_teacher, soft_cross_entropy
 from slipstream.train.ops import TrainOps
@@ -25,6 +26,7 @@ class DraftShape:
     Args:
         captured_layers: k = number of target blocks applied before the capture; None is the target's default.
         feature_norm: `per_layer` and feedback `post_norm` together are EAGLE-3.1.
+        renew_vocab: of a draft to start from, choose the vocabulary again by the new data, instead of keeping it.
     """
 
     vocab_size: int = 12_288
@@ -32,6 +34,7 @@ class DraftShape:
     captured_layers: tuple[int, ...] | None = None
     feature_norm: str = "per_layer"
     feedback: str = "post_norm"
+    renew_vocab: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers"):
@@ -84,6 +87,25 @@ def new_draft(spec: DraftSpec, target: Target, vocab: DraftVocab, seed: int) -> 
     draft.share_embedding(target.embed_tokens)
     target.requires_grad_(False)
     return draft.to(device)
+
+
+@torch.no_grad()
+def renew_vocab(draft: Eagle3Draft, target: Target, vocab: DraftVocab) -> None:
+    """Give a trained draft another vocabulary.
+
+    Tokens it knew keep their rows of the head. Those of new ones are the target's rows, moved as training has moved
+    the known tokens' from the target's (the affine map that fits those best).
+    """
+    assert target.lm_head.weight is not None and draft.lm_head.weight is not None
+    known_V, head_VD = draft.token_ids_V, draft.lm_head.weight.float()
+    all_XD = torch.nn.functional.pad(target.lm_head.weight.float(), (0, 1), value=1.0)
+    map_DD = torch.linalg.lstsq(all_XD[known_V].double(), head_VD.double()).solution
+    rows_XD = (all_XD.double() @ map_DD).float()
+    rows_XD[known_V] = head_VD
+    draft.token_ids_V = vocab.token_ids_V.to(head_VD.device)
+    draft.lm_head = Linear(draft.spec.hidden_size, {"lm_head": len(draft.token_ids_V)})
+    draft.lm_head.weight = torch.nn.Parameter(rows_XD[draft.token_ids_V])
+    draft.spec = replace(draft.spec, draft_vocab_size=len(draft.token_ids_V))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.train.errors import DataError
+from slipstream.train.templates import read_templates
 
 Messages = list[dict[str, str]]
 
@@ -62,11 +63,13 @@ def normalized(text: str) -> str:
 
 
 def read_prompts(path: Path) -> list[Messages]:
-    """Read conversations up to an answer, or questions, from .jsonl (or .jsonl.xz).
+    """Read conversations up to an answer, or questions, from .jsonl (or .jsonl.xz), or prompts from .yaml.
 
     A line holds `messages` (or `conversations`), `question`, `prompt`, or `instruction` with `instances` whose inputs
-    follow it. Answers in the file are never used.
+    follow it. Answers in the file are never used. What a YAML file holds: `slipstream.train.templates`.
     """
+    if path.suffix in (".yaml", ".yml"):
+        return [[_user(prompt)] for prompt in read_templates(path)]
     opener = lzma.open if path.suffix == ".xz" else open
     prompts: list[Messages] = []
     try:

@@ -42,12 +42,14 @@ class Files:
 
     Args:
         prompts: answered by the target, and trained on.
+        maths: questions shown to the target, for it to write others like them (`data.maths`); by default `prompts`.
         examples: shown to the target, for it to write user turns like them (`data.tasks`).
         exclude: never trained on.
         evaluate: measured on.
     """
 
     prompts: tuple[str, ...] = ()
+    maths: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     evaluate: tuple[EvalSet, ...] = ()

@@ -25,7 +25,7 @@ from slipstream.train.features import FeatureStore
 from slipstream.train.frame import encode_prompt
 from slipstream.train.lineage import Lineage
 from slipstream.train.make_data import Report, Speaker, make_corpus, make_eval_set
-from slipstream.train.objective import Emphasis, Objective, new_draft
+from slipstream.train.objective import Emphasis, Objective, new_draft, renew_vocab
 from slipstream.train.output import RunRecord, result_record, round_weights, write_draft
 from slipstream.train.packing import Packer
 from slipstream.train.precision import check_range, draft_dtype, dtype_name, load_and_digest, target_dtype
@@ -130,7 +130,10 @@ class TrainingRun:
         return choose_vocab(corpus, size, min(self.recipe.draft.vocab_size, size), forced)
 
     def start(self, corpus: Corpus, init_from: Path | None = None) -> tuple[Eagle3Draft, DraftVocab]:
-        """Return the draft to train, fresh or read from a folder (whose vocabulary it keeps), and its vocabulary."""
+        """Return the draft to train, fresh or read from a folder, and its vocabulary.
+
+        A draft that is read keeps its vocabulary unless the recipe renews it.
+        """
         model = self.speaker.model
         if init_from is None:
             vocab = self.vocab(corpus)
@@ -138,6 +141,8 @@ class TrainingRun:
         draft = load_draft(open_checkpoint(init_from), model, torch.float32)
         if draft.lm_head is model.lm_head:
             draft.lm_head = _own_head(model.lm_head)
+        if self.recipe.draft.renew_vocab:
+            renew_vocab(draft, model, self.vocab(corpus))
         draft.requires_grad_(True)
         model.requires_grad_(False)
         token_ids_V = draft.token_ids_V.cpu()

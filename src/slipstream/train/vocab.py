@@ -1,4 +1,4 @@
-"""The draft's vocabulary: the target tokens that answers use most, special tokens always among them."""
+"""The draft's vocabulary: the target tokens found in most answers, special tokens always among them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +34,10 @@ def coverage(corpus: Corpus, token_ids_V: Tensor) -> float:
 
 
 def choose_vocab(corpus: Corpus, vocab_size: int, draft_vocab_size: int, forced: Iterable[int]) -> DraftVocab:
-    """Take the most frequent answer tokens; unused room goes to the lowest unused ids."""
+    """Take the tokens found in most answers; unused room goes to the lowest unused ids.
+
+    What one answer says over and over is its own subject, and a draft may borrow it from the text.
+    """
     forced_ids = sorted(set(forced))
     if draft_vocab_size > vocab_size:
         raise ConfigError(f"draft_vocab_size {draft_vocab_size} is more than the target's {vocab_size} tokens.")
@@ -47,8 +50,11 @@ def choose_vocab(corpus: Corpus, vocab_size: int, draft_vocab_size: int, forced:
         raise ConfigError(
             f"draft_vocab_size {draft_vocab_size} has no room for the {len(forced_ids)} special tokens; raise it."
         )
-    used = corpus.ids[answer_numbers(corpus) > 0]
-    counts = np.bincount(used.astype(np.int64), minlength=vocab_size)
+    answers = answer_numbers(corpus)
+    inside = answers > 0
+    # Each token once for each answer it is in.
+    found = np.unique(answers[inside].astype(np.int64) << 32 | corpus.ids[inside].astype(np.int64))
+    counts = np.bincount(found & 0xFFFFFFFF, minlength=vocab_size)
     if len(counts) > vocab_size:
         raise ConfigError(f"The corpus has token {len(counts) - 1}, outside the target's vocabulary of {vocab_size}.")
     ranked = counts.copy()
