@@ -5,7 +5,8 @@ from slipstream.train import sampling
 from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
 from slipstream.train.ops import TrainOps
 from slipstream.train.repetition import loop_end, looping_rows
-from slipstream.train.unroll import PackedContext, text_bias
+from slipstream.train.seen import Seen
+from slipstream.train.unroll import PackedContext
 from training import EOS, ListSource
 
 
@@ -14,7 +15,7 @@ def greedy(target, prompt, max_new):
     ops = TrainOps(torch.device("cpu"))
     while len(ids) < len(prompt) + max_new:
         row = torch.tensor([ids])
-        ctx = PackedContext(ops, torch.arange(len(ids))[None], text_bias(torch.zeros_like(row), torch.float32))
+        ctx = PackedContext(ops, torch.arange(len(ids))[None], Seen(torch.zeros_like(row)))
         ids.append(int(target.logits(target(row, ctx).last_TD[0, -1], ops).argmax()))
         if ids[-1] == EOS:
             break

@@ -7,9 +7,12 @@ from tests.training import objective_for, random_texts
 from slipstream.errors import ConfigError
 from slipstream.train.loss import Labels, Teacher, soft_cross_entropy
 from slipstream.train.objective import Emphasis, Objective
+from slipstream.train.ops import TrainOps
 from slipstream.train.packing import Packer
 from slipstream.train.trainer import Hooks, TrainConfig, Trainer
 from slipstream.train.world import World
+
+PLAIN = TrainOps(torch.device("cpu"))
 
 
 def _teacher(rows, width):
@@ -23,7 +26,7 @@ def test_the_written_out_gradient_is_that_of_the_mixed_label(hard_share):
     teacher, weight = _teacher(5, 11), torch.rand(5)
     hidden = torch.randn(5, 3, requires_grad=True)
     head = torch.randn(11, 3, requires_grad=True)
-    ours = soft_cross_entropy(hidden, head, teacher, Labels(torch.arange(5), weight, hard_share))
+    ours = soft_cross_entropy(hidden, head, teacher, Labels(torch.arange(5), weight, hard_share), PLAIN)
     got = torch.autograd.grad(ours.loss, (hidden, head))
     best = torch.nn.functional.one_hot(teacher.best_N, 11)
     label = (1 - hard_share) * teacher.logits_NV.softmax(-1) + hard_share * best

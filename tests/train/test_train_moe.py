@@ -9,7 +9,8 @@ from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_target
 from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
 from slipstream.train.ops import TrainOps
-from slipstream.train.unroll import PackedContext, text_bias
+from slipstream.train.seen import Seen
+from slipstream.train.unroll import PackedContext
 from tiny_moe import VOCAB, deepseek, minimax, passes, save
 from training import EOS, ListSource
 
@@ -27,7 +28,7 @@ def test_states_of_packed_texts_are_those_of_serving(target):
     logits, first = passes(target, tokens_T, [20], prompt=True)
     ops = TrainOps(CPU)
     row = tokens_T[None]
-    ctx = PackedContext(ops, torch.arange(20)[None], text_bias(torch.zeros_like(row), torch.float32))
+    ctx = PackedContext(ops, torch.arange(20)[None], Seen(torch.zeros_like(row)))
     with torch.no_grad():
         hidden = target(row, ctx, (1,))
         torch.testing.assert_close(hidden.captured[0][0], first, atol=1e-4, rtol=0)

@@ -8,8 +8,9 @@ from slipstream.errors import ConfigError
 from slipstream.train.packing import Packer
 from slipstream.train.precision import check_range, load_and_digest
 from slipstream.train.recipe import change_recipe, make_recipe
+from slipstream.train.seen import Seen
 from slipstream.train.trainer import Hooks, TrainConfig
-from slipstream.train.unroll import UnrollContext, text_bias
+from slipstream.train.unroll import UnrollContext
 from slipstream.train.walk import measure
 from training import RECIPE, greedy_texts, objective_for, random_texts, tiny_target, train, write_target_folder
 
@@ -38,10 +39,10 @@ def test_a_draft_is_unrolled_and_learns_in_float32_beside_a_target_in_float16(ta
     for name, gradient in gradients[1].items():
         assert gradient.dtype == torch.float32
         assert float((gradient - gradients[0][name]).norm() / gradients[0][name].norm()) < 0.01, name
-    bias = text_bias(batch.text_BT, objective.dtype)
-    last, captured = objective.features(batch.ids_BT, batch.positions_BT, bias)
+    seen = Seen(batch.text_BT)
+    last, captured = objective.features(batch.ids_BT, batch.positions_BT, seen)
     assert {states.dtype for states in (last, *captured)} == {torch.float16}
-    ctx = UnrollContext(objective.ops, batch.positions_BT, bias)
+    ctx = UnrollContext(objective.ops, batch.positions_BT, seen)
     for hidden in objective.unroll(captured, batch.ids_BT, ctx, 2):
         assert hidden.normed_TD.dtype == hidden.feedback_TD.dtype == torch.float32
 

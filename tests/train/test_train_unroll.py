@@ -1,18 +1,20 @@
 import pytest
 import torch
 
+from slipstream.train.attention import DraftAttention
 from slipstream.train.packing import Packer
-from slipstream.train.unroll import UnrollContext, _DraftAttention, text_bias, unroll
+from slipstream.train.seen import Seen
+from slipstream.train.unroll import UnrollContext, unroll
 from training import draft_step_by_step, objective_for, random_texts
 
 
 def test_the_written_out_gradient_of_draft_attention_is_the_true_one():
     torch.manual_seed(0)
     text = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]])
-    bias = text_bias(text, torch.float64)
+    bias = Seen(text).bias(torch.float64)
     q = torch.randn(2, 4, 5, 3, dtype=torch.float64, requires_grad=True)
     keys_values = [torch.randn(2, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(6)]
-    assert torch.autograd.gradcheck(lambda *xs: _DraftAttention.apply(xs[0], bias, *xs[1:]), (q, *keys_values))
+    assert torch.autograd.gradcheck(lambda *xs: DraftAttention.apply(xs[0], bias, *xs[1:]), (q, *keys_values))
 
 
 @pytest.mark.parametrize("feedback", ["pre_norm", "post_norm"])
@@ -21,10 +23,10 @@ def test_training_and_serving_give_the_same_draft_logits(target, feedback, featu
     texts = random_texts(3, seed=1)
     objective, corpus, _ = objective_for(target, texts, feedback=feedback, feature_norm=feature_norm)
     batch = Packer(corpus, 128, 1, 4, seed=0).batch(0)
-    bias = text_bias(batch.text_BT, torch.float32)
+    seen = Seen(batch.text_BT)
     with torch.no_grad():
-        _, captured = objective.features(batch.ids_BT, batch.positions_BT, bias)
-        ctx = UnrollContext(objective.ops, batch.positions_BT, bias)
+        _, captured = objective.features(batch.ids_BT, batch.positions_BT, seen)
+        ctx = UnrollContext(objective.ops, batch.positions_BT, seen)
         steps = [
             objective.draft.logits(hidden.normed_TD[0], objective.ops)
             for hidden in unroll(objective.draft, captured, batch.ids_BT, ctx, 4)

@@ -15,8 +15,8 @@ from slipstream.train.features import FeatureStore, Manifest, corpus_digest, rea
 from slipstream.train.objective import Objective
 from slipstream.train.packing import Packer, epoch_rows, to_device
 from slipstream.train.precision import dtype_name
+from slipstream.train.seen import Seen
 from slipstream.train.trainer import TrainConfig
-from slipstream.train.unroll import text_bias
 from slipstream.train.world import World
 
 SHARD_BYTES = 512_000_000
@@ -118,8 +118,8 @@ class Capture:
         states_NLD, at = torch.empty(shape, dtype=manifest.torch_dtype), 0
         for rows in shard:
             batch = to_device(self._packer.pack(rows), target.embed_tokens.device)
-            bias_BTT = text_bias(batch.text_BT, target.embed_tokens.dtype)
-            last_BTD, captured = self._objective.features(batch.ids_BT, batch.positions_BT, bias_BTT)
+            seen = Seen(batch.text_BT)
+            last_BTD, captured = self._objective.features(batch.ids_BT, batch.positions_BT, seen)
             states_BTLD = torch.stack([*captured, last_BTD], 2).cpu()
             for row, texts in enumerate(rows):
                 length = int(self._lengths[texts].sum())

@@ -15,7 +15,8 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.models.target import Target
 from slipstream.train import sampling, static_cache
-from slipstream.train.ops import TrainOps, product_f32
+from slipstream.train.ops import TrainOps
+from slipstream.train.product import product_f32
 from slipstream.train.repetition import looping_rows
 from slipstream.train.static_cache import DecodeContext, FillContext, StaticCache
 

@@ -4,12 +4,12 @@ Shape letters: N rows (valid slots), D width, V draft vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.train.ops import product_f32
+from slipstream.train.product import product_f32
 
 CHUNK_ROWS = 4096
 
@@ -54,11 +54,56 @@ class Labels:
     hard_share: float = 0.0
 
 
-def soft_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, labels: Labels) -> StepLoss:
+@dataclass(frozen=True)
+class Compared:
+    """Of some rows the weighted losses, 1.0 where they agreed, and the gradient of the losses' sum by the logits."""
+
+    loss_N: Tensor
+    agreed_N: Tensor
+    grad_NV: Tensor
+
+
+class LossKernels(Protocol):
+    """What the loss runs on (`slipstream.train.ops.TrainOps` is one); this module has the plain version of each."""
+
+    def read_logits(self, full_NF: Tensor, token_ids_V: Tensor, out_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy the draft's columns of whole logits; return each row's best column of all, and logsumexp of the copy."""
+        ...
+
+    def compare(self, logits_NV: Tensor, teacher: Teacher, labels: Labels, dtype: torch.dtype) -> Compared:
+        """Compare rows of the draft's logits with what they are taught; `logits_NV` may be overwritten."""
+        ...
+
+
+def soft_cross_entropy(
+    hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, labels: Labels, kernels: LossKernels
+) -> StepLoss:
     """Return the weighted sum over rows of -p log q, p the label; rows outside count nothing."""
     apply: Any = _SoftCrossEntropy.apply  # torch leaves it untyped
-    loss, agreed_N = apply(hidden_ND, head_VD, teacher, labels)
+    loss, agreed_N = apply(hidden_ND, head_VD, teacher, labels, kernels)
     return StepLoss(loss, agreed_N)
+
+
+def compare(logits_NV: Tensor, teacher: Teacher, labels: Labels, dtype: torch.dtype) -> Compared:
+    """Compare rows of the draft's logits with what they are taught; the gradient comes in `dtype`."""
+    at = labels.rows_N
+    inside = teacher.inside_N[at]
+    weight = inside * labels.weight_N
+    log_q = torch.log_softmax(logits_NV, -1)
+    p = (teacher.logits_NV[at] - teacher.log_total_N[at, None]).exp_()
+    best_N1 = teacher.best_N[at].clamp(min=0)[:, None]  # a best token outside has weight 0
+    if labels.hard_share > 0:
+        hard = p.new_full(best_N1.shape, labels.hard_share)
+        p.mul_(1 - labels.hard_share).scatter_add_(1, best_N1, hard)
+    loss_N = (p * log_q).sum(-1) * weight
+    agreed_N = (log_q.argmax(-1) == best_N1[:, 0]) * inside
+    return Compared(-loss_N, agreed_N, log_q.exp_().sub_(p).mul_(weight[:, None]).to(dtype))
+
+
+def read_logits(full_NF: Tensor, token_ids_V: Tensor, out_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the draft's columns of whole logits; return each row's best column of all, and logsumexp of the copy."""
+    torch.index_select(full_NF, 1, token_ids_V, out=out_NV)
+    return full_NF.argmax(-1), out_NV.logsumexp(-1)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -66,7 +111,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, labels: Labels
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, labels: Labels, kernels: LossKernels
     ) -> tuple[Tensor, Tensor]:  # ctx is torch's own
         head = head_VD.to(hidden_ND.dtype)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
@@ -76,22 +121,15 @@ class _SoftCrossEntropy(torch.autograd.Function):
         agreed_N = torch.zeros_like(labels.weight_N)
         for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
-            hidden, at = hidden_ND[rows], labels.rows_N[rows]
-            inside = teacher.inside_N[at]
-            weight = inside * labels.weight_N[rows]
-            log_q = torch.log_softmax(product_f32(hidden, head), -1)
-            p = (teacher.logits_NV[at] - teacher.log_total_N[at, None]).exp_()
-            best_N1 = teacher.best_N[at].clamp(min=0)[:, None]  # a best token outside has weight 0
-            if labels.hard_share > 0:
-                hard = p.new_full(best_N1.shape, labels.hard_share)
-                p.mul_(1 - labels.hard_share).scatter_add_(1, best_N1, hard)
-            loss -= ((p * log_q).sum(-1) * weight).sum()
-            agreed_N[rows] = (log_q.argmax(-1) == best_N1[:, 0]) * inside
-            grad_logits = log_q.exp_().sub_(p).mul_(weight[:, None]).to(hidden.dtype)
+            hidden = hidden_ND[rows]
+            some = Labels(labels.rows_N[rows], labels.weight_N[rows], labels.hard_share)
+            compared = kernels.compare(product_f32(hidden, head), teacher, some, hidden.dtype)
+            loss += compared.loss_N.sum()
+            agreed_N[rows] = compared.agreed_N
             if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits @ head
+                grad_hidden[rows] = compared.grad_NV @ head
             if grad_head is not None:
-                grad_head += product_f32(grad_logits.t(), hidden.t())
+                grad_head += product_f32(compared.grad_NV.t(), hidden.t())
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.mark_non_differentiable(agreed_N)
         return loss, agreed_N
@@ -105,11 +143,14 @@ class _SoftCrossEntropy(torch.autograd.Function):
             None if grad_head is None else grad_head * outer,
             None,
             None,
+            None,
         )
 
 
 @torch.no_grad()
-def make_teacher(last_ND: Tensor, head_full: Tensor, token_ids_V: Tensor, draft_index: Tensor) -> Teacher:
+def make_teacher(
+    last_ND: Tensor, head_full: Tensor, token_ids_V: Tensor, draft_index: Tensor, kernels: LossKernels
+) -> Teacher:
     """Read the target's opinion off its normed last states.
 
     Args:
@@ -121,10 +162,10 @@ def make_teacher(last_ND: Tensor, head_full: Tensor, token_ids_V: Tensor, draft_
     num_rows, num_tokens = last_ND.shape[0], token_ids_V.shape[0]
     logits = torch.empty(num_rows, num_tokens, dtype=torch.float32, device=last_ND.device)
     best = torch.empty(num_rows, dtype=torch.int64, device=last_ND.device)
+    log_total = torch.empty(num_rows, dtype=torch.float32, device=last_ND.device)
     for start in range(0, num_rows, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
         full = product_f32(last_ND[rows], head_full)
-        best[rows] = full.argmax(-1)
-        torch.index_select(full, 1, token_ids_V, out=logits[rows])
+        best[rows], log_total[rows] = kernels.read_logits(full, token_ids_V, logits[rows])
     column = draft_index[best]
-    return Teacher(logits, logits.logsumexp(-1), column, (column >= 0).float())
+    return Teacher(logits, log_total, column, (column >= 0).float())

@@ -12,10 +12,11 @@ from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
 from slipstream.models.layers import Linear
 from slipstream.models.target import Target
 from slipstream.train.loss import Labels, Teacher, make_teacher, soft_cross_entropy
-from slipstream.train.ops import TrainOps
+from slipstream.train.ops import train_ops
 from slipstream.train.packing import Batch
 from slipstream.train.precision import draft_dtype
-from slipstream.train.unroll import PackedContext, UnrollContext, text_bias, unroll
+from slipstream.train.seen import Seen
+from slipstream.train.unroll import PackedContext, UnrollContext, unroll
 from slipstream.train.vocab import DraftVocab
 
 
@@ -146,21 +147,21 @@ class Objective:
         self._captured, self._emphasis = draft.spec.captured_layers, emphasis or Emphasis()
         self._device = target.embed_tokens.device
         self.dtype = draft_dtype(self._device)
-        self.ops = TrainOps(self._device)
+        self.ops = train_ops(self._device)
         self._draft_index = vocab.draft_index().to(self._device)
 
     @torch.no_grad()
-    def features(self, ids_BT: Tensor, positions_BT: Tensor, bias_BTT: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def features(self, ids_BT: Tensor, positions_BT: Tensor, seen: Seen) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the target; return its normed last states and the captured ones, in its precision."""
-        bias_BTT = bias_BTT.to(self.target.embed_tokens.dtype)
-        hidden = self.target(ids_BT, PackedContext(self.ops, positions_BT, bias_BTT), self._captured)
+        hidden = self.target(ids_BT, PackedContext(self.ops, positions_BT, seen), self._captured)
         return self.target.norm(hidden.last_TD, self.ops), hidden.captured
 
     def teacher(self, last_BTD: Tensor, slots_N: Tensor) -> Teacher:
         """Return the target's opinion at flat positions."""
         assert self.target.lm_head.weight is not None
         rows_ND = last_BTD.flatten(0, 1).index_select(0, slots_N)
-        return make_teacher(rows_ND, self.target.lm_head.weight, self.draft.token_ids_V, self._draft_index)
+        head = self.target.lm_head.weight
+        return make_teacher(rows_ND, head, self.draft.token_ids_V, self._draft_index, self.ops)
 
     def head(self) -> Tensor:
         """Return the draft's head in the precision of its states."""
@@ -175,16 +176,16 @@ class Objective:
 
     def __call__(self, batch: Batch, total: Callable[[Tensor], Tensor] = lambda count_J: count_J) -> StepOutput:
         """Return the loss; `total` adds supervised slots up over processes, so that all divide alike."""
-        bias_BTT = text_bias(batch.text_BT, self.dtype)
+        seen = Seen(batch.text_BT)
         if batch.states_LBTD is None:
-            last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, bias_BTT)
+            last_BTD, captured = self.features(batch.ids_BT, batch.positions_BT, seen)
         else:
             *stored, last_BTD = batch.states_LBTD.unbind()
             captured = tuple(stored)
         teacher = self.teacher(last_BTD, batch.teacher_slots_N)
         count_J = total(torch.stack([teacher.inside_N[rows.teacher_N].sum() for rows in batch.steps]))
         assert self.draft.lm_head.weight is not None
-        ctx = UnrollContext(self.ops, batch.positions_BT, bias_BTT)
+        ctx = UnrollContext(self.ops, batch.positions_BT, seen)
         losses, agreed = [], []
         reached = torch.ones(batch.ids_BT.numel(), dtype=torch.float32, device=self._device)
         hidden_steps = self.unroll(captured, batch.ids_BT, ctx, len(batch.steps))
@@ -192,7 +193,7 @@ class Objective:
             normed_ND = hidden.normed_TD.flatten(0, 1).index_select(0, rows.slots_N)
             scale = self._emphasis.decay**step / count_J[step].clamp(min=1)
             labels = Labels(rows.teacher_N, reached[rows.slots_N] * scale, self._emphasis.hard_share)
-            result = soft_cross_entropy(normed_ND, self.draft.lm_head.weight, teacher, labels)
+            result = soft_cross_entropy(normed_ND, self.draft.lm_head.weight, teacher, labels, self.ops)
             losses.append(result.loss)
             agreed.append(result.agreed_N.sum())
             reached[rows.slots_N] *= torch.where(result.agreed_N > 0, 1.0, self._emphasis.miss_weight)

@@ -8,8 +8,10 @@ from slipstream.checkpoint.source import TensorSource
 from slipstream.errors import ConfigError
 from slipstream.models.load import load_target
 from slipstream.models.target import Target
-from slipstream.train.ops import TrainOps, product_f32
-from slipstream.train.unroll import PackedContext, text_bias
+from slipstream.train.ops import TrainOps
+from slipstream.train.product import product_f32
+from slipstream.train.seen import Seen
+from slipstream.train.unroll import PackedContext
 
 TARGET_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _REMEDY = "set train.target_dtype to bfloat16 or float32"
@@ -45,14 +47,14 @@ def load_and_digest(
 @torch.no_grad()
 def check_range(model: Target, prompt: list[int]) -> None:
     """Refuse a target in float16 whose weights, or states on a prompt, are beyond its largest number."""
-    dtype, device = model.embed_tokens.dtype, model.embed_tokens.device
+    device = model.embed_tokens.device
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise ConfigError(f"{name} of the target has weights beyond float16's largest number, 65504; {_REMEDY}.")
     assert model.lm_head.weight is not None
     ids_BT = torch.tensor([prompt], device=device)
     ops, positions_BT = TrainOps(device), torch.arange(len(prompt), device=device)[None]
-    hidden = model(ids_BT, PackedContext(ops, positions_BT, text_bias(torch.zeros_like(ids_BT), dtype)))
+    hidden = model(ids_BT, PackedContext(ops, positions_BT, Seen(torch.zeros_like(ids_BT))))
     if not bool(torch.isfinite(product_f32(model.norm(hidden.last_TD[0], ops), model.lm_head.weight)).all()):
         raise ConfigError(f"On a first prompt the target's states exceed float16's largest number, 65504; {_REMEDY}.")
 

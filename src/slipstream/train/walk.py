@@ -12,9 +12,10 @@ import torch
 
 from slipstream.train.corpus import Array, Corpus, Text
 from slipstream.train.objective import Objective
-from slipstream.train.ops import product_f32
+from slipstream.train.product import product_f32
 from slipstream.train.repetition import loop_end
-from slipstream.train.unroll import UnrollContext, shift_left, text_bias
+from slipstream.train.seen import Seen
+from slipstream.train.unroll import UnrollContext, shift_left
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ def kept_tokens(objective: Objective, texts: Sequence[Text], steps: int) -> Arra
         ids[row, : len(text.ids)] = text.ids
         number[row, : len(text.ids)] = 0
     ids_BT = torch.from_numpy(ids).to(device)
-    bias_BTT = text_bias(torch.from_numpy(number).to(device), objective.dtype)
+    seen = Seen(torch.from_numpy(number).to(device))
     positions_BT = torch.arange(length, device=device).expand(len(texts), -1)
-    _, captured = objective.features(ids_BT, positions_BT, bias_BTT)
-    ctx = UnrollContext(objective.ops, positions_BT, bias_BTT)
+    _, captured = objective.features(ids_BT, positions_BT, seen)
+    ctx = UnrollContext(objective.ops, positions_BT, seen)
     right_BT = torch.ones_like(ids_BT)
     kept_BT = torch.zeros_like(ids_BT)
     draft, head = objective.draft, objective.head()
