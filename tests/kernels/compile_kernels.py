@@ -22,7 +22,8 @@ from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
 MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "mxfp4", "norm_rope", "stretches",
-           "attention", "sample", "chains", "experts", "latent_attention", "latent_heads", "router")  # fmt: skip
+           "attention", "sample", "chains", "experts", "latent_attention", "latent_heads", "router",
+           "slipstream.train.triton_variants")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -63,6 +64,7 @@ def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
         "matrix_found": pattern is None or re.search(pattern, text) is not None,
         "folded": len(re.findall(r"fma\.rn\.f32", text)) if cuda else None,
         "bytes": len(compiled.asm["cubin" if cuda else "hsaco"]),
+        "unfenced": cuda and _unfenced(text),
         "overlap": _overlap(compiled.asm) if constants.get("PDL") else None,
         "refuses_one": _refuses_one(variant, constants) if cuda else [],
     }  # fmt: skip
@@ -106,7 +108,6 @@ def _overlap(asm: dict[str, str]) -> dict[str, object]:
         "waits": touched is not None,
         "touches": sorted(touched or ()),
         "accesses": len(above),
-        "unfenced": _unfenced(ptx),
         "starts_next_late": WAIT in ptx and ptx.find("griddepcontrol.launch_dependents") > ptx.find(WAIT),
     }
 
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--modules", nargs="*", default=MODULES)
     arguments = parser.parse_args()
     for name in arguments.modules:
-        full = f"slipstream.kernels.triton.{name}"
+        full = name if "." in name else f"slipstream.kernels.triton.{name}"
         if importlib.util.find_spec(full) is None:
             continue
         module = importlib.import_module(full)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slipstream.train.capture import Capture, CaptureHooks, wanted_manifest
 from slipstream.train.errors import DataError
 from slipstream.train.packing import Packer
+from slipstream.train.seen import Seen
 from slipstream.train.trainer import Hooks, TrainConfig, Trainer
 from slipstream.train.world import World
 from training import objective_for, random_texts, tiny_target
@@ -93,10 +94,8 @@ def test_every_text_reads_back_as_the_target_says_it_whatever_the_rows_and_shard
     objective, corpus, _ = objective_for(target, texts)
     for number in range(len(texts)):
         batch = Packer(corpus, row_length, 1, 1, 0).pack([[number]])
-        bias = torch.zeros(1, row_length, row_length).masked_fill_(
-            ~torch.ones(row_length, row_length).tril().bool(), -torch.inf
-        )
-        last, captured = objective.features(batch.ids_BT, batch.positions_BT, bias)
+        one_text = Seen(torch.zeros_like(batch.text_BT))
+        last, captured = objective.features(batch.ids_BT, batch.positions_BT, one_text)
         expected = torch.stack([*captured, last], 2)[0, : len(texts[number].ids)]
         torch.testing.assert_close(features.states(number), expected, rtol=1e-4, atol=1e-5)
 

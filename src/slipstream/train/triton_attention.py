@@ -15,8 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.triton.launch import show_copies
 from slipstream.train.seen import Seen
-from slipstream.train.triton_attention_grad import BLOCK, LOG2_E, grad_by_keys, grad_by_own, grad_by_queries, warps
+from slipstream.train.triton_attention_grad import (
+    BLOCK,
+    LOG2_E,
+    fences,
+    grad_by_keys,
+    grad_by_own,
+    grad_by_queries,
+    warps,
+)
 
 WIDTHS = (16, 32, 64, 128)
 
@@ -26,6 +35,7 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, first_ptr, out_ptr, lse_ptr, scale, T, num_own, own_step,
     q_row, q_slot, k_row, k_slot, v_row, v_slot,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    FENCE: tl.constexpr,
 ):  # fmt: skip
     """Let a block of one head's queries attend; scores are in powers of two, as is what `lse_ptr` is given."""
     block = tl.program_id(0)
@@ -45,6 +55,7 @@ def _forward_kernel(
         other = start + tl.arange(0, BLOCK)
         exists = (other < T)[:, None]
         k = tl.load(k_ptr + row * k_row + other[:, None] * k_slot + group * D + at[None, :], mask=exists, other=0.0)
+        show_copies(FENCE)
         scores = tl.dot(q, tl.trans(k)) * scale
         sees = (other[None, :] >= first[:, None]) & (other[None, :] <= slot[:, None])
         scores = tl.where(sees, scores, float("-inf"))
@@ -54,6 +65,7 @@ def _forward_kernel(
         weight = tl.exp2(scores - level[:, None])
         v = tl.load(v_ptr + row * v_row + other[:, None] * v_slot + group * D + at[None, :], mask=exists, other=0.0)
         total = total * shrink + tl.sum(weight, 1)
+        show_copies(FENCE)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
         best = new_best
     own_at = ((row * T + slot) * G + group)[:, None] * D + at[None, :]
@@ -136,7 +148,7 @@ def _forward(
         q, k, v, own_k, own_v, seen.first_BT, out, lse, scale * LOG2_E, length,
         0 if own is None else own_k.shape[0], own_k.stride(0),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        H=num_heads, G=k.shape[2], D=width, BLOCK=BLOCK,
+        H=num_heads, G=k.shape[2], D=width, BLOCK=BLOCK, FENCE=fences(q),
         num_warps=warps(width), num_stages=2,
     )  # fmt: skip
     return out, lse

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.triton.launch import show_copies
 from slipstream.train.seen import Seen
 
 BLOCK = 64
@@ -24,6 +25,7 @@ def _queries_kernel(
     q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, out_ptr, grad_ptr, lse_ptr, first_ptr, grad_q_ptr, drop_ptr,
     scale, log2_scale, T, num_own, own_step, q_row, q_slot, k_row, k_slot, v_row, v_slot,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    FENCE: tl.constexpr,
 ):  # fmt: skip
     """Work out the gradient of a block of one head's queries, and leave each one's sum of output times gradient."""
     block = tl.program_id(0)
@@ -47,10 +49,13 @@ def _queries_kernel(
         exists = (other < T)[:, None]
         k = tl.load(k_ptr + row * k_row + other[:, None] * k_slot + group * D + at[None, :], mask=exists, other=0.0)
         v = tl.load(v_ptr + row * v_row + other[:, None] * v_slot + group * D + at[None, :], mask=exists, other=0.0)
+        show_copies(FENCE)
         scores = tl.dot(q, tl.trans(k)) * log2_scale
         sees = (other[None, :] >= first[:, None]) & (other[None, :] <= slot[:, None])
         weight = tl.where(sees, tl.exp2(scores - lse[:, None]), 0.0)
+        show_copies(FENCE)
         grad_score = weight * (tl.dot(grad, tl.trans(v)) - drop[:, None])
+        show_copies(FENCE)
         acc = tl.dot(grad_score.to(k.dtype), k, acc)
     own_at = ((row * T + slot) * G + group)[:, None] * D + at[None, :]
     for step in range(num_own):
@@ -72,6 +77,7 @@ def _keys_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, drop_ptr, first_ptr, end_ptr, grad_k_ptr, grad_v_ptr,
     scale, log2_scale, T, q_row, q_slot, k_row, k_slot, v_row, v_slot,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    FENCE: tl.constexpr,
 ):  # fmt: skip
     """Work out the gradients of a block of one group's keys and values, over all queries that see them."""
     block = tl.program_id(0)
@@ -99,10 +105,14 @@ def _keys_kernel(
             drop = tl.load(drop_ptr + (row * H + head) * T + other, mask=exists, other=0.0)
             first = tl.load(first_ptr + row * T + other, mask=exists, other=T)
             sees = (slot[:, None] >= first[None, :]) & (slot[:, None] <= other[None, :])
+            show_copies(FENCE)
             scores = tl.dot(k, tl.trans(q)) * log2_scale
             weight = tl.where(sees, tl.exp2(scores - lse[None, :]), 0.0)
+            show_copies(FENCE)
             acc_v = tl.dot(weight.to(grad.dtype), grad, acc_v)
+            show_copies(FENCE)
             grad_score = weight * (tl.dot(v, tl.trans(grad)) - drop[None, :])
+            show_copies(FENCE)
             acc_k = tl.dot(grad_score.to(q.dtype), q, acc_k)
     out_at = ((row * T + slot) * G + group)[:, None] * D + at[None, :]
     tl.store(grad_k_ptr + out_at, (acc_k * scale).to(grad_k_ptr.dtype.element_ty), mask=real[:, None])
@@ -141,6 +151,11 @@ def _own_kernel(
     tl.store(grad_v_ptr + own_at, acc_v.to(grad_v_ptr.dtype.element_ty), mask=real[:, None])
 
 
+def fences(x: Tensor) -> bool:
+    """Tell whether copies are to be fenced before products read them: on NVIDIA's GPUs (see `show_copies`)."""
+    return x.is_cuda and torch.version.hip is None
+
+
 def warps(width: int) -> int:
     """Return how many warps a block of queries of this width takes."""
     return 4 if width <= 64 else 8
@@ -159,7 +174,7 @@ def grad_by_queries(
         q, k, v, own_k, own_v, *out_grad, lse, first_BT, grad_q, drop, scale, scale * LOG2_E, length,
         0 if own is None else own_k.shape[0], own_k.stride(0),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        H=num_heads, G=k.shape[2], D=width, BLOCK=BLOCK,
+        H=num_heads, G=k.shape[2], D=width, BLOCK=BLOCK, FENCE=fences(q),
         num_warps=warps(width), num_stages=2,
     )  # fmt: skip
     return grad_q, drop
@@ -174,7 +189,7 @@ def grad_by_keys(qkv: tuple[Tensor, Tensor, Tensor], grad: Tensor, lse_drop: Pai
     _keys_kernel[(triton.cdiv(length, BLOCK), num_rows * num_groups)](
         q, k, v, grad, *lse_drop, seen.first_BT, seen.end_BT, grad_k, grad_v, scale, scale * LOG2_E, length,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        H=num_heads, G=num_groups, D=width, BLOCK=BLOCK, num_warps=warps(width), num_stages=2,
+        H=num_heads, G=num_groups, D=width, BLOCK=BLOCK, FENCE=fences(q), num_warps=warps(width), num_stages=2,
     )  # fmt: skip
     return grad_k, grad_v
 
