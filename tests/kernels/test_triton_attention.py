@@ -112,3 +112,22 @@ def test_a_program_that_takes_several_splits_leaves_the_same_bits(programs, wind
     shared = {"programs": programs[0], "group_programs": programs[1], "group_stages": 3}
     few = triton_ops(attention=dataclasses.replace(small_tuning().attention, **shared))
     assert torch.equal(few.attention(q, layer, batch, 0.2, window), OPS.attention(q, layer, batch, 0.2, window))
+
+
+@pytest.mark.parametrize(("programs", "window"), [(1056, None), (12, 90)])
+def test_two_blocks_looked_up_early_and_one_query_merged_compactly_leave_the_same_bits(programs, window, generator):
+    q, layer, batch = sample([1, 1], [520, 70], 16, (6, 2, 16), generator, torch.bfloat16)  # 17 splits, and 3
+    batch = dataclasses.replace(batch, max_queries=1)
+    config = dataclasses.replace(small_tuning().attention, programs=programs)
+    plain, changed = (
+        triton_ops(attention=dataclasses.replace(config, **changes))
+        for changes in ({}, {"early_blocks": 2, "compact": True})
+    )
+    expected = plain.attention(q, layer, batch, 0.2, window)
+    torch.testing.assert_close(
+        expected.float(),
+        REFERENCE.attention(q.float(), layer_to_device(layer), batch, 0.2, window),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+    assert torch.equal(changed.attention(q, layer, batch, 0.2, window), expected)

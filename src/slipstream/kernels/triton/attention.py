@@ -7,7 +7,7 @@ here, where there are many queries, else by the last of several (`attention_spli
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN202, PLR0913, SIM108
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -191,9 +191,23 @@ def attention(
     splits_kernel[(num_groups, num_tiles, shares)](
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
         sums if maxima_TH is None else maxima_TH, num_requests, num_splits, *strides,
-        WHOLE=whole, ONE=one_tile, EARLY=early, MAXIMA=maxima_TH is not None, **shape,
+        WHOLE=whole, ONE=one_tile, EARLY=early, MAXIMA=maxima_TH is not None,
+        **_early_options(config, width * layer.keys_SGd.element_size(), whole),
+        COMPACT=_compact_rows(config, repeats, rows) if most_queries == 1 else 0, **shape,
     )  # fmt: skip
     return out
+
+
+def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
+    """Return which keys are asked for before the inputs are there, and how; copies are of 16 bytes."""
+    pair = config.early_blocks == 2 and config.split == 2 * config.block and not whole
+    return {"PAIR": pair, "BULK": config.bulk and head_bytes % 16 == 0}
+
+
+def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
+    """Return the rows of the tile in which the results of one query are merged; 0: those of the tile of queries."""
+    compact = triton.next_power_of_2(repeats)
+    return compact if config.compact and compact < rows else 0
 
 
 def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str, int]:
@@ -237,7 +251,8 @@ def variants(architecture: str) -> list[Variant]:
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
                 "TOKENS": rows // (heads // groups), "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
                 "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
-                **({} if serial else {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True}),
+                **({} if serial else {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True, "COMPACT": 0}),
+                **({} if serial else _early_options(config, 2 * width, whole)),
             }  # fmt: skip
             name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -249,4 +264,8 @@ def variants(architecture: str) -> list[Variant]:
                     registers=registers,
                 )
             )  # fmt: skip
+            if not serial and rows == _NARROW_ROWS:
+                constants = constants | _early_options(replace(config, early_blocks=2, bulk=True), 2 * width, whole)
+                constants["COMPACT"] = triton.next_power_of_2(heads // groups)
+                shipped.append(replace(shipped[-1], name=f"{name}, one query", constants=constants))
     return shipped
