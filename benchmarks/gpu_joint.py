@@ -1,6 +1,6 @@
 """Search the kernels of a layer of a few rows together: attention and four products, whose programs share processors.
 
-    PYTHONPATH=src python benchmarks/gpu_joint.py --out FOLDER [--format dense|fp8] [--seconds 150] [--start FILE]
+    PYTHONPATH=src python benchmarks/gpu_joint.py --out FOLDER [--format fp8] [--seconds 150] [--start FILE] [--own]
 
 A kernel's programs come in early only where those before leave fast memory and registers, so its best tiles depend on
 its neighbours'. Whole layers of Llama-8B's shape are timed in a graph, as `gpu_rows.py` does, for one row, a chain of
@@ -219,21 +219,21 @@ def random_pairs(search: Search, seed: int = 0) -> Iterator[Move]:
             yield Move("pair", name, one_after_another([move.apply for move in moves]))
 
 
-def search_all(search: Search) -> None:
-    """Try everything, in the order in which one thing depends on another."""
+def search_all(search: Search, own: bool) -> None:
+    """Try everything, in the order in which one thing depends on another; `own`: nothing that other formats share."""
     format = search.format
     stages: list[tuple[str, Callable[[], list[Move]]]] = [
-        ("settings and attention", lambda: settings_moves(format)),
-        ("combinations by hand", lambda: joint_moves(format)),
+        ("settings and attention", lambda: settings_moves(format, own)),
+        ("combinations by hand", lambda: joint_moves(format, own)),
     ]
     stages += [
         (f"tiles of {part}", lambda part=part: tile_moves(format, part, splits_of(search, part)))
         for part in ("o", "down", "qkv", "gate_up")
     ]
     stages += [
-        ("other sums", lambda: [*other_stretches(search), *far_moves()]),
+        ("other sums", lambda: [*other_stretches(search), *([] if own else far_moves())]),
         ("lines and registers", lambda: fine_moves(format, search.best)),
-        ("settings and attention again", lambda: settings_moves(format)),
+        ("settings and attention again", lambda: settings_moves(format, own)),
     ]
     for name, moves_of in stages:
         if search.is_over:
@@ -347,6 +347,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--format", choices=("dense", "fp8"), default="dense")
     parser.add_argument("--seconds", type=float, default=150.0, help="try nothing new after so long")
+    parser.add_argument("--own", action="store_true", help="change nothing that the other format shares")
     parser.add_argument("--context", type=int, default=1152)
     parser.add_argument("--start", type=Path, help="the configuration to start from, if not the one that ships")
     arguments = parser.parse_args()
@@ -361,7 +362,7 @@ def main() -> None:
         print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
         layers = layers_of(arguments.format, gpu_rows.NUM_LAYERS, arguments.context, device)
         search = Search(layers, arguments.format, tuning, arguments.out, pool, started + arguments.seconds)
-        search_all(search)
+        search_all(search, arguments.own)
         search.write()
         finish(search)
 

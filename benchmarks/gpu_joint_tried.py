@@ -50,8 +50,22 @@ FP8: dict[str, Tiles] = {
         2: ((64, 256, (6, 8)),),
     },
 }
-AHEAD = ((0, False), (16, True))  # lines, and whether the copy engine is asked for them: with every choice of tiles
-FINE = ((0, False), (4, True), (8, False), (8, True), (16, True), (32, True))  # with the tiles that were chosen
+AHEAD = (
+    (0, False),
+    (8, False),
+    (16, True),
+)  # lines, and whether the copy engine is asked for them: with every choice of tiles
+SHARED = frozenset({"small_first", "end_first"})  # settings that hold for every format
+FINE = (
+    (0, False),
+    (4, True),
+    (8, False),
+    (8, True),
+    (16, False),
+    (16, True),
+    (32, False),
+    (32, True),
+)  # with the tiles that were chosen
 REGISTERS = (0, 128, 96, 80)
 NEAR: tuple[dict[str, int | bool], ...] = (  # of attention, no bit changed
     {"compact": True},
@@ -59,8 +73,11 @@ NEAR: tuple[dict[str, int | bool], ...] = (  # of attention, no bit changed
     {"bulk": True},
     {"early_blocks": 2, "bulk": True},
     {"early_blocks": 2, "bulk": True, "compact": True},
+    {"share": 2},
+    {"share": 3, "compact": True},
     {"num_stages": 2},
     {"num_stages": 2, "compact": True},
+    {"num_stages": 2, "share": 3, "bulk": True, "compact": True},
     {"num_stages": 2, "early_blocks": 2, "bulk": True, "compact": True},
     {"num_stages": 1, "early_blocks": 2, "bulk": True, "compact": True},
     {"num_stages": 4},
@@ -158,8 +175,8 @@ def short(config: LinearConfig) -> str:
     return f"{config.block_n}x{config.block_k}/{config.split_k}s{config.num_stages}{lines}{registers}"
 
 
-def settings_moves(format: str) -> list[Move]:
-    """Return settings, and ways to attend that change no bit."""
+def settings_moves(format: str, own: bool) -> list[Move]:
+    """Return settings, and ways to attend that change no bit; `own`: only what other formats do not share."""
     tried: list[dict[str, int | bool]] = [{"small_first": True}, {"end_first": True}]
     tried.append({"small_first": True, "end_first": True})
     if format == "dense":
@@ -175,8 +192,12 @@ def settings_moves(format: str) -> list[Move]:
             {"fold_codes": 16, "fold_norm_codes": 8, "small_first": True, "end_first": True},
         ]
     tried += [{"small_first": False}, {"end_first": False}, {"thin_rows": 0}]
-    found = [Move("settings", shown(fields), with_settings(**fields)) for fields in tried]
-    return found + [Move("attention", shown(fields), with_attention(**fields)) for fields in NEAR]
+    found = [
+        Move("settings", shown(fields), with_settings(**fields))
+        for fields in tried
+        if not own or SHARED.isdisjoint(fields)
+    ]
+    return found if own else found + [Move("attention", shown(fields), with_attention(**fields)) for fields in NEAR]
 
 
 def far_moves() -> list[Move]:
@@ -196,8 +217,8 @@ def tile_moves(format: str, part: str, splits: int | None = None) -> list[Move]:
     return found
 
 
-def joint_moves(format: str) -> list[Move]:
-    """Return tiles of several products at once, with attention in two stages, so that all leave room."""
+def joint_moves(format: str, own: bool) -> list[Move]:
+    """Return tiles of several products at once, and with attention in two stages, so that all leave room."""
     found = []
     for products in JOINT[format]:
         configs = [
@@ -207,6 +228,8 @@ def joint_moves(format: str) -> list[Move]:
         changes = [with_config(format, part, config) for part, config in configs]
         name = ", ".join(f"{part} {short(config)}" for part, config in configs)
         found.append(Move("joint", name, one_after_another(changes)))
+        if own:
+            continue
         near = with_attention(num_stages=2, early_blocks=2, bulk=True, compact=True)
         found.append(Move("joint", f"{name}, attention in 2 stages", one_after_another([*changes, near])))
     return found

@@ -183,6 +183,8 @@ def attention(
         programs = config.group_programs or config.programs
         shares = max(min(programs // (num_groups * num_requests), -(-num_splits // SPLITS_IN_GROUP)), 1)
     whole = shares < num_splits
+    if not whole:
+        shares = -(-num_splits // config.share)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
@@ -199,9 +201,10 @@ def attention(
 
 
 def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
-    """Return which keys are asked for before the inputs are there, and how; copies are of 16 bytes."""
-    pair = config.early_blocks == 2 and config.split == 2 * config.block and not whole
-    return {"PAIR": pair, "BULK": config.bulk and head_bytes % 16 == 0}
+    """Return how programs share splits, and which keys they ask for early, and of whom; copies are of 16 bytes."""
+    shared = config.share > 1 and not whole
+    pair = config.early_blocks == 2 and config.split == 2 * config.block and not whole and not shared
+    return {"SHARED": shared, "PAIR": pair, "BULK": config.bulk and head_bytes % 16 == 0}
 
 
 def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
@@ -264,8 +267,10 @@ def variants(architecture: str) -> list[Variant]:
                     registers=registers,
                 )
             )  # fmt: skip
-            if not serial and rows == _NARROW_ROWS:
-                constants = constants | _early_options(replace(config, early_blocks=2, bulk=True), 2 * width, whole)
+            for share in (1, 2) if not serial and rows == _NARROW_ROWS else ():
+                tried = replace(config, early_blocks=2, bulk=True, share=share)
+                constants = constants | _early_options(tried, 2 * width, whole)
                 constants["COMPACT"] = triton.next_power_of_2(heads // groups)
-                shipped.append(replace(shipped[-1], name=f"{name}, one query", constants=constants))
+                how = "one query" if share == 1 else "one query, splits shared"
+                shipped.append(replace(shipped[-1], name=f"{name}, {how}", constants=constants))
     return shipped

@@ -110,13 +110,15 @@ def splits_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
-    PAIR: tl.constexpr, BULK: tl.constexpr, COMPACT: tl.constexpr, MAXIMA: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, PAIR: tl.constexpr, BULK: tl.constexpr, COMPACT: tl.constexpr, MAXIMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of a tile's request, or with WHOLE to this program's share of its groups of splits.
 
     Args:
         ONE: every request's queries fit one tile, so a tile is a request.
         EARLY: look things up before the inputs are there.
+        SHARED: there may be more splits than programs, which then take several, and store the result of each.
         PAIR: a program's split is two blocks, and both are looked up then.
         BULK: the copy engine is asked for them.
         COMPACT: a tile has one query, and results are merged in tiles of so many rows; 0: in tiles of ROWS.
@@ -150,6 +152,8 @@ def splits_kernel(
         aligned = first_split // IN_GROUP * IN_GROUP
         groups = tl.cdiv(last_split - aligned, IN_GROUP)
         each = tl.maximum(tl.cdiv(groups, tl.num_programs(2)), 1) * IN_GROUP
+    elif SHARED:
+        each = tl.maximum(tl.cdiv(last_split - first_split, tl.num_programs(2)), 1)
     to_split = tl.minimum(aligned + (tl.program_id(2) + 1) * each, last_split)
     from_split = tl.maximum(aligned + tl.program_id(2) * each, first_split)
     busy = (q_first < q_to) & (from_split < to_split)

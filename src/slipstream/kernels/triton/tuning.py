@@ -83,7 +83,9 @@ class AttentionConfig:
         group_stages: stages of those that take groups; 0: `num_stages`.
         group_registers: the most registers a thread of those may have, so that more of them run at a time (NVIDIA);
             0: as many as the compiler likes.
-        early_blocks: how many blocks of a split are looked up and asked for before the inputs are there: 1, or 2.
+        share: splits a program takes where the bound on keys is reached; the more, the fewer are idle below it.
+        early_blocks: how many blocks of a split are looked up and asked for before the inputs are there: 1, or 2
+            where a split is two blocks and `share` is 1.
         bulk: whether the copy engine is asked for them (NVIDIA from sm_90 on).
         compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
             results at a time.
@@ -99,6 +101,7 @@ class AttentionConfig:
     group_programs: int = 0
     group_stages: int = 0
     group_registers: int = 0
+    share: int = 1
     early_blocks: int = 1
     bulk: bool = False
     compact: bool = False
