@@ -49,7 +49,8 @@ from slipstream.kernels.triton.tuning import Tuning, architecture_of, parse_tuni
 WEIGHTS: dict[Case, float] = {(1, 1): 0.6, (1, 4): 0.2, (8, 1): 0.2}
 GUARDS: tuple[Case, ...] = ((8, 4), (40, 1), (40, 4))  # passes that other stretches touch as well
 LIMIT = 1.01  # of what a pass took at first; one row is what is to be faster
-FASTER = 0.998
+FASTER = 0.9985
+ONE: Case = (1, 1)
 PAIRS = tuple(zip(ORDER, (*ORDER[1:], ORDER[0]), strict=True))
 Task = tuple[str, Tuning, tuple[Case, ...]]
 _WORKERS: list[Layers] = []
@@ -89,11 +90,11 @@ class Search:
         self.record: list[dict[str, object]] = []
         self.scores: dict[tuple[str, str], tuple[float, Move]] = {}
         self._out = out
-        self.first_us = {case: self._us(tuning, case)[0] for case in (*NARROW, *GUARDS)}
-        self.times: dict[Case, float] = {}
+        self.first_us: dict[Case, float] = {}
         self.outs: dict[Case, Tensor] = {}
         for case in NARROW:
-            self.times[case], self.outs[case] = self._us(tuning, case)
+            self.first_us[case], self.outs[case] = layers.us(tuning, case)
+        self.times = dict(self.first_us)
         self.checked = {case: self.outs[case].float() for case in NARROW}
         print(f"  {'as configured':66} {gpu_rows.shown(self.times)}", flush=True)
 
@@ -102,53 +103,49 @@ class Search:
         """Whether the time is up."""
         return time.monotonic() > self.deadline
 
-    def _us(self, tuning: Tuning, case: Case) -> tuple[float, Tensor]:
-        return self.layers.us(tuning, case)
-
-    def consider(self, move: Move) -> bool:
-        """Try a move, and keep it if it is faster; tell whether it was kept."""
+    def screen(self, move: Move) -> float:
+        """Return one row's time with a move beside that of the best so far; infinity for what fails or is over."""
         if self.is_over:
-            return False
+            return float("inf")
         try:
             tuning = move.apply(self.best)
-            return tuning != self.best and self._try(move, tuning)
+            if tuning == self.best:
+                return float("inf")
+            us, out = self.layers.us(tuning, ONE)
+            wrong = self._wrong(tuning, ONE, out)
         except Exception as error:  # noqa: BLE001 - one failing candidate must not end the run
             print(f"  skipped {move.part} {move.name}: {said(error)}", flush=True)
-            return False
+            return float("inf")
+        if wrong:
+            print(f"  {move.part} {move.name}: {wrong}", flush=True)
+        self.record.append({"part": move.part, "name": move.name, "us": round(us, 2), "wrong": wrong})
+        ratio = float("inf") if wrong else us / self.times[ONE]
+        self.scores[move.part, move.name] = (ratio, move)
+        return ratio
 
-    def _try(self, move: Move, tuning: Tuning) -> bool:
-        """Time one row first, and the rest if that is not slower; then in turns with the best."""
-        ratios: dict[Case, float] = {}
-        for case in NARROW:
-            us, out = self._us(tuning, case)
-            ratios[case] = us / self.times[case]
-            wrong = self._wrong(tuning, case, out)
-            if wrong:
-                print(f"  {move.part} {move.name}: {wrong} at {case}", flush=True)
-                self.record.append({"part": move.part, "name": move.name, "wrong": wrong})
-                return False
-            if case == NARROW[0]:
-                self.scores[move.part, move.name] = (ratios[case], move)
-            if ratios[case] > 1.006 and case == NARROW[0]:
-                break
-        listed = {f"{r}x{n}": round(ratio * self.times[r, n], 2) for (r, n), ratio in ratios.items()}
-        self.record.append({"part": move.part, "name": move.name, "us": listed})
-        if len(ratios) < len(NARROW) or score(ratios) >= FASTER:
-            return False
-        again = self.beside(self.best, tuning, NARROW)
-        times = {case: after for case, (_, after) in again.items()}
-        ratios = {case: after / before for case, (before, after) in again.items()}
-        slow = [case for case in NARROW if times[case] > LIMIT * self.first_us[case]]
-        good = score(ratios) < FASTER and not slow
-        if good and order_of(self.format, tuning) != order_of(self.format, self.best):
-            good = self._many_rows_agree(move, tuning)
-        verdict = "kept" if good else f"not kept{f', slow at {slow}' if slow else ''}"
-        print(f"  {move.part + ' ' + move.name:66} {gpu_rows.shown(times)} {score(ratios):.4f} {verdict}", flush=True)
+    def consider(self, move: Move) -> None:
+        """Time a move in turns with the best so far, all passes of few rows, and keep it if it is faster."""
+        if self.is_over or (tuning := move.apply(self.best)) == self.best:
+            return
+        try:
+            list(self.pool.imap_unordered(compile_one, [(self.format, tuning, (case,)) for case in NARROW]))
+            again = self.beside(self.best, tuning, NARROW)
+            times = {case: after for case, (_, after) in again.items()}
+            ratio = score({case: after / before for case, (before, after) in again.items()})
+            outs = {case: self.layers.pass_of(tuning, case)() for case in NARROW}
+            wrong = [f"{self._wrong(tuning, case, outs[case])} at {case}" for case in NARROW]
+            reasons = [text for text in wrong if not text.startswith(" at")]
+            reasons += [f"slow at {case}" for case in NARROW if times[case] > LIMIT * self.first_us[case]]
+            other = order_of(self.format, tuning) != order_of(self.format, self.best)
+            good = ratio < FASTER and not reasons and (not other or self._many_rows_agree(move, tuning))
+        except Exception as error:  # noqa: BLE001 - one failing candidate must not end the run
+            print(f"  skipped {move.part} {move.name}: {said(error)}", flush=True)
+            return
+        verdict = "kept" if good else ", ".join(["not kept", *reasons])
+        print(f"  {move.part + ' ' + move.name:66} {gpu_rows.shown(times)} {ratio:.4f} {verdict}", flush=True)
         if good:
-            self.best, self.times = tuning, times
-            self.outs = {case: self.layers.pass_of(tuning, case)() for case in NARROW}
+            self.best, self.times, self.outs = tuning, times, outs
             self.write()
-        return good
 
     def _wrong(self, tuning: Tuning, case: Case, out: Tensor) -> str:
         """Say what is wrong with a pass: other bits than the best's, or with sums in another order other numbers."""
@@ -196,11 +193,15 @@ def order_of(format: str, tuning: Tuning) -> list[object]:
     return [keys, *(tuning.linear[key_of(format, part)].split_k for part in SHAPES)]
 
 
-def compiled(search: Search, moves: list[Move], cases: tuple[Case, ...] = NARROW) -> list[Move]:
-    """Compile moves from the best so far, and return them."""
-    if not search.is_over:
-        compile_all([(search.format, move.apply(search.best), cases) for move in moves], search.pool, compile_one)
-    return moves
+def try_all(search: Search, moves: list[Move], promising: float, most: int) -> None:
+    """Compile moves for one row and time each, then consider the best few of those that look `promising`."""
+    if search.is_over:
+        return
+    compile_all([(search.format, move.apply(search.best), (ONE,)) for move in moves], search.pool, compile_one)
+    ranked = sorted(((search.screen(move), number) for number, move in enumerate(moves)))
+    for ratio, number in ranked[:most]:
+        if ratio < promising:
+            search.consider(moves[number])
 
 
 def random_pairs(search: Search, seed: int = 0) -> Iterator[Move]:
@@ -222,36 +223,33 @@ def random_pairs(search: Search, seed: int = 0) -> Iterator[Move]:
 def search_all(search: Search, own: bool) -> None:
     """Try everything, in the order in which one thing depends on another; `own`: nothing that other formats share."""
     format = search.format
-    stages: list[tuple[str, Callable[[], list[Move]]]] = [
-        ("settings and attention", lambda: settings_moves(format, own)),
-        ("combinations by hand", lambda: joint_moves(format, own)),
+    stages: list[tuple[str, Callable[[], list[Move]], float, int]] = [
+        ("settings and attention", lambda: settings_moves(format, own), 1.003, 16),
+        ("combinations by hand", lambda: joint_moves(format, own), FASTER, 4),
     ]
     stages += [
-        (f"tiles of {part}", lambda part=part: tile_moves(format, part, splits_of(search, part)))
+        (f"tiles of {part}", lambda part=part: tile_moves(format, part, splits_of(search, part)), FASTER, 4)
         for part in ("o", "down", "qkv", "gate_up")
     ]
     stages += [
-        ("other sums", lambda: [*other_stretches(search), *([] if own else far_moves())]),
-        ("lines and registers", lambda: fine_moves(format, search.best)),
-        ("settings and attention again", lambda: settings_moves(format, own)),
+        ("other sums", lambda: [*other_stretches(search), *([] if own else far_moves())], 0.997, 6),
+        ("lines and registers", lambda: fine_moves(format, search.best), FASTER, 8),
+        ("settings and attention again", lambda: settings_moves(format, own), 1.001, 8),
     ]
-    for name, moves_of in stages:
+    for name, moves_of, promising, most in stages:
         if search.is_over:
             print(f"out of time before {name}")
             break
         started, count = time.monotonic(), len(search.record)
-        for move in compiled(search, moves_of()):
-            search.consider(move)
-        print(
-            f"{name}: {len(search.record) - count} tried in {time.monotonic() - started:.0f} s, "
-            f"{gpu_rows.shown(search.times)}",
-            flush=True,
-        )
+        try_all(search, moves_of(), promising, most)
+        tried, seconds = len(search.record) - count, time.monotonic() - started
+        print(f"{name}: {tried} tried in {seconds:.0f} s, {gpu_rows.shown(search.times)}", flush=True)
     count = len(search.record)
     for move in random_pairs(search):
         if search.is_over:
             break
-        search.consider(move)
+        if search.screen(move) < FASTER:
+            search.consider(move)
     print(f"pairs: {len(search.record) - count} tried, {gpu_rows.shown(search.times)}", flush=True)
 
 

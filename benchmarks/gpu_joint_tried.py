@@ -55,7 +55,7 @@ AHEAD = (
     (8, False),
     (16, True),
 )  # lines, and whether the copy engine is asked for them: with every choice of tiles
-SHARED = frozenset({"small_first", "end_first"})  # settings that hold for every format
+SHARED = frozenset({"small_first", "end_first", "near_rows", "thin_rows"})  # settings that hold for every format
 FINE = (
     (0, False),
     (4, True),
@@ -178,9 +178,10 @@ def short(config: LinearConfig) -> str:
 def settings_moves(format: str, own: bool) -> list[Move]:
     """Return settings, and ways to attend that change no bit; `own`: only what other formats do not share."""
     tried: list[dict[str, int | bool]] = [{"small_first": True}, {"end_first": True}]
-    tried.append({"small_first": True, "end_first": True})
+    tried += [{"near_rows": True}, {"small_first": True, "end_first": True}]
     if format == "dense":
-        tried += [{"thin_rows": 1}, {"thin_rows": 4}, {"thin_rows": 4, "small_first": True, "end_first": True}]
+        tried += [{"thin_rows": 1}, {"thin_rows": 4}, {"thin_rows": 8}]
+        tried += [{"thin_rows": 4, "small_first": True, "end_first": True, "near_rows": True}]
     if format == "fp8":
         tried += [
             {"fold_codes": 16},
@@ -191,7 +192,7 @@ def settings_moves(format: str, own: bool) -> list[Move]:
             {"fold_codes": 16, "fold_norm_codes": 1, "small_first": True, "end_first": True},
             {"fold_codes": 16, "fold_norm_codes": 8, "small_first": True, "end_first": True},
         ]
-    tried += [{"small_first": False}, {"end_first": False}, {"thin_rows": 0}]
+    tried += [{"small_first": False}, {"end_first": False}, {"near_rows": False}, {"thin_rows": 0}]
     found = [
         Move("settings", shown(fields), with_settings(**fields))
         for fields in tried

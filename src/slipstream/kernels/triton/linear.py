@@ -248,6 +248,7 @@ class Launch:
             rows).
         end_first: what the end of a tile needs is read before its programs count themselves in (likewise).
         thin_rows: up to so many rows, programs read these alone instead of a whole token tile (likewise).
+        near_rows: whether programs ask for their rows' lines into the nearest cache, where these are few (likewise).
     """
 
     config: LinearConfig
@@ -260,6 +261,7 @@ class Launch:
     small_first: bool = False
     end_first: bool = False
     thin_rows: int = 0
+    near_rows: bool = False
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over tokens, outputs and stretches of columns."""

@@ -18,6 +18,7 @@ from slipstream.kernels.triton.launch import (
     prefetch,
     prefetch_bytes,
     prefetch_kept,
+    prefetch_near,
     wait_for_previous,
     wait_then_let_start,
 )
@@ -111,8 +112,8 @@ def _stretch(
     w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr, AHEAD: tl.constexpr, BULK: tl.constexpr, STAGED: tl.constexpr, KEEP: tl.constexpr,
-    PLACES: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, AHEAD: tl.constexpr, BULK: tl.constexpr, STAGED: tl.constexpr, WARM: tl.constexpr,
+    KEEP: tl.constexpr, PLACES: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
 
@@ -149,6 +150,11 @@ def _stretch(
             x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
                 second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
+            if PDL and WARM > 0:
+                line = split * steps * STEP + tl.arange(0, WARM) * (
+                    128 // (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
+                )
+                prefetch_near(x_at + tl.minimum(line, K - 1)[:, None])
             if PLACES:
                 slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
             if NORM:
@@ -246,7 +252,8 @@ def narrow_kernel(
     EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
     LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
-    BULK: tl.constexpr, STAGED: tl.constexpr, SMALL_FIRST: tl.constexpr, END_FIRST: tl.constexpr, PDL: tl.constexpr,
+    BULK: tl.constexpr, STAGED: tl.constexpr, WARM: tl.constexpr, SMALL_FIRST: tl.constexpr, END_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
 
@@ -254,10 +261,11 @@ def narrow_kernel(
     sums of squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES of a
     "norm" whole rows are read. A step reads ROWS rows, BLOCK_M or a lesser power of two, and repeats them. LEAVES
     is what this kernel leaves: "squares", "maxima" or "none". AHEAD are the lines of each weight row to ask for behind
-    the STAGED columns that the loop has under way before it waits, BULK of the copy engine. SMALL_FIRST: ask for the
-    weights' scales and for the norm's weights before the loop, for places in its first step, and let all but places
-    stay in the cache. END_FIRST: programs that share a tile all read what its end needs before they count themselves
-    in, so that the last does not wait for it.
+    the STAGED columns that the loop has under way before it waits, BULK of the copy engine; WARM those of each row to
+    ask for into the nearest cache once it has waited. SMALL_FIRST: ask for the weights' scales and for the norm's
+    weights before the loop, for places in its first step, and let all but places stay in the cache. END_FIRST:
+    programs that share a tile all read what its end needs before they count themselves in, so that the last does not
+    wait for it.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
@@ -279,8 +287,8 @@ def narrow_kernel(
     PLACES: tl.constexpr = SMALL_FIRST and END == "rope"
     total, x_scale, slot, position = _stretch(
         w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
-        BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, BULK, STAGED, KEEP,
-        PLACES, LATE, PDL,
+        BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, BULK, STAGED, WARM,
+        KEEP, PLACES, LATE, PDL,
     )  # fmt: skip
     residual, cos, sin = 0.0, 0.0, 0.0
     if END_FIRST:

@@ -18,6 +18,7 @@ MOST_ROWS = 16
 MOST_WHOLE_ROWS = 8
 """A program reads so many whole rows beside its tile, to make codes after their norm; more do not fit in registers."""
 _LINE_BYTES = 128
+_NEAR_LINES = 128  # of rows in the nearest cache; fast memory leaves it little
 _FP8_COLUMNS = 128  # after so many an FP8 sum is made whole
 
 
@@ -72,7 +73,7 @@ def multiply_narrow(
         ROWS=triton.next_power_of_2(num_rows) if makes_codes or is_thin else launch.block_m,
         PARTS=parts, LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), **_heads(epilogue.rope),
         AHEAD=_lines_ahead(config, launch.stretch - staged, weight_NK.element_size()), BULK=_is_bulk(config, weight_NK),
-        STAGED=staged,
+        STAGED=staged, WARM=_lines_near(launch, rows),
         SMALL_FIRST=launch.small_first, END_FIRST=launch.end_first, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
@@ -111,6 +112,12 @@ def _heads(write: RopeWrite | None) -> dict[str, int]:
     if write is None:
         return {"HEADS": 0, "GROUPS": 0, "HALF": 1}
     return {"HEADS": write.heads[0], "GROUPS": write.heads[1], "HALF": write.rope.cos_Pr.shape[1]}
+
+
+def _lines_near(launch: Launch, rows: Rows) -> int:
+    """Return how many lines of a row to ask for into the nearest cache, a power of two; 0: they are too many for it."""
+    lines = triton.next_power_of_2(launch.stretch * rows.values_TK.element_size() // _LINE_BYTES)
+    return lines if launch.near_rows and 0 < lines * len(rows.values_TK) <= _NEAR_LINES else 0
 
 
 def _is_bulk(config: LinearConfig, weight_NK: Tensor) -> bool:
@@ -164,7 +171,7 @@ def variants(architecture: str) -> list[Variant]:
                 for thin in (1, 4):
                     shipped.append(_variant(f"{name}, {thin} rows", kind, fitted, {**folds, "ROWS": thin}))
             if shape == (4096, 4096):
-                config = replace(fitted, ahead=12, bulk=True, registers=96 if kind == "dense" else 0)
+                config = replace(fitted, ahead=12, bulk=True, registers=112 if kind == "dense" else 0)
                 shipped.append(_variant(f"{name}, asked of the copy engine", kind, config, folds))
     return shipped
 
@@ -184,7 +191,7 @@ def _variant(name: str, kind: str, config: LinearConfig, folds: dict[str, bool |
         "BLOCK_M": MOST_ROWS, "BLOCK_N": config.block_n, "BLOCK_K": _FP8_COLUMNS if twice else config.block_k,
         "TWICE": twice, "SPLITS": config.split_k, "EVEN_K": True, "KIND": kind, "HAS_BIAS": False, "HEADS": 32,
         "GROUPS": 8, "HALF": 64, "AHEAD": config.ahead, "BULK": config.bulk, "SMALL_FIRST": True, "END_FIRST": True,
-        "STAGED": (config.num_stages - 1) * config.block_k, "PDL": False, **folds,
+        "WARM": 32, "STAGED": (config.num_stages - 1) * config.block_k, "PDL": False, **folds,
     }  # fmt: skip
     divisible = (*pointers, *strides)
     return Variant(

@@ -133,6 +133,8 @@ class Tuning:
             count themselves in.
         thin_rows: up to so many rows, products with BF16 weights read these alone and repeat them to fill their tile:
             fewer registers, and less arithmetic of norms.
+        near_rows: whether products of few rows, once these are there, ask for all of a stretch into the nearest cache,
+            so that a step does not wait for its part where weights are there already (NVIDIA).
     """
 
     architecture: str
@@ -155,6 +157,7 @@ class Tuning:
     small_first: bool = False
     end_first: bool = False
     thin_rows: int = 0
+    near_rows: bool = False
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
         """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""
