@@ -81,6 +81,8 @@ NEAR: tuple[dict[str, int | bool], ...] = (  # of attention, no bit changed
     {"num_stages": 2, "early_blocks": 2, "bulk": True, "compact": True},
     {"num_stages": 1, "early_blocks": 2, "bulk": True, "compact": True},
     {"num_stages": 4},
+    {"num_warps": 2, "compact": True},
+    {"num_warps": 8, "early_blocks": 2, "compact": True},
 )
 FAR: tuple[dict[str, int | bool], ...] = (  # other bits in every pass
     {"split": 64, "block": 64, "compact": True},
