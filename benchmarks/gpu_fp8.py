@@ -1,6 +1,6 @@
 """Where FP8 codes are made in a layer of a few rows, and with which tiles, on this GPU.
 
-    PYTHONPATH=src python benchmarks/gpu_fp8.py --out out/configs [--seconds 60]
+    PYTHONPATH=src python benchmarks/gpu_fp8.py --out out/configs [--seconds 60] [--start FILE]
 
 Times Llama-8B's layers with FP8 weights in a graph (`gpu_layer`): norms and codes by their own kernels, codes made in
 products, and norms there too. Up to as many rows as each is faster, it is chosen; then what is small is asked for first
@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from gpu_layer import CASES, FP8_TILES, NUM_LAYERS, Layers, profile, with_lines, with_tiles
-from gpu_tune import write_tuning
+from gpu_tune import starting_tuning, write_tuning
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.narrow_products import MOST_ROWS, MOST_WHOLE_ROWS
-from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
+from slipstream.kernels.triton.tuning import Tuning
 
 CASE, BF16 = CASES["fp8"], CASES["llama"]
 ROWS = (1, 2, 4, 8, 16)
@@ -163,10 +163,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the file")
     parser.add_argument("--seconds", type=float, default=60.0, help="stop trying tiles by then")
+    parser.add_argument("--start", type=Path, help="the configuration to start from, if not the one that ships")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     device = torch.device("cuda")
-    before = read_tuning(architecture_of(device))
+    before = starting_tuning(arguments.start, device)
     before = dataclasses.replace(before, fold_codes=0, fold_norm_codes=0)
     print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:

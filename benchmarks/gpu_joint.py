@@ -13,7 +13,6 @@ FOLDER gets `sm_90.json` at every step forward and `rows.json` with every time; 
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import random
 import statistics
@@ -42,9 +41,10 @@ from gpu_joint_tried import (
 from gpu_layer import pack_rounded
 from gpu_rows import Captured, Layers, compile_all, rows_agree, said
 from gpu_rows_tried import NARROW, Case
+from gpu_tune import starting_tuning
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.ops import TritonOps
-from slipstream.kernels.triton.tuning import Tuning, architecture_of, parse_tuning, read_tuning
+from slipstream.kernels.triton.tuning import Tuning
 
 WEIGHTS: dict[Case, float] = {(1, 1): 0.6, (1, 4): 0.2, (8, 1): 0.2}
 GUARDS: tuple[Case, ...] = ((8, 4), (40, 1), (40, 4))  # passes that other stretches touch as well
@@ -351,9 +351,7 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.monotonic()
     device = torch.device("cuda")
-    tuning = read_tuning(architecture_of(device))
-    if arguments.start is not None:
-        tuning = parse_tuning(tuning.architecture, json.loads(arguments.start.read_text(encoding="utf-8")))
+    tuning = starting_tuning(arguments.start, device)
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
         cases = (*NARROW, *GUARDS)
         compile_all([(arguments.format, tuning, (case,)) for case in cases], pool, compile_one)

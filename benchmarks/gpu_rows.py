@@ -38,11 +38,12 @@ from gpu_rows_tried import (
     library_candidates,
     with_linear,
 )
+from gpu_tune import starting_tuning, write_tuning
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.products import Products
-from slipstream.kernels.triton.tuning import LinearConfig, Tuning, architecture_of, parse_tuning, read_tuning
+from slipstream.kernels.triton.tuning import LinearConfig, Tuning
 from slipstream.models.context import PagedContext, QueryTokens, paged_context
 
 PAGE, BOUND = 16, 4096
@@ -311,13 +312,13 @@ def main() -> None:
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     device, groups = torch.device("cuda"), arguments.only.split(",")
-    tuning = read_tuning(architecture_of(device))
-    if arguments.start is not None:
-        tuning = parse_tuning(tuning.architecture, json.loads(arguments.start.read_text(encoding="utf-8")))
+    tuning = starting_tuning(arguments.start, device)
+    print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
         compile_all([(tuning, (case,)) for case in ALL], pool)
-        judge, results = tuned(tuning, groups, arguments.context, deadline, pool)
-        write(arguments.out, judge.best, results)
+        judge = Judge(Layers(NUM_LAYERS, arguments.context, 40, device), tuning, deadline)
+        results: dict[str, object] = {"context": arguments.context, "tried": judge.record}
+        tune(judge, groups, results, arguments.out, pool)
         compile_all([(judge.best, (case,)) for case in CHECKED], pool)
     results["rows_agree"] = rows_agree(judge.layers, judge.best, everywhere=True)
     del judge.layers
@@ -334,18 +335,11 @@ def main() -> None:
     summary(tuning, judge.best, results)
 
 
-def tuned(
-    tuning: Tuning, groups: list[str], context: int, deadline: float, pool: Pool
-) -> tuple[Judge, dict[str, object]]:
-    """Try the groups of candidates one after another."""
-    device = torch.device("cuda")
-    print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
-    layers = Layers(NUM_LAYERS, context, 40, device)
-    judge = Judge(layers, tuning, deadline)
-    results: dict[str, object] = {"context": context}
+def tune(judge: Judge, groups: list[str], results: dict[str, object], folder: Path, pool: Pool) -> None:
+    """Try the groups of candidates one after another; what is found is written after each."""
     results["first"] = {f"{r}x{n}": round(us, 2) for (r, n), us in judge.first.items()}
     for group in groups:
-        if time.monotonic() > deadline:
+        if time.monotonic() > judge.deadline:
             print(f"out of time before {group}")
             break
         compile_all(tasks_of(judge.best, group), pool)
@@ -354,19 +348,15 @@ def tuned(
                 judge.consider_stretches(shape, config)
         for candidate in candidates_of(group):
             judge.consider(candidate)
-        times = {case: layers.us(judge.best, case)[0] for case in ALL}
+        times = {case: judge.layers.us(judge.best, case)[0] for case in ALL}
         print(f"after {group:46} {shown(times)}", flush=True)
         results[f"after {group}"] = {f"{r}x{n}": round(us, 2) for (r, n), us in times.items()}
-    results["tried"] = judge.record
-    return judge, results
+        write(folder, judge.best, results)
 
 
 def write(folder: Path, tuning: Tuning, results: dict[str, object]) -> None:
     """Write the configuration, and what was measured."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data = {field: value for field, value in dataclasses.asdict(tuning).items() if field != "architecture"}
-    text = json.dumps(data, indent=1, sort_keys=True) + "\n"
-    (folder / f"{tuning.architecture}.json").write_text(text, encoding="utf-8")
+    write_tuning(tuning, folder)
     (folder / "rows.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

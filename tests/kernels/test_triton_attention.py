@@ -6,6 +6,7 @@ from cpu_samples import causal, filled_cache
 from triton_samples import REFERENCE, batch_to_device, layer_to_device, numbers, small_tuning, triton_ops
 
 from interpreted import DEVICE
+from slipstream.kernels.triton.attention import AttentionLaunch, attention
 
 OPS = triton_ops()
 
@@ -133,3 +134,19 @@ def test_two_blocks_looked_up_early_and_one_query_merged_compactly_leave_the_sam
         atol=2e-2,
     )
     assert torch.equal(changed.attention(q, layer, batch, 0.2, window), expected)
+
+
+@pytest.mark.parametrize("programs", [1056, 1])
+@pytest.mark.parametrize(
+    ("counts", "shape"), [([2, 4, 1], (8, 2, 32)), ([1, 1], (9, 3, 64)), ([6, 2], (16, 2, 24))], ids=str
+)
+def test_the_largest_magnitude_of_every_head_is_left_if_there_is_room_for_it(counts, shape, programs, generator):
+    # The last shape takes two tiles to a request, of heads that are padded.
+    q, layer, batch = sample(counts, [100, 70, 20][: len(counts)], 16, shape, generator, torch.bfloat16)
+    config = dataclasses.replace(small_tuning().attention, programs=programs)
+    launch = AttentionLaunch(config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=False)
+    maxima = torch.full(q.shape[:2], float("nan"), device=DEVICE)
+    out = attention(q, layer, batch, 0.2, None, launch, maxima)
+    torch.testing.assert_close(out, REFERENCE.attention(q, layer, batch, 0.2, None), rtol=2e-2, atol=2e-2)
+    assert torch.equal(maxima, out.float().abs().amax(2))
+    assert not launch.counters.any()

@@ -178,13 +178,7 @@ def attention(
         )
         return out
     num_splits = max(-(-most_keys // config.split), 1)
-    shares = num_splits
-    if num_groups * num_requests * num_splits > config.programs:  # whole groups
-        programs = config.group_programs or config.programs
-        shares = max(min(programs // (num_groups * num_requests), -(-num_splits // SPLITS_IN_GROUP)), 1)
-    whole = shares < num_splits
-    if not whole:
-        shares = -(-num_splits // config.share)
+    shares, whole = _shares(config, num_groups * num_requests, num_splits)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
@@ -198,6 +192,16 @@ def attention(
         COMPACT=_compact_rows(config, repeats, rows) if most_queries == 1 else 0, **shape,
     )  # fmt: skip
     return out
+
+
+def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, bool]:
+    """Return how many programs share the keys of each cell, and whether they take whole groups of splits."""
+    if cells * num_splits > config.programs:
+        programs = config.group_programs or config.programs
+        shares = max(min(programs // cells, -(-num_splits // SPLITS_IN_GROUP)), 1)
+        if shares < num_splits:
+            return shares, True
+    return -(-num_splits // config.share), False
 
 
 def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:

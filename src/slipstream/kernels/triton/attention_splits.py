@@ -100,6 +100,19 @@ def _attend_splits(
             total = tl.zeros([ROWS, 16], tl.float32)
 
 
+@triton.jit
+def _share(first_split, last_split, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr, SHARED: tl.constexpr):
+    """Return where programs' shares begin, and how many splits one has: 1, or several or groups, shared out evenly."""
+    aligned, each = first_split, 1
+    if WHOLE:  # as many groups as there really are
+        aligned = first_split // IN_GROUP * IN_GROUP
+        groups = tl.cdiv(last_split - aligned, IN_GROUP)
+        each = tl.maximum(tl.cdiv(groups, tl.num_programs(2)), 1) * IN_GROUP
+    elif SHARED:
+        each = tl.maximum(tl.cdiv(last_split - first_split, tl.num_programs(2)), 1)
+    return aligned, each
+
+
 @triton.jit(
     do_not_specialize=["num_requests", "num_splits", "pages_stride", "window"],
     do_not_specialize_on_alignment=DESCRIPTION,
@@ -147,13 +160,7 @@ def splits_kernel(
     if HAS_WINDOW:
         first_split = tl.maximum(tl.min(own, 0) - window + 1, 0) // SPLIT
     last_split = tl.cdiv(end, SPLIT)
-    each, aligned = 1, first_split
-    if WHOLE:  # as many groups as there really are, shared out evenly
-        aligned = first_split // IN_GROUP * IN_GROUP
-        groups = tl.cdiv(last_split - aligned, IN_GROUP)
-        each = tl.maximum(tl.cdiv(groups, tl.num_programs(2)), 1) * IN_GROUP
-    elif SHARED:
-        each = tl.maximum(tl.cdiv(last_split - first_split, tl.num_programs(2)), 1)
+    aligned, each = _share(first_split, last_split, IN_GROUP, WHOLE, SHARED)
     to_split = tl.minimum(aligned + (tl.program_id(2) + 1) * each, last_split)
     from_split = tl.maximum(aligned + tl.program_id(2) * each, first_split)
     busy = (q_first < q_to) & (from_split < to_split)

@@ -95,6 +95,46 @@ def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _ask_ahead_and_wait(
+    w_at, k_from, K, AHEAD: tl.constexpr, BULK: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr
+):
+    """Ask for AHEAD lines of each weight row, then wait for the inputs; with LATE the next kernel starts only then."""
+    if PDL and AHEAD > 0:
+        _ask_ahead(w_at, k_from, K, AHEAD, BULK)
+    if LATE:
+        wait_then_let_start(PDL)
+    else:
+        wait_for_previous(PDL)
+
+
+@triton.jit
+def _bring_near(x_at, k_from, K, WARM: tl.constexpr, PDL: tl.constexpr):
+    """Ask for WARM lines of each row into the nearest cache."""
+    if PDL and WARM > 0:
+        LINE: tl.constexpr = 128 // (x_at.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch_near(x_at + tl.minimum(k_from + tl.arange(0, WARM) * LINE, K - 1)[:, None])
+
+
+@triton.jit
+def _known_of_rows(
+    none, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
+    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """Return each row's factor of its norm, its scale and that scale's inverse; what is not needed is `none`."""
+    factor, scale, inverse = none, none, none
+    if CODES == "maxima":
+        scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
+    elif CODES == "norm":
+        factor, scale = factor_and_scale(x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS, KEEP)
+    elif NORM:
+        factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
+    if CODES != "none":
+        inverse = tl.div_rn(1.0, scale)
+    return factor, scale, inverse
+
+
+@triton.jit
 def _ready(
     rows, norm, factor, scale, inverse,
     NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -141,20 +181,11 @@ def _stretch(
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
-            if PDL and AHEAD > 0:
-                _ask_ahead(w_at, split * steps * STEP + STAGED, K, AHEAD, BULK)
-            if LATE:
-                wait_then_let_start(PDL)
-            else:
-                wait_for_previous(PDL)
+            _ask_ahead_and_wait(w_at, split * steps * STEP + STAGED, K, AHEAD, BULK, LATE, PDL)
             x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
                 second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
-            if PDL and WARM > 0:
-                line = split * steps * STEP + tl.arange(0, WARM) * (
-                    128 // (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
-                )
-                prefetch_near(x_at + tl.minimum(line, K - 1)[:, None])
+            _bring_near(x_at, split * steps * STEP, K, WARM, PDL)
             if PLACES:
                 slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
             if NORM:
@@ -163,16 +194,10 @@ def _stretch(
                     second_norm = _norms(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, KEEP)
             if NORM or CODES != "none":
                 keep_order(PDL)  # or the assembler asks for these rows only when what is known of them is there
-            if CODES == "maxima":
-                scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
-            elif CODES == "norm":
-                factor, scale = factor_and_scale(
-                    x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS, KEEP
-                )
-            elif NORM:
-                factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
-            if CODES != "none":
-                inverse = tl.div_rn(1.0, scale)
+            factor, scale, inverse = _known_of_rows(
+                factor, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
+                NORM, CODES, ROWS, PARTS, LEVELS, KEEP,
+            )  # fmt: skip
         ahead = k + STEP
         more = step + 1 < steps
         rows, second_rows = x, second_x
@@ -314,22 +339,36 @@ def narrow_kernel(
         sums = total.to(tl.float32)
         if KIND != "dense":
             sums = sums * (x_scale[None, :] * w_scale[:, None])
-        if END == "rope":
-            _rotate_and_store(
-                sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
-                BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
-            )  # fmt: skip
-        else:
-            out = store_outputs(
-                sums, residual, 0, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS,
-                HAS_RESIDUAL,
-            )  # fmt: skip
-            if LEAVES == "squares":
-                _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N)
-            elif LEAVES == "maxima":
-                token = tl.arange(0, BLOCK_M)
-                at = leave_ptr + token.to(tl.int64) * tl.num_programs(0) + n_tile
-                tl.store(at, tl.max(tl.abs(out.to(tl.float32)), 1), mask=token < M)
+        _store_tile(
+            sums, residual, slot, cos, sin, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N, y_stride,
+            slot_stride, BLOCK_M, BLOCK_N, END, HAS_BIAS, HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_tile(
+    sums, residual, slot, cos, sin, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N, y_stride,
+    slot_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Finish float32 sums and store them, with what is left for the next kernel."""
+    if END == "rope":
+        _rotate_and_store(
+            sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
+            BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
+        )  # fmt: skip
+    else:
+        out = store_outputs(
+            sums, residual, 0, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS,
+            HAS_RESIDUAL,
+        )  # fmt: skip
+        if LEAVES == "squares":
+            _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N)
+        elif LEAVES == "maxima":
+            token = tl.arange(0, BLOCK_M)
+            at = leave_ptr + token.to(tl.int64) * tl.num_programs(0) + n_tile
+            tl.store(at, tl.max(tl.abs(out.to(tl.float32)), 1), mask=token < M)
 
 
 @triton.jit

@@ -211,6 +211,35 @@ def _stretch(
     return one, one_rest, two, two_rest
 
 
+@triton.jit
+def _keep_pieces(
+    first, second, partial_ptr, at, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Keep the sums of one weight tile, with both pieces of the token tile."""
+    _keep(first, partial_ptr, at, BLOCK_N, FIRST)
+    if SECOND > 0:
+        _keep(second, partial_ptr, at + BLOCK_N * FIRST, BLOCK_N, SECOND)
+
+
+@triton.jit
+def _leave_pieces(
+    first, second, partial_ptr, m_first, n, split, M, N,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Leave the sums of one weight tile, with both pieces of the token tile."""
+    _leave(first, partial_ptr, m_first, n, split, M, N, FIRST, BLOCK_N)
+    if SECOND > 0:
+        _leave(second, partial_ptr, m_first + FIRST, n, split, M, N, SECOND, BLOCK_N)
+
+
+@triton.jit
+def _ask_ahead(w_ptr, n, k_from, N, K, BLOCK_N: tl.constexpr):
+    """Ask for the first lines of one weight tile."""
+    LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    rows_N = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
+    prefetch_rows(w_ptr + rows_N * K, k_from, K, LINE)
+
+
 @triton.jit(do_not_specialize=["M", "steps"])
 def wide_kernel(
     x_first, x_second, w_tiles, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr,
@@ -233,12 +262,9 @@ def wide_kernel(
     n_first = n_tile * WIDTH
     n_second = n_first + (num_outputs if SILU else BLOCK_N)
     if PDL and AHEAD:
-        LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        rows_N = tl.minimum(n_first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
-        prefetch_rows(w_ptr + rows_N * K, split * steps * BLOCK_K, K, LINE)
+        _ask_ahead(w_ptr, n_first, split * steps * BLOCK_K, N, K, BLOCK_N)
         if PAIR:
-            rows_N = tl.minimum(n_second + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
-            prefetch_rows(w_ptr + rows_N * K, split * steps * BLOCK_K, K, LINE)
+            _ask_ahead(w_ptr, n_second, split * steps * BLOCK_K, N, K, BLOCK_N)
     wait_for_inputs(PDL)
     one, one_rest, two, two_rest = _stretch(
         x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
@@ -263,22 +289,14 @@ def wide_kernel(
     stride = (tl.num_programs(0) * tl.num_programs(1)).to(tl.int64) * (TILES * AFTER_REST)
     at = tile.to(tl.int64) * (TILES * AFTER_REST)
     if LATER:
-        _leave(one, partial_ptr, m_first, n_first, split, M, N, FIRST, BLOCK_N)
-        if SECOND > 0:
-            _leave(one_rest, partial_ptr, m_second, n_first, split, M, N, REST, BLOCK_N)
+        _leave_pieces(one, one_rest, partial_ptr, m_first, n_first, split, M, N, FIRST, SECOND, BLOCK_N)
         if PAIR:
-            _leave(two, partial_ptr, m_first, n_second, split, M, N, FIRST, BLOCK_N)
-            if SECOND > 0:
-                _leave(two_rest, partial_ptr, m_second, n_second, split, M, N, REST, BLOCK_N)
+            _leave_pieces(two, two_rest, partial_ptr, m_first, n_second, split, M, N, FIRST, SECOND, BLOCK_N)
     elif KEPT > 1:
         own = at + split * stride
-        _keep(one, partial_ptr, own, BLOCK_N, FIRST)
-        if SECOND > 0:
-            _keep(one_rest, partial_ptr, own + AFTER_ONE, BLOCK_N, REST)
+        _keep_pieces(one, one_rest, partial_ptr, own, FIRST, SECOND, BLOCK_N)
         if PAIR:
-            _keep(two, partial_ptr, own + AFTER_REST, BLOCK_N, FIRST)
-            if SECOND > 0:
-                _keep(two_rest, partial_ptr, own + AFTER_REST + AFTER_ONE, BLOCK_N, REST)
+            _keep_pieces(two, two_rest, partial_ptr, own + AFTER_REST, FIRST, SECOND, BLOCK_N)
         finished = arrived_last(counter_ptr + tile, KEPT)
     if finished:
         _finish_piece(
