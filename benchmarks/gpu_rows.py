@@ -18,9 +18,10 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,28 @@ CHECKED: tuple[Case, ...] = ((2, 2), (5, 4), (17, 1), (33, 1), (36, 4), (24, 4),
 LIBRARY_ROWS = (*range(17, 49), *range(129, 161))
 
 
+class Captured:
+    """A pass in a CUDA graph, which keeps alive what it reads."""
+
+    def __init__(self, step: Callable[[], Tensor], pool: tuple[int, int]) -> None:
+        self._step, self.out = step, step()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            step()
+        self.graph.replay()
+
+    def us(self, replays: int = REPLAYS) -> float:
+        """Return microseconds a pass, the median of replays."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3
+
+
 class Layers:
     """Llama-8B's layers on the device, run over requests that have a context each."""
 
@@ -75,23 +98,14 @@ class Layers:
 
     def us(self, tuning: Tuning, case: Case) -> tuple[float, Tensor]:
         """Return microseconds a layer in a CUDA graph, the median of replays, and what a pass gives."""
-        step = self.pass_of(tuning, case)
-        out = step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        captured = self.captured(tuning, case)
+        return captured.us() / len(self.target.layers), captured.out
+
+    def captured(self, tuning: Tuning, case: Case) -> Captured:
+        """Return a pass in a graph; all graphs share their memory, so they are replayed one after another."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-        graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        us = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3
-        return us / len(self.target.layers), out
+        return Captured(self.pass_of(tuning, case), self._pool)
 
     def _laid_out(self, ops: TritonOps, requests: int, nodes: int) -> PagedContext:
         first = self._context - 4
@@ -256,10 +270,10 @@ def compile_one(task: tuple[Tuning, tuple[Case, ...]]) -> str:
     return ""
 
 
-def compile_all(tasks: list[tuple[Tuning, tuple[Case, ...]]], pool: Pool) -> None:
-    """Compile what will be run, in the pool's processes."""
+def compile_all(tasks: Sequence[object], pool: Pool, one: Callable[[Any], str] = compile_one) -> None:
+    """Compile what will be run, in the pool's processes, each task by `one`."""
     started = time.monotonic()
-    failed = [error for error in pool.imap_unordered(compile_one, tasks) if error]
+    failed = [error for error in pool.imap_unordered(one, tasks) if error]
     for error in sorted(set(failed)):
         print(f"does not run: {error}")
     print(f"compiled {len(tasks) - len(failed)} of {len(tasks)} in {time.monotonic() - started:.0f} s", flush=True)

@@ -115,6 +115,27 @@ def test_a_program_that_takes_several_splits_leaves_the_same_bits(programs, wind
     assert torch.equal(few.attention(q, layer, batch, 0.2, window), OPS.attention(q, layer, batch, 0.2, window))
 
 
+@pytest.mark.parametrize(("programs", "share", "window"), [(1056, 1, None), (12, 1, 90), (1056, 3, 300)])
+def test_two_blocks_looked_up_early_and_one_query_merged_compactly_leave_the_same_bits(
+    programs, share, window, generator
+):
+    q, layer, batch = sample([1, 1], [520, 70], 16, (6, 2, 16), generator, torch.bfloat16)  # 17 splits, and 3
+    batch = dataclasses.replace(batch, max_queries=1)
+    config = dataclasses.replace(small_tuning().attention, programs=programs)
+    plain, changed = (
+        triton_ops(attention=dataclasses.replace(config, **changes))
+        for changes in ({}, {"share": share, "early_blocks": 2, "compact": True})
+    )
+    expected = plain.attention(q, layer, batch, 0.2, window)
+    torch.testing.assert_close(
+        expected.float(),
+        REFERENCE.attention(q.float(), layer_to_device(layer), batch, 0.2, window),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+    assert torch.equal(changed.attention(q, layer, batch, 0.2, window), expected)
+
+
 @pytest.mark.parametrize("programs", [1056, 1])
 @pytest.mark.parametrize(
     ("counts", "shape"), [([2, 4, 1], (8, 2, 32)), ([1, 1], (9, 3, 64)), ([6, 2], (16, 2, 24))], ids=str

@@ -7,7 +7,7 @@ here, where there are many queries, else by the last of several (`attention_spli
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN202, PLR0913, SIM108
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -178,11 +178,7 @@ def attention(
         )
         return out
     num_splits = max(-(-most_keys // config.split), 1)
-    shares = num_splits
-    if num_groups * num_requests * num_splits > config.programs:  # whole groups
-        programs = config.group_programs or config.programs
-        shares = max(min(programs // (num_groups * num_requests), -(-num_splits // SPLITS_IN_GROUP)), 1)
-    whole = shares < num_splits
+    shares, whole = _shares(config, num_groups * num_requests, num_splits)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
@@ -191,9 +187,34 @@ def attention(
     splits_kernel[(num_groups, num_tiles, shares)](
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
         sums if maxima_TH is None else maxima_TH, num_requests, num_splits, *strides,
-        WHOLE=whole, ONE=one_tile, EARLY=early, MAXIMA=maxima_TH is not None, **shape,
+        WHOLE=whole, ONE=one_tile, EARLY=early, MAXIMA=maxima_TH is not None,
+        **_early_options(config, width * layer.keys_SGd.element_size(), whole),
+        COMPACT=_compact_rows(config, repeats, rows) if most_queries == 1 else 0, **shape,
     )  # fmt: skip
     return out
+
+
+def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, bool]:
+    """Return how many programs share the keys of each cell, and whether they take whole groups of splits."""
+    if cells * num_splits > config.programs:
+        programs = config.group_programs or config.programs
+        shares = max(min(programs // cells, -(-num_splits // SPLITS_IN_GROUP)), 1)
+        if shares < num_splits:
+            return shares, True
+    return -(-num_splits // config.share), False
+
+
+def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
+    """Return how programs share splits, and which keys they ask for early, and of whom; copies are of 16 bytes."""
+    shared = config.share > 1 and not whole
+    pair = config.early_blocks == 2 and config.split == 2 * config.block and not whole and not shared
+    return {"SHARED": shared, "PAIR": pair, "BULK": config.bulk and head_bytes % 16 == 0}
+
+
+def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
+    """Return the rows of the tile in which the results of one query are merged; 0: those of the tile of queries."""
+    compact = triton.next_power_of_2(repeats)
+    return compact if config.compact and compact < rows else 0
 
 
 def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str, int]:
@@ -237,7 +258,8 @@ def variants(architecture: str) -> list[Variant]:
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
                 "TOKENS": rows // (heads // groups), "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
                 "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
-                **({} if serial else {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True}),
+                **({} if serial else {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True, "COMPACT": 0}),
+                **({} if serial else _early_options(config, 2 * width, whole)),
             }  # fmt: skip
             name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -249,4 +271,10 @@ def variants(architecture: str) -> list[Variant]:
                     registers=registers,
                 )
             )  # fmt: skip
+            for share in (1, 2) if not serial and rows == _NARROW_ROWS else ():
+                tried = replace(config, early_blocks=2, bulk=True, share=share)
+                constants = constants | _early_options(tried, 2 * width, whole)
+                constants["COMPACT"] = triton.next_power_of_2(heads // groups)
+                how = "one query" if share == 1 else "one query, splits shared"
+                shipped.append(replace(shipped[-1], name=f"{name}, {how}", constants=constants))
     return shipped

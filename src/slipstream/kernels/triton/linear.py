@@ -59,8 +59,24 @@ def add_parts(at, stride, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def residual_tile(
+    residual_ptr, m_tile, n_tile, M, N, stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Return what is added to a tile of outputs, if something is."""
+    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    residual = 0.0
+    if HAS_RESIDUAL:
+        m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        n = (n_tile * WIDTH + tl.arange(0, WIDTH))[None, :]
+        real = (m < M) & (n < (N // 2 if SILU else N))
+        residual = tl.load(residual_ptr + m * stride + n, mask=real, other=0.0)
+    return residual
+
+
+@triton.jit
 def store_outputs(
-    total, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
+    total, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +100,7 @@ def store_outputs(
     n = (n_tile * WIDTH + tl.arange(0, WIDTH))[None, :]
     real = (m < M) & (n < num_outputs)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + m * residual_stride + n, mask=real, other=0.0).to(tl.float32)
-        out = (out.to(tl.float32) + residual).to(dtype)
+        out = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
     tl.store(y_ptr + m * y_stride + n, out, mask=real)
     return tl.where(real, out, 0.0)
 
@@ -163,9 +178,12 @@ def _linear_kernel(
         if KIND != "dense":
             x_scale = tl.load(x_scale_ptr + rows_M)
             sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
+        residual = residual_tile(
+            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL
+        )
         store_outputs(
-            sums, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
-            BLOCK_M, BLOCK_N, SILU, HAS_BIAS, HAS_RESIDUAL,
+            sums, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, SILU, HAS_BIAS,
+            HAS_RESIDUAL,
         )  # fmt: skip
 
 
@@ -228,6 +246,9 @@ class Launch:
         instruction: see `launch_options`.
         small_first: what is small and read in every pass is asked for early, and kept in the cache (products of a few
             rows).
+        end_first: what the end of a tile needs is read before its programs count themselves in (likewise).
+        thin_rows: up to so many rows, programs read these alone instead of a whole token tile (likewise).
+        near_rows: whether programs ask for their rows' lines into the nearest cache, where these are few (likewise).
     """
 
     config: LinearConfig
@@ -238,6 +259,9 @@ class Launch:
     dependent: bool
     instruction: int = 0
     small_first: bool = False
+    end_first: bool = False
+    thin_rows: int = 0
+    near_rows: bool = False
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over tokens, outputs and stretches of columns."""

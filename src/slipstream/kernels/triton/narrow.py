@@ -16,17 +16,19 @@ from slipstream.kernels.triton.launch import (
     keep_order,
     let_next_start,
     prefetch,
+    prefetch_bytes,
     prefetch_kept,
+    prefetch_near,
     wait_for_previous,
     wait_then_let_start,
 )
-from slipstream.kernels.triton.linear import add_parts, store_outputs, sum_of_splits, weight_rows
+from slipstream.kernels.triton.linear import add_parts, residual_tile, store_outputs, sum_of_splits, weight_rows
 from slipstream.kernels.triton.narrow_codes import (
     apply_norm,
     encode_with,
     factor_and_scale,
     norm_factor,
-    repeat_codes,
+    repeat_rows,
     repeat_scales,
     scale_of_maxima,
 )
@@ -72,6 +74,19 @@ def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr)
 
 
 @triton.jit
+def _ask_ahead(w_at, first, K, AHEAD: tl.constexpr, BULK: tl.constexpr):
+    """Ask for the AHEAD lines of each weight row from column `first` on, or the last ones there are."""
+    LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
+    if BULK:
+        HALF: tl.constexpr = AHEAD * LINE // 2  # two requests a row: then every thread has one
+        column = tl.minimum(first + tl.arange(0, 2) * HALF, K - HALF)
+        prefetch_bytes(w_at + column[None, :], AHEAD * 64)
+    else:
+        column = tl.minimum(first + tl.arange(0, AHEAD) * LINE, K - 1)
+        prefetch(w_at + column[None, :])
+
+
+@triton.jit
 def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
     """Return each token's slot and position."""
     token = tl.arange(0, BLOCK_M)
@@ -80,15 +95,24 @@ def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _ask_ahead_and_wait(w_at, k_from, K, AHEAD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
+def _ask_ahead_and_wait(
+    w_at, k_from, K, AHEAD: tl.constexpr, BULK: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr
+):
     """Ask for AHEAD lines of each weight row, then wait for the inputs; with LATE the next kernel starts only then."""
     if PDL and AHEAD > 0:
-        LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(w_at + tl.minimum(k_from + tl.arange(0, AHEAD) * LINE, K - 1)[None, :])
+        _ask_ahead(w_at, k_from, K, AHEAD, BULK)
     if LATE:
         wait_then_let_start(PDL)
     else:
         wait_for_previous(PDL)
+
+
+@triton.jit
+def _bring_near(x_at, k_from, K, WARM: tl.constexpr, PDL: tl.constexpr):
+    """Ask for WARM lines of each row into the nearest cache."""
+    if PDL and WARM > 0:
+        LINE: tl.constexpr = 128 // (x_at.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch_near(x_at + tl.minimum(k_from + tl.arange(0, WARM) * LINE, K - 1)[:, None])
 
 
 @triton.jit
@@ -119,8 +143,8 @@ def _ready(
     if NORM:
         rows = apply_norm(rows, norm, factor[None, :])
     if CODES != "none":
-        rows = repeat_codes(encode_with(rows, scale[None, :], inverse[None, :]), ROWS, BLOCK_M)
-    return rows
+        rows = encode_with(rows, scale[None, :], inverse[None, :])
+    return repeat_rows(rows, ROWS, BLOCK_M)
 
 
 @triton.jit
@@ -128,8 +152,8 @@ def _stretch(
     w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, KEEP: tl.constexpr, PLACES: tl.constexpr,
-    LATE: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, AHEAD: tl.constexpr, BULK: tl.constexpr, STAGED: tl.constexpr, WARM: tl.constexpr,
+    KEEP: tl.constexpr, PLACES: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
 
@@ -157,10 +181,11 @@ def _stretch(
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
-            _ask_ahead_and_wait(w_at, split * steps * STEP + STAGED, K, AHEAD, LATE, PDL)
+            _ask_ahead_and_wait(w_at, split * steps * STEP + STAGED, K, AHEAD, BULK, LATE, PDL)
             x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
                 second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
+            _bring_near(x_at, split * steps * STEP, K, WARM, PDL)
             if PLACES:
                 slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
             if NORM:
@@ -252,16 +277,20 @@ def narrow_kernel(
     EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
     LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
-    STAGED: tl.constexpr, SMALL_FIRST: tl.constexpr, PDL: tl.constexpr,
+    BULK: tl.constexpr, STAGED: tl.constexpr, WARM: tl.constexpr, SMALL_FIRST: tl.constexpr, END_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
 
     END is "plain", "silu" or "rope". `left_ptr` is what the kernel before left of each row, PARTS = 2^LEVELS at most:
     sums of squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES of a
-    "norm" whole rows are read. A step reads ROWS rows: BLOCK_M, or where CODES are made the least power of two. LEAVES
+    "norm" whole rows are read. A step reads ROWS rows, BLOCK_M or a lesser power of two, and repeats them. LEAVES
     is what this kernel leaves: "squares", "maxima" or "none". AHEAD are the lines of each weight row to ask for behind
-    the STAGED columns that the loop has under way before it waits. SMALL_FIRST: ask for the weights' scales and for the
-    norm's weights before the loop, for places in its first step, and let all but places stay in the cache.
+    the STAGED columns that the loop has under way before it waits, BULK of the copy engine; WARM those of each row to
+    ask for into the nearest cache once it has waited. SMALL_FIRST: ask for the weights' scales and for the norm's
+    weights before the loop, for places in its first step, and let all but places stay in the cache. END_FIRST:
+    programs that share a tile all read what its end needs before they count themselves in, so that the last does not
+    wait for it.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
@@ -274,6 +303,7 @@ def narrow_kernel(
     rows_M = tl.minimum(tl.arange(0, BLOCK_M), M - 1)
     w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
     KEEP: tl.constexpr = "evict_last" if SMALL_FIRST else ""
+    w_scale = rows_N
     if SMALL_FIRST:
         if KIND != "dense":
             w_scale = tl.load(w_scale_ptr + rows_N, eviction_policy=KEEP)
@@ -282,9 +312,16 @@ def narrow_kernel(
     PLACES: tl.constexpr = SMALL_FIRST and END == "rope"
     total, x_scale, slot, position = _stretch(
         w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
-        BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, STAGED, KEEP, PLACES,
-        LATE, PDL,
+        BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, BULK, STAGED, WARM,
+        KEEP, PLACES, LATE, PDL,
     )  # fmt: skip
+    residual, cos, sin = 0.0, 0.0, 0.0
+    if END_FIRST:
+        x_scale, w_scale, residual, slot, cos, sin = _end_inputs(
+            x_scale, w_scale, slot, position, x_scale_ptr, w_scale_ptr, residual_ptr, slots_ptr, positions_ptr,
+            cos_ptr, sin_ptr, rows_M, rows_N, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, KIND, END, HAS_RESIDUAL,
+            CODES, HALF, SMALL_FIRST, KEEP,
+        )  # fmt: skip
     finished = True
     if SPLITS > 1:
         num_tiles = tl.num_programs(0)
@@ -293,32 +330,69 @@ def narrow_kernel(
         if finished:
             total = add_parts(at, stride, SPLITS)
     if finished:
+        if not END_FIRST:
+            x_scale, w_scale, residual, slot, cos, sin = _end_inputs(
+                x_scale, w_scale, slot, position, x_scale_ptr, w_scale_ptr, residual_ptr, slots_ptr, positions_ptr,
+                cos_ptr, sin_ptr, rows_M, rows_N, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, KIND, END,
+                HAS_RESIDUAL, CODES, HALF, SMALL_FIRST, KEEP,
+            )  # fmt: skip
         sums = total.to(tl.float32)
         if KIND != "dense":
-            if CODES == "none":
-                x_scale = tl.load(x_scale_ptr + rows_M)
-            if not SMALL_FIRST:
-                w_scale = tl.load(w_scale_ptr + rows_N)
             sums = sums * (x_scale[None, :] * w_scale[:, None])
-        if END == "rope":
-            if not PLACES:
-                slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
-            cos, sin = _angles(position, n_tile, cos_ptr, sin_ptr, BLOCK_N, HALF, KEEP)
-            _rotate_and_store(
-                sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
-                BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
-            )  # fmt: skip
-        else:
-            out = store_outputs(
-                sums, 0, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
-                BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS, HAS_RESIDUAL,
-            )  # fmt: skip
-            if LEAVES == "squares":
-                _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N)
-            elif LEAVES == "maxima":
-                token = tl.arange(0, BLOCK_M)
-                at = leave_ptr + token.to(tl.int64) * tl.num_programs(0) + n_tile
-                tl.store(at, tl.max(tl.abs(out.to(tl.float32)), 1), mask=token < M)
+        _store_tile(
+            sums, residual, slot, cos, sin, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N, y_stride,
+            slot_stride, BLOCK_M, BLOCK_N, END, HAS_BIAS, HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_tile(
+    sums, residual, slot, cos, sin, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N, y_stride,
+    slot_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Finish float32 sums and store them, with what is left for the next kernel."""
+    if END == "rope":
+        _rotate_and_store(
+            sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
+            BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
+        )  # fmt: skip
+    else:
+        out = store_outputs(
+            sums, residual, 0, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS,
+            HAS_RESIDUAL,
+        )  # fmt: skip
+        if LEAVES == "squares":
+            _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N)
+        elif LEAVES == "maxima":
+            token = tl.arange(0, BLOCK_M)
+            at = leave_ptr + token.to(tl.int64) * tl.num_programs(0) + n_tile
+            tl.store(at, tl.max(tl.abs(out.to(tl.float32)), 1), mask=token < M)
+
+
+@triton.jit
+def _end_inputs(
+    x_scale, w_scale, slot, position, x_scale_ptr, w_scale_ptr, residual_ptr, slots_ptr, positions_ptr, cos_ptr,
+    sin_ptr, rows_M, rows_N, n_tile, M, N, residual_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    CODES: tl.constexpr, HALF: tl.constexpr, SMALL_FIRST: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Return what the end of a tile needs: scales, the residual, slots and angles; what is there already stays."""
+    if KIND != "dense":
+        if CODES == "none":
+            x_scale = tl.load(x_scale_ptr + rows_M)
+        if not SMALL_FIRST:
+            w_scale = tl.load(w_scale_ptr + rows_N)
+    cos, sin = 0.0, 0.0
+    if END == "rope":
+        if not SMALL_FIRST:
+            slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
+        cos, sin = _angles(position, n_tile, cos_ptr, sin_ptr, BLOCK_N, HALF, KEEP)
+    residual = residual_tile(
+        residual_ptr, 0, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_RESIDUAL
+    )
+    return x_scale, w_scale, residual, slot, cos, sin
 
 
 @triton.jit

@@ -63,15 +63,17 @@ def factor_and_scale(
 
 
 @triton.jit
-def repeat_codes(codes, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
+def repeat_rows(rows, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return columns [n, ROWS] over and over until there are BLOCK_M; what comes of copies is not stored."""
     if ROWS == 1:
-        codes = tl.broadcast_to(codes, (codes.shape[0], BLOCK_M))
+        rows = tl.broadcast_to(rows, (rows.shape[0], BLOCK_M))
     elif ROWS < BLOCK_M:
         # Words between the two: the compiler would put the reshape into fast memory, and find no layout for it.
-        words = tl.broadcast_to(codes.to(tl.int8, bitcast=True)[:, None, :], (codes.shape[0], BLOCK_M // ROWS, ROWS))
-        codes = tl.reshape(words, (codes.shape[0], BLOCK_M)).to(tl.float8e4nv, bitcast=True)
-    return codes
+        BITS: tl.constexpr = rows.dtype.primitive_bitwidth
+        WORD: tl.constexpr = tl.int8 if BITS == 8 else tl.int16 if BITS == 16 else tl.int32
+        words = tl.broadcast_to(rows.to(WORD, bitcast=True)[:, None, :], (rows.shape[0], BLOCK_M // ROWS, ROWS))
+        rows = tl.reshape(words, (rows.shape[0], BLOCK_M)).to(rows.dtype, bitcast=True)
+    return rows
 
 
 @triton.jit

@@ -247,7 +247,7 @@ class Products:
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
         return Launch(
             config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction,
-            self._tuning.small_first,
+            self._tuning.small_first, self._tuning.end_first, self._tuning.thin_rows, self._tuning.near_rows,
         )  # fmt: skip
 
 
