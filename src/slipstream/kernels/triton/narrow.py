@@ -330,19 +330,37 @@ def narrow_kernel(
         if finished:
             total = add_parts(at, stride, SPLITS)
     if finished:
-        if not END_FIRST:
-            x_scale, w_scale, residual, slot, cos, sin = _end_inputs(
-                x_scale, w_scale, slot, position, x_scale_ptr, w_scale_ptr, residual_ptr, slots_ptr, positions_ptr,
-                cos_ptr, sin_ptr, rows_M, rows_N, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, KIND, END,
-                HAS_RESIDUAL, CODES, HALF, SMALL_FIRST, KEEP,
-            )  # fmt: skip
-        sums = total.to(tl.float32)
-        if KIND != "dense":
-            sums = sums * (x_scale[None, :] * w_scale[:, None])
-        _store_tile(
-            sums, residual, slot, cos, sin, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N, y_stride,
-            slot_stride, BLOCK_M, BLOCK_N, END, HAS_BIAS, HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF,
+        _finish(
+            total, x_scale, w_scale, residual, slot, position, cos, sin, x_scale_ptr, w_scale_ptr, residual_ptr,
+            slots_ptr, positions_ptr, cos_ptr, sin_ptr, rows_M, rows_N, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr,
+            values_ptr, M, N, residual_stride, y_stride, slot_stride, BLOCK_M, BLOCK_N, KIND, END, HAS_BIAS,
+            HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF, CODES, SMALL_FIRST, END_FIRST, KEEP,
         )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    total, x_scale, w_scale, residual, slot, position, cos, sin, x_scale_ptr, w_scale_ptr, residual_ptr,
+    slots_ptr, positions_ptr, cos_ptr, sin_ptr, rows_M, rows_N, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr,
+    values_ptr, M, N, residual_stride, y_stride, slot_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+    CODES: tl.constexpr, SMALL_FIRST: tl.constexpr, END_FIRST: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Scale whole sums and store them; what that needs is read now unless it was END_FIRST."""
+    if not END_FIRST:
+        x_scale, w_scale, residual, slot, cos, sin = _end_inputs(
+            x_scale, w_scale, slot, position, x_scale_ptr, w_scale_ptr, residual_ptr, slots_ptr, positions_ptr,
+            cos_ptr, sin_ptr, rows_M, rows_N, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, KIND, END,
+            HAS_RESIDUAL, CODES, HALF, SMALL_FIRST, KEEP,
+        )  # fmt: skip
+    sums = total.to(tl.float32)
+    if KIND != "dense":
+        sums = sums * (x_scale[None, :] * w_scale[:, None])
+    _store_tile(
+        sums, residual, slot, cos, sin, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N, y_stride,
+        slot_stride, BLOCK_M, BLOCK_N, END, HAS_BIAS, HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF,
+    )  # fmt: skip
 
 
 @triton.jit
