@@ -3,9 +3,8 @@
     PYTHONPATH=src python benchmarks/gpu_fp8.py --out out/configs [--seconds 60] [--start FILE]
 
 Times Llama-8B's layers with FP8 weights in a graph (`gpu_layer`): norms and codes by their own kernels, codes made in
-products, and norms there too. Up to as many rows as each is faster, it is chosen; then what is small is asked for first
-(`small_first`: one setting for all formats, so BF16's layers are timed too), and each product's tiles are changed in
-turn. Bits are compared with those of the kernels for more rows. What fails is said and skipped; the table of times
+products, and norms there too. Up to as many rows as each is faster, it is chosen; then each product's tiles are changed
+in turn. Bits are compared with those of the kernels for more rows. What fails is said and skipped; the table of times
 before and after comes last.
 """
 
@@ -26,13 +25,13 @@ from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.narrow_products import MOST_ROWS, MOST_WHOLE_ROWS
 from slipstream.kernels.triton.tuning import Tuning
 
-CASE, BF16 = CASES["fp8"], CASES["llama"]
+CASE = CASES["fp8"]
 ROWS = (1, 2, 4, 8, 16)
 JUDGED = (1, 8)  # rows whose times choose the tiles
 CHECKED = (1, 3, 4, 8, 9, 16)
 MORE = MOST_ROWS + 1  # rows that go through the kernels for many
-Task = tuple[str, Tuning, tuple[int, ...]]
-_WORKERS: dict[str, Layers] = {}
+Task = tuple[Tuning, tuple[int, ...]]
+_WORKERS: list[Layers] = []
 
 
 def folds(tuning: Tuning) -> dict[str, Tuning]:
@@ -53,13 +52,13 @@ def said(error: Exception) -> str:
 
 def compile_one(task: Task) -> str:
     """Run two layers once, so that their kernels are in Triton's cache; return what went wrong."""
-    name, tuning, batches = task
+    tuning, batches = task
     try:
         with torch.no_grad():
-            if name not in _WORKERS:
-                _WORKERS[name] = Layers(dataclasses.replace(CASES[name], head=[]), 2, torch.device("cuda"), MORE)
+            if not _WORKERS:
+                _WORKERS.append(Layers(dataclasses.replace(CASE, head=[]), 2, torch.device("cuda"), MORE))
             for batch in batches:
-                _WORKERS[name].pass_of(tuning, batch)()
+                _WORKERS[0].pass_of(tuning, batch)()
             torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - anything a compiler may raise is a reason to skip the variant
         return said(error)
@@ -99,16 +98,6 @@ def choose_folds(layers: Layers, tuning: Tuning) -> Tuning:
     codes, norms = chosen[0], min(chosen[1], MOST_WHOLE_ROWS)
     print(f"  chosen: fold_codes {codes}, fold_norm_codes {norms}", flush=True)
     return dataclasses.replace(tuning, weights_first=True, fold_codes=codes, fold_norm_codes=norms)
-
-
-def choose_first(layers: Layers, tuning: Tuning, device: torch.device) -> Tuning:
-    """Return a tuning that asks for what is small first, if that makes layers of both formats faster."""
-    first = dataclasses.replace(tuning, small_first=True)
-    scores = [sum(timed(layers, "small first", first, JUDGED)) / sum(timed(layers, "as before", tuning, JUDGED))]
-    dense = Layers(dataclasses.replace(BF16, head=[]), NUM_LAYERS["llama"] - 2, device, max(JUDGED))
-    scores.append(sum(timed(dense, "BF16, small first", first, JUDGED)) / sum(timed(dense, "BF16", tuning, JUDGED)))
-    print(f"  small first: {', '.join(f'{score:.4f}' for score in scores)} of the time in FP8, BF16", flush=True)
-    return first if scores[0] < 0.999 and scores[1] < 1.001 else tuning
 
 
 def tiles_of(tuning: Tuning) -> list[tuple[str, Tuning]]:
@@ -171,21 +160,17 @@ def main() -> None:
     before = dataclasses.replace(before, fold_codes=0, fold_norm_codes=0)
     print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
-        tasks: list[Task] = [("fp8", unfolded(before), (MORE,))]
-        compile_all(pool, tasks + [("fp8", way, (rows,)) for way in folds(before).values() for rows in ROWS])
+        tasks: list[Task] = [(unfolded(before), (MORE,))]
+        compile_all(pool, tasks + [(way, (rows,)) for way in folds(before).values() for rows in ROWS])
         guarded("bits", lambda: check_bits(folds(before)["codes and norms in products"], device))
         layers = Layers(CASE, NUM_LAYERS["fp8"], device, MOST_ROWS)
         after = choose_folds(layers, before)
         write_tuning(after, arguments.out)
-        first = dataclasses.replace(after, small_first=True)
-        compile_all(pool, [(name, way, JUDGED) for name in ("fp8", "llama") for way in (after, first)])
-        after = choose_first(layers, after, device)
-        write_tuning(after, arguments.out)
-        compile_all(pool, [("fp8", way, JUDGED) for _, way in tiles_of(after)])
+        compile_all(pool, [(way, JUDGED) for way in (after, *(way for _, way in tiles_of(after)))])
         after = choose_tiles(layers, after, deadline)
         write_tuning(after, arguments.out)
-        tasks = [("fp8", unfolded(after), (MORE,))]
-        compile_all(pool, tasks + [("fp8", after, (rows,)) for rows in ROWS])
+        tasks = [(unfolded(after), (MORE,))]
+        compile_all(pool, tasks + [(after, (rows,)) for rows in ROWS])
     guarded("bits", lambda: check_bits(after, device))
     for name, tuning in (("before", before), ("after", after)):
         print(f"profile {name}")

@@ -4,11 +4,11 @@
 
 A graph holds layers of Llama-8B's shape with cold weights and caches, as a cycle runs them: requests x nodes, a bound
 of 4,096 keys. Groups of candidates are tried one after another: how attention's programs share the keys, tiles of
-products for 160 rows and for 32 and 40, the stretches their columns are cut in (which also change passes of one row),
-and the vendor's library where it gives the same bits. A candidate is kept if it makes the passes it touches faster and
-changes no bit, or, with other stretches, if all passes together are faster. Each group is compiled first, in as many
-processes as there are cores. FOLDER gets `sm_90.json`, to be put into kernels/triton/configs, and `rows.json` with
-every time. A candidate that fails is skipped, and said.
+products for 160 rows and for 32 and 40, and the stretches their columns are cut in (which also change passes of one
+row). A candidate is kept if it makes the passes it touches faster and changes no bit, or, with other stretches, if all
+passes together are faster. Each group is compiled first, in as many processes as there are cores. FOLDER gets
+`sm_90.json`, to be put into kernels/triton/configs, and `rows.json` with every time. A candidate that fails is skipped,
+and said.
 """
 
 import argparse
@@ -18,10 +18,9 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,43 +34,17 @@ from gpu_rows_tried import (
     Case,
     candidates_of,
     later_only,
-    library_candidates,
     with_linear,
 )
 from gpu_tune import starting_tuning, write_tuning
 from slipstream.kernels.triton.bandwidth import read_bandwidth
-from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.ops import TritonOps
-from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
 from slipstream.models.context import PagedContext, QueryTokens, paged_context
 
 PAGE, BOUND = 16, 4096
 NUM_LAYERS, REPLAYS = 6, 9
 CHECKED: tuple[Case, ...] = ((2, 2), (5, 4), (17, 1), (33, 1), (36, 4), (24, 4), (40, 3), (40, 2))  # beside those timed
-LIBRARY_ROWS = (*range(17, 49), *range(129, 161))
-
-
-class Captured:
-    """A pass in a CUDA graph, which keeps alive what it reads."""
-
-    def __init__(self, step: Callable[[], Tensor], pool: tuple[int, int]) -> None:
-        self._step, self.out = step, step()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            step()
-        self.graph.replay()
-
-    def us(self, replays: int = REPLAYS) -> float:
-        """Return microseconds a pass, the median of replays."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-        events[0].record()
-        for event in events[1:]:
-            self.graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3
 
 
 class Layers:
@@ -98,14 +71,23 @@ class Layers:
 
     def us(self, tuning: Tuning, case: Case) -> tuple[float, Tensor]:
         """Return microseconds a layer in a CUDA graph, the median of replays, and what a pass gives."""
-        captured = self.captured(tuning, case)
-        return captured.us() / len(self.target.layers), captured.out
-
-    def captured(self, tuning: Tuning, case: Case) -> Captured:
-        """Return a pass in a graph; all graphs share their memory, so they are replayed one after another."""
+        step = self.pass_of(tuning, case)
+        out = step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        return Captured(self.pass_of(tuning, case), self._pool)
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        graph.replay()
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        us = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3
+        return us / len(self.target.layers), out
 
     def _laid_out(self, ops: TritonOps, requests: int, nodes: int) -> PagedContext:
         first = self._context - 4
@@ -215,43 +197,6 @@ def rows_agree(layers: Layers, tuning: Tuning, *, everywhere: bool = False) -> b
     return not wrong
 
 
-def library_bits(tuning: Tuning, device: torch.device) -> dict[str, object]:
-    """Say for which numbers of rows the library's bits are ours, and how long it takes to find out."""
-    found: dict[str, object] = {}
-    for candidate in library_candidates():
-        tuning = candidate.apply(tuning)
-    for shape in dict.fromkeys(candidate.shape for candidate in library_candidates()):
-        products, started = Products(tuning, device), time.monotonic()
-        outputs, inputs = map(int, shape.split(":")[1:])
-        weight = torch.randn(outputs, inputs, device=device).bfloat16() * inputs**-0.5
-        try:
-            for num_rows in LIBRARY_ROWS:
-                rows = products.rows_for(weight, torch.zeros(num_rows, inputs, device=device).bfloat16())
-                if products.stretches(rows, weight) is None:
-                    products.multiply(rows, weight, Epilogue(silu=True))
-            torch.cuda.synchronize()
-        except Exception as error:  # noqa: BLE001 - a library that cannot is only worth a word
-            found[shape] = said(error)
-            continue
-        agreed = {key[-1] for key, agrees in products.library.known.items() if agrees}
-        parts = [ranges([m in agreed for m in span], span[0]) for span in (range(17, 49), range(129, 161))]
-        found[shape] = f"at {parts[0]} of 17-48 rows, {parts[1]} of 129-160; {time.monotonic() - started:.2f} s"
-    for name, value in found.items():
-        print(f"  library agrees, {name}: {value}", flush=True)
-    return found
-
-
-def ranges(values: list[bool], first: int) -> str:
-    """Return where values are true, as ranges."""
-    parts, at = [], first
-    for value, run in itertools.groupby(values):
-        count = len(list(run))
-        if value:
-            parts.append(f"{at}-{at + count - 1}" if count > 1 else str(at))
-        at += count
-    return ", ".join(parts) or "nowhere"
-
-
 _WORKERS: list[Layers] = []
 
 
@@ -270,10 +215,10 @@ def compile_one(task: tuple[Tuning, tuple[Case, ...]]) -> str:
     return ""
 
 
-def compile_all(tasks: Sequence[object], pool: Pool, one: Callable[[Any], str] = compile_one) -> None:
-    """Compile what will be run, in the pool's processes, each task by `one`."""
+def compile_all(tasks: list[tuple[Tuning, tuple[Case, ...]]], pool: Pool) -> None:
+    """Compile what will be run, in the pool's processes."""
     started = time.monotonic()
-    failed = [error for error in pool.imap_unordered(one, tasks) if error]
+    failed = [error for error in pool.imap_unordered(compile_one, tasks) if error]
     for error in sorted(set(failed)):
         print(f"does not run: {error}")
     print(f"compiled {len(tasks) - len(failed)} of {len(tasks)} in {time.monotonic() - started:.0f} s", flush=True)
@@ -306,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=80.0, help="try nothing new after so long")
-    parser.add_argument("--only", default="near,attention,many,few,ahead,splits,library")
+    parser.add_argument("--only", default="near,attention,many,few,ahead,splits")
     parser.add_argument("--context", type=int, default=1152)
     parser.add_argument("--start", type=Path, help="the configuration to start from, if not the one that ships")
     arguments = parser.parse_args()
@@ -323,14 +268,10 @@ def main() -> None:
     results["rows_agree"] = rows_agree(judge.layers, judge.best, everywhere=True)
     del judge.layers
     torch.cuda.empty_cache()
-    further = {"long": lambda: compare_long({"before": tuning, "after": judge.best}, device)}
-    if "library" in groups:
-        further["library"] = lambda: library_bits(judge.best, device)
-    for name, more in further.items():
-        try:
-            results[name] = more()
-        except Exception as error:  # noqa: BLE001 - what was found is worth more than the rest
-            print(f"  no {name}: {said(error)}")
+    try:
+        results["long"] = compare_long({"before": tuning, "after": judge.best}, device)
+    except Exception as error:  # noqa: BLE001 - what was found is worth more than the rest
+        print(f"  no long contexts: {said(error)}")
     write(arguments.out, judge.best, results)
     summary(tuning, judge.best, results)
 

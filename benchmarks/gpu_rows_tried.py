@@ -1,4 +1,4 @@
-"""What `gpu_rows.py` tries: ways to share attention's keys, tiles of products, stretches of columns, the library."""
+"""What `gpu_rows.py` tries: ways to share attention's keys, tiles of products, stretches of columns."""
 
 import dataclasses
 import itertools
@@ -50,6 +50,19 @@ GROUPS = (  # stages, registers and programs of attention's programs that take g
     *itertools.product((3,), (0,), (320, 640, 1056, 2112)),
 )
 PROGRAMS = (1056, 2112, 4224)
+NEAR: tuple[dict[str, int | bool], ...] = (  # of attention where few programs attend; no bit changes
+    {"num_stages": 2},
+    {"num_stages": 4},
+    {"num_warps": 2},
+    {"num_warps": 8},
+    {"bulk": True},
+    {"compact": True},
+    {"share": 2},
+    {"share": 3},
+    {"share": 3, "compact": True},
+    {"num_stages": 2, "compact": True},
+    {"num_stages": 2, "share": 3, "bulk": True, "compact": True},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +72,15 @@ class Candidate:
     Args:
         cases: the passes it touches.
         same: whether it must leave every bit as it is.
-        shape: the product it is about, if it is.
     """
 
     name: str
     apply: Callable[[Tuning], Tuning]
     cases: tuple[Case, ...]
     same: bool = True
-    shape: str = ""
 
 
-def with_attention(**fields: int) -> Callable[[Tuning], Tuning]:
+def with_attention(**fields: int | bool) -> Callable[[Tuning], Tuning]:
     """Return a change of attention's fields."""
     return lambda tuning: dataclasses.replace(tuning, attention=dataclasses.replace(tuning.attention, **fields))
 
@@ -108,10 +119,12 @@ def attention_candidates() -> list[Candidate]:
 
 
 def near_candidates() -> list[Candidate]:
-    """Return ways to attend where few programs do: their stages and warps, and splits of another length."""
-    found = [Candidate(f"attention in {n} stages", with_attention(num_stages=n), ALL) for n in (2, 4)]
-    found += [Candidate(f"attention by {n} warps", with_attention(num_warps=n), ALL) for n in (2, 8)]
-    return found + [Candidate(f"splits of {n} keys", with_attention(split=n), ALL, same=False) for n in (64, 256)]
+    """Return ways to attend where few programs do: stages, warps, how splits are shared, and how long they are."""
+    found = [
+        Candidate(f"attention: {', '.join(f'{k} {v}' for k, v in fields.items())}", with_attention(**fields), ALL)
+        for fields in NEAR
+    ]
+    return found + [Candidate(f"splits of {n} keys", with_attention(split=n), ALL, same=False) for n in (64, 128, 256)]
 
 
 def tile_candidates(shape: str, *, few: bool) -> list[Candidate]:
@@ -123,16 +136,6 @@ def tile_candidates(shape: str, *, few: bool) -> list[Candidate]:
     for (block_n, pair, block_k, warps, stages), later in itertools.product(tiles, ways):
         config = WideConfig(block_n, pair, block_k, warps, stages, tma=True, later=later)
         found.append(Candidate(f"{name} {short(config)}", with_wide(name, config), cases))
-    return found
-
-
-def library_candidates() -> list[Candidate]:
-    """Return products by the vendor's library."""
-    found = []
-    for shape, few in itertools.product((QKV, OUT, DOWN, GATE_UP), (False, True)):
-        name, cases = (few_rows_name(shape), FEW) if few else (shape, MANY)
-        config = WideConfig(128, shape == GATE_UP, 64, 8, 4, tma=True, later=shape != GATE_UP, library=True)
-        found.append(Candidate(f"{name} by the library", with_wide(name, config), cases, shape=shape))
     return found
 
 
@@ -159,8 +162,6 @@ def candidates_of(group: str) -> Iterator[Candidate]:
         yield from attention_candidates()
     elif group == "near":
         yield from near_candidates()
-    elif group == "library":
-        yield from library_candidates()
     elif group == "ahead":
         for shape in (QKV, DOWN, OUT, GATE_UP):
             yield Candidate(f"{shape} asks for nothing ahead", without_lines(shape), MANY)

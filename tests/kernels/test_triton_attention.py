@@ -116,15 +116,13 @@ def test_a_program_that_takes_several_splits_leaves_the_same_bits(programs, wind
 
 
 @pytest.mark.parametrize(("programs", "share", "window"), [(1056, 1, None), (12, 1, 90), (1056, 3, 300)])
-def test_two_blocks_looked_up_early_and_one_query_merged_compactly_leave_the_same_bits(
-    programs, share, window, generator
-):
+def test_splits_shared_out_and_one_query_merged_compactly_leave_the_same_bits(programs, share, window, generator):
     q, layer, batch = sample([1, 1], [520, 70], 16, (6, 2, 16), generator, torch.bfloat16)  # 17 splits, and 3
     batch = dataclasses.replace(batch, max_queries=1)
     config = dataclasses.replace(small_tuning().attention, programs=programs)
     plain, changed = (
         triton_ops(attention=dataclasses.replace(config, **changes))
-        for changes in ({}, {"share": share, "early_blocks": 2, "compact": True})
+        for changes in ({}, {"share": share, "compact": True})
     )
     expected = plain.attention(q, layer, batch, 0.2, window)
     torch.testing.assert_close(

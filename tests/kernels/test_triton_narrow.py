@@ -65,31 +65,9 @@ def test_fp8_sums_are_made_whole_at_the_same_columns_in_wide_steps(generator):
         assert torch.equal(multiplied(by_256, weight, x[:count]), expected[:count]), count
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("format", ["dense", "fp8_per_channel"])
-def test_few_rows_read_alone_and_ends_read_first_give_the_same_bits(format, splits, generator):
-    config = {f"{key}:136:512": LinearConfig(64, 64, splits, 4, 3) for key in ("dense", "fp8")}
-    plain, changed = (
-        products(linear=config, weights_first=True, **changes)
-        for changes in ({}, {"end_first": True, "thin_rows": 4, "small_first": True})
-    )
-    if format == "dense":
-        weight = numbers(136, 512, generator=generator, dtype=torch.bfloat16)
-    else:
-        weight = plain.prepare(quantized(format, 136, 512, generator))
-    x = numbers(6, 512, generator=generator, dtype=torch.bfloat16)
-    residual = numbers(6, 136, generator=generator, dtype=torch.bfloat16)
-    for count in (1, 2, 3, 6):
-        for ends in ({"residual_TN": residual[:count]}, {"silu": True}):
-            assert torch.equal(
-                multiplied(changed, weight, x[:count], **ends), multiplied(plain, weight, x[:count], **ends)
-            ), (count, ends.keys())
-
-
-@pytest.mark.parametrize("thin", [0, 4])
 @pytest.mark.parametrize("width", [64, 576])
-def test_a_folded_norm_is_the_norm_to_the_bit(width, thin, generator):
-    by = products(weights_first=True, fold_rows=16, thin_rows=thin)
+def test_a_folded_norm_is_the_norm_to_the_bit(width, generator):
+    by = products(weights_first=True, fold_rows=16)
     inner = numbers(3, 64, generator=generator, dtype=torch.bfloat16)
     up = numbers(width, 64, generator=generator, dtype=torch.bfloat16)
     residual = numbers(3, width, generator=generator, dtype=torch.bfloat16)
@@ -153,19 +131,19 @@ def test_blocks_with_folded_norms_and_rotations_are_the_references(changes, gene
 def test_folding_changes_no_bits_of_a_model(generator):
     model = make_target(generator, **HEADS_OF_64, num_layers=2).to(torch.bfloat16).to(DEVICE)
     model.rotary.fill(DEVICE)
-    folded = triton_ops(weights_first=True, fold_rows=4, small_first=True)
+    folded = triton_ops(weights_first=True, fold_rows=4)
     plain = triton_ops(weights_first=False, fold_rows=0)
     alone = run(model, plain, [9, 1, 1, 1])
     for ops, passes, others in ((folded, [9, 3], 0), (folded, [9, 1, 2], 3)):
         assert torch.equal(run(model, ops, passes, others=others), alone), (passes, others)
 
 
-def test_what_few_rows_have_of_their_own_changes_no_bits_of_a_model(generator):
+def test_stretches_and_splits_that_programs_share_change_no_bits_of_a_model(generator):
     model = make_target(generator, **HEADS_OF_64, num_layers=2).to(torch.bfloat16).to(DEVICE)
     model.rotary.fill(DEVICE)
     linear = {f"dense:{n}:{k}": LinearConfig(64, 32, 2, 4, 3) for n, k in dense_shapes(model)}
-    attention = dataclasses.replace(small_tuning().attention, early_blocks=2, compact=True)
-    folds = {"weights_first": True, "fold_rows": 4, "end_first": True, "thin_rows": 2, "attention": attention}
+    attention = dataclasses.replace(small_tuning().attention, share=3, compact=True)
+    folds = {"weights_first": True, "fold_rows": 4, "attention": attention}
     plain = triton_ops(weights_first=False, fold_rows=0, linear=linear)
     assert torch.equal(run(model, triton_ops(**folds, linear=linear), [3, 1, 2]), run(model, plain, [3, 3]))
 
@@ -182,7 +160,7 @@ def test_folding_changes_no_bits_of_a_model_in_fp8(generator, monkeypatch):
     for module, name in ((norm_rope, "norm_codes"), (quantize, "quantize_rows")):
         whole = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
-    folds = {"weights_first": True, "fold_rows": 4, "fold_codes": 4, "fold_norm_codes": 3, "small_first": True}
+    folds = {"weights_first": True, "fold_rows": 4, "fold_codes": 4, "fold_norm_codes": 3}
     assert torch.equal(run(model, triton_ops(**folds), [3]), alone)
     assert calls == ["norm_codes"]  # before the first block
     calls.clear()

@@ -30,4 +30,4 @@ def test_what_a_sweep_writes_is_read_again_with_every_field(tmp_path, monkeypatc
     )
     write_tuning(tuning, tmp_path)
     assert starting_tuning(tmp_path / f"{tuning.architecture}.json", DEVICE) == tuning
-    assert tuning.fold_codes and tuning.fold_norm_codes and tuning.small_first
+    assert tuning.fold_codes and tuning.fold_norm_codes

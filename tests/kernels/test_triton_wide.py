@@ -77,18 +77,6 @@ def test_stretches_that_are_added_later_give_the_bits_of_a_product_that_adds_the
         assert torch.equal(left.multiply(rows, weight, Epilogue(residual_TN=residual[:count])), expected)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="on a GPU the library may be used")
-def test_without_a_gpu_the_library_is_left_alone(generator):
-    own, asked = (products(wide(later=True, library=library)) for library in (False, True))
-    weight = weight_of("dense", own, generator)
-    rows = own.rows_for(weight, numbers(40, INPUTS, generator=generator, dtype=torch.bfloat16))
-    assert torch.equal(asked.stretches(rows, weight), own.stretches(rows, weight))
-    assert torch.equal(
-        asked.multiply(rows, weight, Epilogue(silu=True)), own.multiply(rows, weight, Epilogue(silu=True))
-    )
-    assert not asked.library.known
-
-
 def test_a_product_in_one_stretch_leaves_nothing_for_later(generator):
     tuning = small_tuning(
         linear={f"dense:{OUTPUTS}:{INPUTS}": LinearConfig(64, 32, 1, 4, 2)}, wide_linear=wide(later=True)

@@ -7,7 +7,7 @@ here, where there are many queries, else by the last of several (`attention_spli
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN202, PLR0913, SIM108
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -205,10 +205,8 @@ def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, 
 
 
 def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
-    """Return how programs share splits, and which keys they ask for early, and of whom; copies are of 16 bytes."""
-    shared = config.share > 1 and not whole
-    pair = config.early_blocks == 2 and config.split == 2 * config.block and not whole and not shared
-    return {"SHARED": shared, "PAIR": pair, "BULK": config.bulk and head_bytes % 16 == 0}
+    """Return whether programs share splits, and whether the copy engine is asked for keys; it copies 16 bytes."""
+    return {"SHARED": config.share > 1 and not whole, "BULK": config.bulk and head_bytes % 16 == 0}
 
 
 def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
@@ -242,39 +240,39 @@ def variants(architecture: str) -> list[Variant]:
         "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
     }  # fmt: skip
     split = {**pointers, **shared, **numbers, "num_splits": "i32"}
-    kinds = (
-        (_NARROW_ROWS, splits_kernel, split, False),
-        (_NARROW_ROWS, splits_kernel, split, True),
-        (config.rows_wide, splits_kernel, split, True),
-        (config.rows_wide, _attention_kernel, {**pointers, **numbers}, True),
+    kinds = (  # rows, kernel, its arguments, whether programs take groups, whether a tile has one query
+        (_NARROW_ROWS, splits_kernel, split, False, False),
+        (_NARROW_ROWS, splits_kernel, split, False, True),
+        (_NARROW_ROWS, splits_kernel, split, True, False),
+        (_NARROW_ROWS, splits_kernel, split, True, True),
+        (config.rows_wide, splits_kernel, split, True, False),
+        (config.rows_wide, _attention_kernel, {**pointers, **numbers}, True, False),
     )
     shipped = []
-    for rows, kernel, signature, whole in kinds:
+    for rows, kernel, signature, whole, one in kinds:
         serial = kernel is _attention_kernel
         divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
         divisible += ("slot_stride",)
         for heads, groups, width in ((32, 8, 128), (9, 3, 64)):
+            repeats = heads // groups
             constants = {
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
-                "TOKENS": rows // (heads // groups), "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
+                "TOKENS": rows // repeats, "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
                 "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
-                **({} if serial else {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True, "COMPACT": 0}),
-                **({} if serial else _early_options(config, 2 * width, whole)),
             }  # fmt: skip
-            name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            options |= {} if serial else _split_options(config, rows, whole)
+            if not serial:
+                constants |= {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True}
+                constants |= _early_options(config, 2 * width, whole)
+                constants["COMPACT"] = _compact_rows(config, repeats, rows) if one else 0
+                options = _split_options(config, rows, whole)
             registers = options.pop("maxnreg", 0)
+            how = ", serial" if serial else f"{', groups' if whole else ''}{', one query' if one else ''}"
+            name = f"attention {rows} rows, heads of {width}{how}"
             shipped.append(
                 Variant(
                     name, kernel, signature, constants, **options, matrix="bf16", divisible=divisible,
                     registers=registers,
                 )
             )  # fmt: skip
-            for share in (1, 2) if not serial and rows == _NARROW_ROWS else ():
-                tried = replace(config, early_blocks=2, bulk=True, share=share)
-                constants = constants | _early_options(tried, 2 * width, whole)
-                constants["COMPACT"] = triton.next_power_of_2(heads // groups)
-                how = "one query" if share == 1 else "one query, splits shared"
-                shipped.append(replace(shipped[-1], name=f"{name}, {how}", constants=constants))
     return shipped

@@ -59,15 +59,12 @@ def _queries(q_at, WIDTH: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _attend_splits(
-    q_at, k_at, v_at, at, second_at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split,
-    last_split, end, scale, window, sums_at, part_at, real,
+    q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split, last_split,
+    end, scale, window, sums_at, part_at, real,
     WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr,
+    PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the splits from_split..to_split, whose first keys are `at`; store the result of each, or of groups.
-
-    PAIR: there is one split of two blocks, and where the second lies is known.
-    """
+    """Attend to the splits from_split..to_split, whose first keys are `at`; store the result of each, or of groups."""
     if WHOLE:
         q = _queries(q_at, WIDTH, D)
     best, _, acc = nothing(ROWS, D)
@@ -77,10 +74,7 @@ def _attend_splits(
         if not WHOLE:  # read along with the keys: before so short a loop they would hold the keys up
             q = _queries(q_at, WIDTH, D)
         here = at
-        if PAIR:
-            here = tl.where(start == from_split * SPLIT, at, second_at)
-        else:
-            at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE)
+        at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE)
         best, total, acc = attend_block(
             best, total, acc, q, k_at, v_at, here, own, ancestors, start, end, scale, window,
             WIDTH, D, BLOCK, HAS_WINDOW, True,
@@ -123,8 +117,7 @@ def splits_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
-    SHARED: tl.constexpr, PAIR: tl.constexpr, BULK: tl.constexpr, COMPACT: tl.constexpr, MAXIMA: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARED: tl.constexpr, BULK: tl.constexpr, COMPACT: tl.constexpr, MAXIMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of a tile's request, or with WHOLE to this program's share of its groups of splits.
 
@@ -132,8 +125,7 @@ def splits_kernel(
         ONE: every request's queries fit one tile, so a tile is a request.
         EARLY: look things up before the inputs are there.
         SHARED: there may be more splits than programs, which then take several, and store the result of each.
-        PAIR: a program's split is two blocks, and both are looked up then.
-        BULK: the copy engine is asked for them.
+        BULK: the copy engine is asked for the first keys and values.
         COMPACT: a tile has one query, and results are merged in tiles of so many rows; 0: in tiles of ROWS.
         MAXIMA: leave the largest magnitude of each head's output.
     """
@@ -168,14 +160,9 @@ def splits_kernel(
     k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
     first_key = tl.minimum(from_split * SPLIT, tl.maximum(end - 1, 0))
     at = key_offsets(pages_at, slot_stride, first_key, end, BLOCK, PAGE)
-    second_at = at
-    if PAIR:
-        second_at = key_offsets(pages_at, slot_stride, first_key + BLOCK, end, BLOCK, PAGE)
     if EARLY:
         if PDL and busy and not WHOLE:
             _prefetch_block(k_at, v_at, at, WIDTH, BULK)
-            if PAIR:
-                _prefetch_block(k_at, v_at, second_at, WIDTH, BULK)
         # Programs past a context's end leave at once, to make room; the first of a tile waits even so, that whoever
         # waits for this kernel has waited for those before.
         if busy | (tl.program_id(2) == 0):
@@ -188,9 +175,9 @@ def splits_kernel(
         sums_at = sums_ptr + cell * num_splits * (2 * ROWS) + row
         part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + column[None, :])
         _attend_splits(
-            q_ptr + q_at, k_at, v_at, at, second_at, pages_at, slot_stride, own, ancestors, from_split, to_split,
-            first_split, last_split, end, scale, window, sums_at, part_at, real,
-            WIDTH, D, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE, PAIR,
+            q_ptr + q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split,
+            last_split, end, scale, window, sums_at, part_at, real,
+            WIDTH, D, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE,
         )  # fmt: skip
         if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):
             _finish_tile(

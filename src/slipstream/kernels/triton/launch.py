@@ -61,23 +61,6 @@ def prefetch(at):
 
 
 @triton.jit
-def prefetch_near(at):
-    """Ask for the lines that hold these addresses; they come into the cache of this processor."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def prefetch_kept(at):
-    """Ask for the lines that hold these addresses, and let them stay in the cache when weights stream through it."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def prefetch_bytes(at, num_bytes):
     """Ask for so many bytes from each of these addresses on, both multiples of 16: one request to the copy engine each.
 

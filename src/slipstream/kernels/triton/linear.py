@@ -244,11 +244,6 @@ class Launch:
         counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
-        small_first: what is small and read in every pass is asked for early, and kept in the cache (products of a few
-            rows).
-        end_first: what the end of a tile needs is read before its programs count themselves in (likewise).
-        thin_rows: up to so many rows, programs read these alone instead of a whole token tile (likewise).
-        near_rows: whether programs ask for their rows' lines into the nearest cache, where these are few (likewise).
     """
 
     config: LinearConfig
@@ -258,10 +253,6 @@ class Launch:
     counters: Tensor
     dependent: bool
     instruction: int = 0
-    small_first: bool = False
-    end_first: bool = False
-    thin_rows: int = 0
-    near_rows: bool = False
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over tokens, outputs and stretches of columns."""

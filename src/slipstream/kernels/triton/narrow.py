@@ -16,9 +16,6 @@ from slipstream.kernels.triton.launch import (
     keep_order,
     let_next_start,
     prefetch,
-    prefetch_bytes,
-    prefetch_kept,
-    prefetch_near,
     wait_for_previous,
     wait_then_let_start,
 )
@@ -52,12 +49,6 @@ def _rows(x_at, k, real_M, is_there, KIND: tl.constexpr):
 
 
 @triton.jit
-def _norms(norm_at, k, real_M, is_there, KEEP: tl.constexpr):
-    is_there = real_M[None, :] & is_there[:, None]
-    return tl.load(norm_at + k[:, None], mask=is_there, other=0.0, eviction_policy=KEEP)
-
-
-@triton.jit
 def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr):
     """Add one tile's columns."""
     w = _weights(w_at, k, K, EVEN_K, KIND)
@@ -74,33 +65,11 @@ def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr)
 
 
 @triton.jit
-def _ask_ahead(w_at, first, K, AHEAD: tl.constexpr, BULK: tl.constexpr):
-    """Ask for the AHEAD lines of each weight row from column `first` on, or the last ones there are."""
-    LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
-    if BULK:
-        HALF: tl.constexpr = AHEAD * LINE // 2  # two requests a row: then every thread has one
-        column = tl.minimum(first + tl.arange(0, 2) * HALF, K - HALF)
-        prefetch_bytes(w_at + column[None, :], AHEAD * 64)
-    else:
-        column = tl.minimum(first + tl.arange(0, AHEAD) * LINE, K - 1)
-        prefetch(w_at + column[None, :])
-
-
-@triton.jit
-def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
-    """Return each token's slot and position."""
-    token = tl.arange(0, BLOCK_M)
-    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
-    return slot, tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
-
-
-@triton.jit
-def _ask_ahead_and_wait(
-    w_at, k_from, K, AHEAD: tl.constexpr, BULK: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr
-):
+def _ask_ahead_and_wait(w_at, k_from, K, AHEAD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
     """Ask for AHEAD lines of each weight row, then wait for the inputs; with LATE the next kernel starts only then."""
     if PDL and AHEAD > 0:
-        _ask_ahead(w_at, k_from, K, AHEAD, BULK)
+        LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(w_at + tl.minimum(k_from + tl.arange(0, AHEAD) * LINE, K - 1)[None, :])
     if LATE:
         wait_then_let_start(PDL)
     else:
@@ -108,25 +77,16 @@ def _ask_ahead_and_wait(
 
 
 @triton.jit
-def _bring_near(x_at, k_from, K, WARM: tl.constexpr, PDL: tl.constexpr):
-    """Ask for WARM lines of each row into the nearest cache."""
-    if PDL and WARM > 0:
-        LINE: tl.constexpr = 128 // (x_at.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch_near(x_at + tl.minimum(k_from + tl.arange(0, WARM) * LINE, K - 1)[:, None])
-
-
-@triton.jit
 def _known_of_rows(
     none, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
     NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
-    KEEP: tl.constexpr,
 ):  # fmt: skip
     """Return each row's factor of its norm, its scale and that scale's inverse; what is not needed is `none`."""
     factor, scale, inverse = none, none, none
     if CODES == "maxima":
         scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
     elif CODES == "norm":
-        factor, scale = factor_and_scale(x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS, KEEP)
+        factor, scale = factor_and_scale(x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS)
     elif NORM:
         factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
     if CODES != "none":
@@ -149,17 +109,16 @@ def _ready(
 
 @triton.jit
 def _stretch(
-    w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
+    w_at, x_ptr, norm_ptr, left_ptr, split, steps, M, K, x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr, AHEAD: tl.constexpr, BULK: tl.constexpr, STAGED: tl.constexpr, WARM: tl.constexpr,
-    KEEP: tl.constexpr, PLACES: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
 
     The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
-    first weights, which it starts before the loop, do not wait. Returns the sums, the rows' scales if CODES are made
-    here, and with PLACES their slots and positions.
+    first weights, which it starts before the loop, do not wait. Returns the sums, and the rows' scales if CODES are
+    made here.
     """
     STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
     if KIND == "int8":
@@ -176,27 +135,22 @@ def _stretch(
     norm_at = norm_ptr + tl.zeros([1, ROWS], tl.int32)  # one copy for each row: then it lies as the rows do
     factor = tl.zeros([ROWS], tl.float32)
     scale, inverse = factor, factor
-    slot = tl.zeros([BLOCK_M], tl.int64)
-    position = slot
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
-            _ask_ahead_and_wait(w_at, split * steps * STEP + STAGED, K, AHEAD, BULK, LATE, PDL)
+            _ask_ahead_and_wait(w_at, split * steps * STEP + STAGED, K, AHEAD, LATE, PDL)
             x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
                 second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
-            _bring_near(x_at, split * steps * STEP, K, WARM, PDL)
-            if PLACES:
-                slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
             if NORM:
-                norm = _norms(norm_at, k, real, k < K, KEEP)
+                norm = _rows(norm_at, k, real, k < K, "dense")
                 if TWICE:
-                    second_norm = _norms(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, KEEP)
+                    second_norm = _rows(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, "dense")
             if NORM or CODES != "none":
                 keep_order(PDL)  # or the assembler asks for these rows only when what is known of them is there
             factor, scale, inverse = _known_of_rows(
                 factor, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
-                NORM, CODES, ROWS, PARTS, LEVELS, KEEP,
+                NORM, CODES, ROWS, PARTS, LEVELS,
             )  # fmt: skip
         ahead = k + STEP
         more = step + 1 < steps
@@ -204,19 +158,19 @@ def _stretch(
         x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
         rows = _ready(rows, norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
         if NORM:
-            norm = _norms(norm_at, ahead, real, (ahead < K) & more, KEEP)
+            norm = _rows(norm_at, ahead, real, (ahead < K) & more, "dense")
         if TWICE:
             ahead += BLOCK_K
             second_x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
             second_rows = _ready(second_rows, second_norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
             if NORM:
-                second_norm = _norms(norm_at, ahead, real, (ahead < K) & more, KEEP)
+                second_norm = _rows(norm_at, ahead, real, (ahead < K) & more, "dense")
         acc = _multiply_step(w_at, k, rows, acc, K, EVEN_K, KIND)
         if TWICE:
             acc = _multiply_step(w_at, k + BLOCK_K, second_rows, acc, K, EVEN_K, KIND)
     if CODES != "none":
         scale = repeat_scales(scale, ROWS, BLOCK_M)
-    return acc, scale, slot, position
+    return acc, scale
 
 
 @triton.jit
@@ -228,11 +182,17 @@ def _rope_rows(n_tile, N, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _angles(position, n_tile, cos_ptr, sin_ptr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, KEEP: tl.constexpr):
-    """Return the angles of a tile's columns at each token's position [BLOCK_M, BLOCK_N / 2]."""
+def _places(
+    n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Return each token's slot, and the angles of a tile's columns at its position [BLOCK_M, BLOCK_N / 2]."""
+    token = tl.arange(0, BLOCK_M)
+    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
     column = n_tile * (BLOCK_N // 2) % HALF + tl.arange(0, BLOCK_N // 2)
     angle = position[:, None] * HALF + column[None, :]
-    return tl.load(cos_ptr + angle, eviction_policy=KEEP), tl.load(sin_ptr + angle, eviction_policy=KEEP)
+    return slot, tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
 
 
 @triton.jit
@@ -277,8 +237,7 @@ def narrow_kernel(
     EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
     LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
-    BULK: tl.constexpr, STAGED: tl.constexpr, WARM: tl.constexpr, SMALL_FIRST: tl.constexpr, END_FIRST: tl.constexpr,
-    PDL: tl.constexpr,
+    STAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
 
@@ -286,11 +245,7 @@ def narrow_kernel(
     sums of squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES of a
     "norm" whole rows are read. A step reads ROWS rows, BLOCK_M or a lesser power of two, and repeats them. LEAVES
     is what this kernel leaves: "squares", "maxima" or "none". AHEAD are the lines of each weight row to ask for behind
-    the STAGED columns that the loop has under way before it waits, BULK of the copy engine; WARM those of each row to
-    ask for into the nearest cache once it has waited. SMALL_FIRST: ask for the weights' scales and for the norm's
-    weights before the loop, for places in its first step, and let all but places stay in the cache. END_FIRST:
-    programs that share a tile all read what its end needs before they count themselves in, so that the last does not
-    wait for it.
+    the STAGED columns that the loop has under way before it waits.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
@@ -302,26 +257,10 @@ def narrow_kernel(
         rows_N = weight_rows(n_tile, N, BLOCK_N, END == "silu")
     rows_M = tl.minimum(tl.arange(0, BLOCK_M), M - 1)
     w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
-    KEEP: tl.constexpr = "evict_last" if SMALL_FIRST else ""
-    w_scale = rows_N
-    if SMALL_FIRST:
-        if KIND != "dense":
-            w_scale = tl.load(w_scale_ptr + rows_N, eviction_policy=KEEP)
-        if NORM and PDL and n_tile % 8 == 0:
-            prefetch_kept(norm_ptr + tl.minimum(tl.arange(0, PARTS) * SQUARES, K - 1))  # 64 numbers to a line
-    PLACES: tl.constexpr = SMALL_FIRST and END == "rope"
-    total, x_scale, slot, position = _stretch(
-        w_at, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, split, steps, M, K, x_stride, num_parts, eps,
-        BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, BULK, STAGED, WARM,
-        KEEP, PLACES, LATE, PDL,
+    total, x_scale = _stretch(
+        w_at, x_ptr, norm_ptr, left_ptr, split, steps, M, K, x_stride, num_parts, eps, BLOCK_M, BLOCK_N, BLOCK_K,
+        TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, STAGED, LATE, PDL,
     )  # fmt: skip
-    residual, cos, sin = 0.0, 0.0, 0.0
-    if END_FIRST:
-        x_scale, w_scale, residual, slot, cos, sin = _end_inputs(
-            x_scale, w_scale, slot, position, x_scale_ptr, w_scale_ptr, residual_ptr, slots_ptr, positions_ptr,
-            cos_ptr, sin_ptr, rows_M, rows_N, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, KIND, END, HAS_RESIDUAL,
-            CODES, HALF, SMALL_FIRST, KEEP,
-        )  # fmt: skip
     finished = True
     if SPLITS > 1:
         num_tiles = tl.num_programs(0)
@@ -330,53 +269,36 @@ def narrow_kernel(
         if finished:
             total = add_parts(at, stride, SPLITS)
     if finished:
-        _finish(
-            total, x_scale, w_scale, residual, slot, position, cos, sin, x_scale_ptr, w_scale_ptr, residual_ptr,
-            slots_ptr, positions_ptr, cos_ptr, sin_ptr, rows_M, rows_N, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr,
-            values_ptr, M, N, residual_stride, y_stride, slot_stride, BLOCK_M, BLOCK_N, KIND, END, HAS_BIAS,
-            HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF, CODES, SMALL_FIRST, END_FIRST, KEEP,
+        sums = total.to(tl.float32)
+        if KIND != "dense":
+            if CODES == "none":
+                x_scale = tl.load(x_scale_ptr + rows_M)
+            sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
+        _store_tile(
+            sums, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr,
+            cos_ptr, sin_ptr, M, N, residual_stride, y_stride, slot_stride, BLOCK_M, BLOCK_N, END, HAS_BIAS,
+            HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF,
         )  # fmt: skip
-
-
-@triton.jit
-def _finish(
-    total, x_scale, w_scale, residual, slot, position, cos, sin, x_scale_ptr, w_scale_ptr, residual_ptr,
-    slots_ptr, positions_ptr, cos_ptr, sin_ptr, rows_M, rows_N, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr,
-    values_ptr, M, N, residual_stride, y_stride, slot_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
-    CODES: tl.constexpr, SMALL_FIRST: tl.constexpr, END_FIRST: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """Scale whole sums and store them; what that needs is read now unless it was END_FIRST."""
-    if not END_FIRST:
-        x_scale, w_scale, residual, slot, cos, sin = _end_inputs(
-            x_scale, w_scale, slot, position, x_scale_ptr, w_scale_ptr, residual_ptr, slots_ptr, positions_ptr,
-            cos_ptr, sin_ptr, rows_M, rows_N, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, KIND, END,
-            HAS_RESIDUAL, CODES, HALF, SMALL_FIRST, KEEP,
-        )  # fmt: skip
-    sums = total.to(tl.float32)
-    if KIND != "dense":
-        sums = sums * (x_scale[None, :] * w_scale[:, None])
-    _store_tile(
-        sums, residual, slot, cos, sin, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N, y_stride,
-        slot_stride, BLOCK_M, BLOCK_N, END, HAS_BIAS, HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF,
-    )  # fmt: skip
 
 
 @triton.jit
 def _store_tile(
-    sums, residual, slot, cos, sin, n_tile, bias_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N, y_stride,
-    slot_stride,
+    sums, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr,
+    sin_ptr, M, N, residual_stride, y_stride, slot_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Finish float32 sums and store them, with what is left for the next kernel."""
     if END == "rope":
+        slot, cos, sin = _places(n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M, BLOCK_M, BLOCK_N, HALF)
         _rotate_and_store(
             sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
             BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
         )  # fmt: skip
     else:
+        residual = residual_tile(
+            residual_ptr, 0, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_RESIDUAL
+        )
         out = store_outputs(
             sums, residual, 0, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS,
             HAS_RESIDUAL,
@@ -387,30 +309,6 @@ def _store_tile(
             token = tl.arange(0, BLOCK_M)
             at = leave_ptr + token.to(tl.int64) * tl.num_programs(0) + n_tile
             tl.store(at, tl.max(tl.abs(out.to(tl.float32)), 1), mask=token < M)
-
-
-@triton.jit
-def _end_inputs(
-    x_scale, w_scale, slot, position, x_scale_ptr, w_scale_ptr, residual_ptr, slots_ptr, positions_ptr, cos_ptr,
-    sin_ptr, rows_M, rows_N, n_tile, M, N, residual_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    CODES: tl.constexpr, HALF: tl.constexpr, SMALL_FIRST: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """Return what the end of a tile needs: scales, the residual, slots and angles; what is there already stays."""
-    if KIND != "dense":
-        if CODES == "none":
-            x_scale = tl.load(x_scale_ptr + rows_M)
-        if not SMALL_FIRST:
-            w_scale = tl.load(w_scale_ptr + rows_N)
-    cos, sin = 0.0, 0.0
-    if END == "rope":
-        if not SMALL_FIRST:
-            slot, position = _places(slots_ptr, positions_ptr, M, BLOCK_M)
-        cos, sin = _angles(position, n_tile, cos_ptr, sin_ptr, BLOCK_N, HALF, KEEP)
-    residual = residual_tile(
-        residual_ptr, 0, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_RESIDUAL
-    )
-    return x_scale, w_scale, residual, slot, cos, sin
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def scale_of_maxima(maxima_ptr, row, num_parts, PARTS: tl.constexpr):
 @triton.jit
 def factor_and_scale(
     x_ptr, norm_ptr, squares_ptr, row, K, x_stride, eps,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, KEEP: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Return each row's factor of its norm, and the scale of what it becomes."""
     WIDTH: tl.constexpr = PARTS * SQUARES
@@ -56,7 +56,7 @@ def factor_and_scale(
     for first in tl.static_range(0, WIDTH, TAKEN):
         column = (first + tl.arange(0, TAKEN))[None, :]
         rows = tl.load(row_at + column, mask=column < K, other=0.0)
-        weight = tl.load(norm_at + column, mask=column < K, other=0.0, eviction_policy=KEEP)
+        weight = tl.load(norm_at + column, mask=column < K, other=0.0)
         normed = apply_norm(rows, weight, factor[:, None])
         largest = tl.maximum(largest, tl.abs(normed.to(tl.float32)))
     return factor, row_scale(tl.max(largest, 1), "fp8")

@@ -1,7 +1,5 @@
 """How products of a few rows are launched (`narrow`): what is folded into them, and what ships."""
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
@@ -18,7 +16,6 @@ MOST_ROWS = 16
 MOST_WHOLE_ROWS = 8
 """A program reads so many whole rows beside its tile, to make codes after their norm; more do not fit in registers."""
 _LINE_BYTES = 128
-_NEAR_LINES = 128  # of rows in the nearest cache; fast memory leaves it little
 _FP8_COLUMNS = 128  # after so many an FP8 sum is made whole
 
 
@@ -48,7 +45,6 @@ def multiply_narrow(
     _, num_tiles, splits = grid = launch.grid(num_rows, num_outputs, epilogue.silu)
     y = torch.empty(num_rows, _num_stored(epilogue, num_outputs), dtype=rows.dtype, device=x_TK.device)
     makes_codes = kind.startswith("fp8") and rows.scale_T is None
-    is_thin = kind == "dense" and num_rows <= launch.thin_rows
     left_TB = rows.maxima_TB if rows.norm is None else rows.norm.squares_TB
     num_parts = 0 if left_TB is None else left_TB.shape[1]
     parts = triton.next_power_of_2(max(num_parts, 1))
@@ -70,14 +66,12 @@ def multiply_narrow(
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
         NORM=rows.norm is not None,
         CODES="none" if not makes_codes else "maxima" if rows.norm is None else "norm",
-        ROWS=triton.next_power_of_2(num_rows) if makes_codes or is_thin else launch.block_m,
+        ROWS=triton.next_power_of_2(num_rows) if makes_codes else launch.block_m,
         PARTS=parts, LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), **_heads(epilogue.rope),
-        AHEAD=_lines_ahead(config, launch.stretch - staged, weight_NK.element_size()), BULK=_is_bulk(config, weight_NK),
-        STAGED=staged, WARM=_lines_near(launch, rows),
-        SMALL_FIRST=launch.small_first, END_FIRST=launch.end_first, PDL=launch.dependent,
+        AHEAD=_lines_ahead(config, launch.stretch - staged, weight_NK.element_size()), STAGED=staged,
+        PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
-        **({"maxnreg": config.registers} if config.registers else {}),
     )  # fmt: skip
     return y
 
@@ -114,22 +108,9 @@ def _heads(write: RopeWrite | None) -> dict[str, int]:
     return {"HEADS": write.heads[0], "GROUPS": write.heads[1], "HALF": write.rope.cos_Pr.shape[1]}
 
 
-def _lines_near(launch: Launch, rows: Rows) -> int:
-    """Return how many lines of a row to ask for into the nearest cache, a power of two; 0: they are too many for it."""
-    lines = triton.next_power_of_2(launch.stretch * rows.values_TK.element_size() // _LINE_BYTES)
-    return lines if launch.near_rows and 0 < lines * len(rows.values_TK) <= _NEAR_LINES else 0
-
-
-def _is_bulk(config: LinearConfig, weight_NK: Tensor) -> bool:
-    """Tell whether the copy engine is asked for lines ahead; it wants every row to begin at a multiple of 16 bytes."""
-    return config.bulk and weight_NK.shape[1] * weight_NK.element_size() % 16 == 0
-
-
 def _lines_ahead(config: LinearConfig, columns_left: int, itemsize: int) -> int:
-    """Return how many lines of a row to ask for, within the stretch: a power of two, or of the copy engine pairs."""
+    """Return how many lines of a row to ask for, within the stretch: a power of two."""
     most = max(columns_left * itemsize // _LINE_BYTES, 0)
-    if config.bulk:
-        return min(config.ahead, most) // 2 * 2
     return min(config.ahead, 1 << (most.bit_length() - 1)) if most else 0
 
 
@@ -167,12 +148,6 @@ def variants(architecture: str) -> list[Variant]:
             }  # fmt: skip
             name = f"narrow {kind}, {end}{how}, {shape[0]} x {shape[1]}"
             shipped.append(_variant(name, kind, fitted, folds))
-            if kind == "dense":
-                for thin in (1, 4):
-                    shipped.append(_variant(f"{name}, {thin} rows", kind, fitted, {**folds, "ROWS": thin}))
-            if shape == (4096, 4096):
-                config = replace(fitted, ahead=12, bulk=True, registers=112 if kind == "dense" else 0)
-                shipped.append(_variant(f"{name}, asked of the copy engine", kind, config, folds))
     return shipped
 
 
@@ -190,11 +165,10 @@ def _variant(name: str, kind: str, config: LinearConfig, folds: dict[str, bool |
     constants = {
         "BLOCK_M": MOST_ROWS, "BLOCK_N": config.block_n, "BLOCK_K": _FP8_COLUMNS if twice else config.block_k,
         "TWICE": twice, "SPLITS": config.split_k, "EVEN_K": True, "KIND": kind, "HAS_BIAS": False, "HEADS": 32,
-        "GROUPS": 8, "HALF": 64, "AHEAD": config.ahead, "BULK": config.bulk, "SMALL_FIRST": True, "END_FIRST": True,
-        "WARM": 32, "STAGED": (config.num_stages - 1) * config.block_k, "PDL": False, **folds,
+        "GROUPS": 8, "HALF": 64, "AHEAD": config.ahead,
+        "STAGED": (config.num_stages - 1) * config.block_k, "PDL": False, **folds,
     }  # fmt: skip
     divisible = (*pointers, *strides)
     return Variant(
-        name, narrow_kernel, signature, constants, config.num_warps, config.num_stages, _MATRIX[kind], divisible,
-        config.registers,
-    )  # fmt: skip
+        name, narrow_kernel, signature, constants, config.num_warps, config.num_stages, _MATRIX[kind], divisible
+    )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.triton import mxfp4, nibble_linear, quantize
-from slipstream.kernels.triton.library import Library, gated_by_library, stretches_by_library
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, token_tile
 from slipstream.kernels.triton.narrow_products import MOST_ROWS, MOST_WHOLE_ROWS, multiply_narrow, rope_fits
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
@@ -47,7 +46,6 @@ class Products:
         self.counters = torch.zeros(1 << 18, dtype=torch.int32, device=device)
         self.dependent = tuning.dependent_launch
         self.configs: dict[str, LinearConfig] = {}
-        self.library = Library(device)
 
     def prepare(self, weight: PackedWeight) -> PackedWeight:
         """Return the weight in the layout the kernels read, or as it is if they do not know its format."""
@@ -133,19 +131,8 @@ class Products:
         if wide is None:
             launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
             return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
-        own = replace(wide, config=replace(wide.config, later=False))
-
-        def ours(x_TK: Tensor) -> Tensor:
-            return multiply_wide(x_TK, weight_NK, scales, kind, epilogue, own, rows.dtype)
-
-        if wide.config.library and wide.splits == 1 and kind == "dense" and epilogue == Epilogue(silu=True):
-
-            def theirs(x_TK: Tensor) -> Tensor:
-                return gated_by_library(x_TK, weight_NK, self.dependent)
-
-            if self.library.agrees(weight_NK, 1, num_rows, theirs, ours):
-                return theirs(rows.values_TK)
-        return ours(rows.values_TK)
+        wide = replace(wide, config=replace(wide.config, later=False))
+        return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide, rows.dtype)
 
     def stretches(self, rows: Rows, weight: Weight) -> Tensor | None:
         """Return the float32 sums of each stretch of columns [S, T, N], if they are left to the kernel that follows.
@@ -158,17 +145,7 @@ class Products:
         launch = self._wide_launch(weight, "dense", num_rows, silu=False)
         if launch is None or not launch.config.later:
             return None
-
-        def ours(x_TK: Tensor) -> Tensor:
-            return multiply_wide(x_TK, weight, None, "dense", Epilogue(), launch, rows.dtype)
-
-        def theirs(x_TK: Tensor) -> Tensor:
-            return stretches_by_library(x_TK, weight, launch.splits)
-
-        even = weight.shape[1] == launch.splits * launch.stretch
-        if launch.config.library and even and self.library.agrees(weight, launch.splits, num_rows, theirs, ours):
-            return theirs(rows.values_TK)
-        return ours(rows.values_TK)
+        return multiply_wide(rows.values_TK, weight, None, "dense", Epilogue(), launch, rows.dtype)
 
     def _wide_launch(self, weight_NK: Tensor, kind: str, num_rows: int, *, silu: bool) -> WideLaunch | None:
         """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
@@ -245,10 +222,7 @@ class Products:
         if format == "fp8" and not self._is_narrow(num_rows):
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
-        return Launch(
-            config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction,
-            self._tuning.small_first, self._tuning.end_first, self._tuning.thin_rows, self._tuning.near_rows,
-        )  # fmt: skip
+        return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
 
 
 def _stretch(config: LinearConfig, num_inputs: int) -> int:

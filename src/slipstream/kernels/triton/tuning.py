@@ -28,9 +28,6 @@ class LinearConfig:
     Args:
         ahead: lines (128 bytes) of each weight row to ask for, behind the stages, before the inputs are there; a power
             of two, or 0 for none.
-        bulk: whether the copy engine is asked for these lines, a stretch of a row at a time (NVIDIA from sm_90 on).
-        registers: the most a thread of a product of few rows may have, so that the next kernel's programs find room
-            beside it (NVIDIA); 0: as many as the compiler likes.
     """
 
     block_n: int
@@ -39,8 +36,6 @@ class LinearConfig:
     num_warps: int
     num_stages: int
     ahead: int = 8
-    bulk: bool = False
-    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,6 @@ class WideConfig:
         tma: whether tiles are fetched by the copy engine (NVIDIA from sm_90 on).
         serial: whether a program takes all stretches of its tile, one after another, instead of one each.
         later: whether stretches' sums are left for the kernel that follows, where it can add them.
-        library: whether the vendor's library makes those sums, or the product before SiLU, where its bits are ours.
         ahead: whether programs ask for the first lines of their weights before the inputs are there.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
@@ -66,7 +60,6 @@ class WideConfig:
     tma: bool = False
     serial: bool = False
     later: bool = False
-    library: bool = False
     ahead: bool = True
     from_rows: int = 17
 
@@ -84,9 +77,7 @@ class AttentionConfig:
         group_registers: the most registers a thread of those may have, so that more of them run at a time (NVIDIA);
             0: as many as the compiler likes.
         share: splits a program takes where the bound on keys is reached; the more, the fewer are idle below it.
-        early_blocks: how many blocks of a split are looked up and asked for before the inputs are there: 1, or 2
-            where a split is two blocks and `share` is 1.
-        bulk: whether the copy engine is asked for them (NVIDIA from sm_90 on).
+        bulk: whether the copy engine is asked for a program's first keys and values (NVIDIA from sm_90 on).
         compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
             results at a time.
     """
@@ -102,7 +93,6 @@ class AttentionConfig:
     group_stages: int = 0
     group_registers: int = 0
     share: int = 1
-    early_blocks: int = 1
     bulk: bool = False
     compact: bool = False
 
@@ -127,14 +117,6 @@ class Tuning:
         fold_rows: up to so many rows, norms and rotations are part of those products.
         fold_codes: up to so many rows, those with FP8 weights make the codes of their rows, where no norm is between.
         fold_norm_codes: up to so many rows, at most 8, they make them of rows that have their norm to come.
-        small_first: whether those products ask early for what is small (scales, norms' weights, angles) and let it stay
-            in the cache that weights stream through.
-        end_first: whether programs that share a tile read what its end needs (residual, angles, scales) before they
-            count themselves in.
-        thin_rows: up to so many rows, products with BF16 weights read these alone and repeat them to fill their tile:
-            fewer registers, and less arithmetic of norms.
-        near_rows: whether products of few rows, once these are there, ask for all of a stretch into the nearest cache,
-            so that a step does not wait for its part where weights are there already (NVIDIA).
     """
 
     architecture: str
@@ -154,10 +136,6 @@ class Tuning:
     fold_rows: int = 0
     fold_codes: int = 0
     fold_norm_codes: int = 0
-    small_first: bool = False
-    end_first: bool = False
-    thin_rows: int = 0
-    near_rows: bool = False
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
         """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""
