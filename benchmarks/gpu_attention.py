@@ -26,17 +26,21 @@ CASES = (
     (40, 1024, 4),
     (40, 1024, 1),
     (8, 1024, 4),
-    (8, 1024, 1),
     (1, 1024, 4),
     (1, 1024, 1),
+    (1, 10240, 1),
     (8, 10240, 4),
     (40, 10240, 4),
 )
 PAGE = 16
 BOUND = 4096
 ALWAYS_SERIAL = 1
-TILES = ((64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3), (64, 8, 3), (128, 8, 2), (32, 2, 4))  # block, warps, stages
-PROGRAMS = (528, 1056, 2112, 4224, 16896)
+TILES = ((128, 4, 2), (64, 8, 3), (128, 8, 2), (32, 2, 4))  # block, warps, stages
+PROGRAMS = (528, 1056, 2112, 4224)
+GROUPS = (  # stages, registers and programs of those that take groups of splits
+    *itertools.product((2,), (0, 168, 128), (320, 640, 1056, 2112)),
+    *itertools.product((3,), (0,), (320, 640, 1056, 2112)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--splits", default="128")
-    parser.add_argument("--cases", type=int, default=5, help="how many of the batches, contexts and queries")
+    parser.add_argument("--cases", type=int, default=8, help="how many of the batches, contexts and queries")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     tuning = read_tuning(architecture_of(device))
@@ -63,10 +67,7 @@ def main() -> None:
     splits = [int(split) for split in arguments.splits.split(",")]
     start = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
-        batches = {case[0]: case for case in cases}.values()
-        tasks = [
-            (config, case) for split in splits for config in candidates(tuning.attention, split) for case in batches
-        ]
+        tasks = [(config, case) for split in splits for config in candidates(tuning.attention, split) for case in cases]
         failed = [error for error in pool.imap_unordered(compile_one, tasks, 1) if error]
     print(f"compiled {len(tasks)} in {time.monotonic() - start:.0f} s; failed: {failed}", flush=True)
     inputs = {case: prepared(case, device) for case in cases}
@@ -84,15 +85,16 @@ def main() -> None:
 
 
 def candidates(shipped: AttentionConfig, split: int) -> list[AttentionConfig]:
-    """Return what ships, then its tiles with other numbers of programs, one program a tile, and other tiles of each."""
+    """Return what ships, then its tiles shared by other programs, one program a tile, and other tiles."""
     base = dataclasses.replace(shipped, split=split)
     found = [base, *(dataclasses.replace(base, programs=programs) for programs in PROGRAMS)]
+    found += [
+        dataclasses.replace(base, group_stages=stages, group_registers=registers, group_programs=programs)
+        for stages, registers, programs in GROUPS
+    ]
     found.append(dataclasses.replace(base, serial_from=ALWAYS_SERIAL))
-    for (block, warps, stages), programs in itertools.product(TILES, (4224, 0)):
-        tiles = dataclasses.replace(base, block=block, num_warps=warps, num_stages=stages)
-        found.append(
-            dataclasses.replace(tiles, **({"programs": programs} if programs else {"serial_from": ALWAYS_SERIAL}))
-        )
+    for block, warps, stages in TILES:
+        found.append(dataclasses.replace(base, block=block, num_warps=warps, num_stages=stages))
     return list(dict.fromkeys(config for config in found if config.block <= split))
 
 
@@ -102,7 +104,7 @@ def compile_one(task: tuple[AttentionConfig, tuple[int, int, int]]) -> str:
     try:
         tuning = read_tuning(architecture_of(torch.device("cuda")))
         with torch.no_grad():
-            given = prepared((case[0], 64, case[2]), torch.device("cuda"))
+            given = prepared(case, torch.device("cuda"), used=64)
             counters = torch.zeros(1 << 18, dtype=torch.int32, device="cuda")
             launch = AttentionLaunch(config, counters, tuning.dependent_launch)
             attention(given.q_THd, given.layers[0], given.batch, 128**-0.5, None, launch)
@@ -115,7 +117,9 @@ def compile_one(task: tuple[AttentionConfig, tuple[int, int, int]]) -> str:
 def described(config: AttentionConfig) -> str:
     """Return a configuration in a few words."""
     way = "one program" if config.serial_from == ALWAYS_SERIAL else f"programs {config.programs}"
-    return f"split {config.split} block {config.block} w{config.num_warps}s{config.num_stages} {way}"
+    groups = f"groups {config.group_programs} s{config.group_stages} r{config.group_registers}"
+    tiles = f"split {config.split} block {config.block} w{config.num_warps}s{config.num_stages}"
+    return f"{tiles} {way}{', ' + groups if config.group_programs else ''}"
 
 
 def line(
@@ -138,15 +142,20 @@ def line(
         times.append(graph_seconds(run, max(20, len(given.layers))))
     share = kv_bytes(next(iter(inputs))) / times[0] / bandwidth
     text = " ".join(f"{seconds * 1e6:6.1f}" for seconds in times)
-    return f"{described(config):44} {text} us {100 * share:3.0f}%{f' BITS DIFFER {wrong}' if wrong else ''}"
+    return f"{described(config):62} {text} us {100 * share:3.0f}%{f' BITS DIFFER {wrong}' if wrong else ''}"
 
 
-def prepared(case: tuple[int, int, int], device: torch.device) -> Inputs:
-    """Return queries, layers of keys and values, and the description of a cycle's pass, with its bound on keys."""
+def prepared(case: tuple[int, int, int], device: torch.device, used: int | None = None) -> Inputs:
+    """Return queries, layers of keys and values, and the description of a cycle's pass, with its bound on keys.
+
+    Args:
+        used: how many keys there really are, if not as many as the case says.
+    """
     num_requests, context, queries = case
-    pages = -(-(context + queries) // PAGE)
     columns = max(BOUND, -(-context // BOUND) * BOUND) // PAGE
-    num_layers = max(2, min(16, (1 << 30) // kv_bytes(case)))
+    context = used or context
+    pages = -(-(context + queries) // PAGE)
+    num_layers = 1 if used else max(2, min(16, (1 << 29) // kv_bytes(case)))
     size = (num_requests * pages * PAGE, 8, 128)
     layers = [
         KvLayer(*(torch.randn(size, device=device, dtype=torch.bfloat16) for _ in "kv")) for _ in range(num_layers)

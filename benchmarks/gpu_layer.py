@@ -11,7 +11,6 @@ processes as there are cores. A configuration that fails is skipped, and its err
 import argparse
 import dataclasses
 import itertools
-import json
 import multiprocessing
 import statistics
 import time
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gpu_models import LLAMA_8B, SMOLLM_135M, filled_cache, random_target
-from gpu_tune import Shape, bits_differ, copies_of
+from gpu_tune import Shape, bits_differ, copies_of, write_tuning
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.ops import TritonOps
@@ -71,11 +70,11 @@ LLAMA_TILES: dict[str, list[Tiles]] = {
 }  # fmt: skip
 FP8_TILES: dict[str, list[Tiles]] = {
     "28672:4096": [(128, 256, 1, 2), (128, 256, 1, 3), (128, 128, 1, 3), (128, 128, 1, 4), (64, 256, 1, 2),
-                   (64, 256, 1, 3), (64, 256, 1, 4), (64, 256, 2, 3)],
-    "4096:14336": [(64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 4, 6), (64, 256, 8, 2), (64, 256, 8, 3),
-                   (128, 256, 4, 2), (128, 256, 8, 2), (64, 256, 2, 6)],
-    "6144:4096": [(64, 256, 2, 3), (64, 256, 2, 4), (64, 256, 2, 6), (64, 256, 4, 2), (64, 256, 4, 3), (64, 128, 4, 4)],
-    "4096:4096": [(64, 256, 2, 3), (64, 256, 2, 4), (64, 256, 2, 6), (64, 256, 4, 2), (64, 256, 4, 3), (64, 256, 4, 4)],
+                   (64, 256, 1, 3), (64, 256, 1, 4)],
+    "4096:14336": [(64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 4, 5), (64, 256, 4, 6), (64, 256, 8, 2), (64, 256, 8, 3),
+                   (128, 256, 8, 2)],
+    "6144:4096": [(64, 256, 2, 4), (64, 256, 2, 5), (64, 256, 2, 6), (64, 256, 4, 2), (64, 256, 4, 3), (64, 256, 4, 5)],
+    "4096:4096": [(64, 256, 2, 4), (64, 256, 2, 6), (64, 256, 4, 2), (64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 4, 5)],
 }  # fmt: skip
 SMOLLM_TILES: dict[str, list[Tiles]] = {
     "3072:576": [(64, 256, 1, 3), (64, 256, 1, 2), (64, 128, 1, 5), (64, 128, 1, 3)],
@@ -383,11 +382,7 @@ def main() -> None:
         tuning = tune(name, tuning, device, time.monotonic() + left / (len(names) - number))
         torch.cuda.empty_cache()
         left = max(arguments.seconds - (time.monotonic() - started), 5.0)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{tuning.architecture}.json"
-    data = {field: value for field, value in dataclasses.asdict(tuning).items() if field != "architecture"}
-    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+    write_tuning(tuning, arguments.out)
     check_bits(tuning, names, device)
 
 

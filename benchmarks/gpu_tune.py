@@ -24,7 +24,14 @@ from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.products import Products, Weight
-from slipstream.kernels.triton.tuning import AttentionConfig, LinearConfig, Tuning, architecture_of, read_tuning
+from slipstream.kernels.triton.tuning import (
+    AttentionConfig,
+    LinearConfig,
+    Tuning,
+    architecture_of,
+    parse_tuning,
+    read_tuning,
+)
 from slipstream.quant.packed import PackedWeight
 
 ROWS_CHECKED = (1, 4, 8, 40, 100, 160, 300)
@@ -74,6 +81,23 @@ FURTHER = [(format, shape) for format in ("w4a8", "int8", "int4_per_channel", "i
 WIDE = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 3)]
 
 
+def starting_tuning(path: Path | None, device: torch.device) -> Tuning:
+    """Return the configuration in a file, such as another sweep wrote, or the one that ships."""
+    architecture = architecture_of(device)
+    if path is None:
+        return read_tuning(architecture)
+    return parse_tuning(architecture, json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_tuning(tuning: Tuning, folder: Path) -> None:
+    """Write a configuration file, with every field: what one sweep does not tune it leaves as it was."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{tuning.architecture}.json"
+    data = {field: value for field, value in dataclasses.asdict(tuning).items() if field != "architecture"}
+    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
 def main() -> None:
     """Tune what is asked for, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -103,11 +127,7 @@ def main() -> None:
     if arguments.only == "wide":
         for format in ("dense", "fp8"):
             tuning = tune_wide(tuning, format, device)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{tuning.architecture}.json"
-    data = {name: value for name, value in dataclasses.asdict(tuning).items() if name != "architecture"}
-    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+    write_tuning(tuning, arguments.out)
 
 
 def candidates(format: str, shape: Shape) -> list[LinearConfig]:

@@ -9,7 +9,6 @@ fails is skipped, and said.
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import time
 from multiprocessing.pool import Pool
@@ -25,6 +24,7 @@ from benchmarks.gpu_tune import (
     graph_seconds,
     product_seconds,
     run_product,
+    write_tuning,
 )
 from torch import Tensor
 
@@ -128,11 +128,7 @@ def main() -> None:
         if found is not None:
             best[case.name] = found
     tuning = dataclasses.replace(tuning, wide_linear=best)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{tuning.architecture}.json"
-    data = {name: value for name, value in dataclasses.asdict(tuning).items() if name != "architecture"}
-    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+    write_tuning(tuning, arguments.out)
 
 
 def candidates(tuning: Tuning, case: Case) -> list[WideConfig]:

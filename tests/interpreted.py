@@ -1,9 +1,10 @@
 """Triton's interpreter, where there is no GPU: imported before any module with kernels, since it decides what they are.
 
-Four things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
+Five things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
 arrays, which numpy 2.4 no longer does by itself; floats are rounded to nearest even, not cut; bfloat16 is multiplied
-as numbers, not as the 16-bit words it is kept in; and a product is summed in steps of 16, as instructions do. What it
-lacks is added as its documentation says: products of MXFP4 blocks (`tl.dot_scaled`).
+as numbers, not as the 16-bit words it is kept in; a product is summed in steps of 16, as instructions do; and a fused
+multiply-add is rounded once. What it lacks is added as its documentation says: products of MXFP4 blocks
+(`tl.dot_scaled`).
 
 Products of fewer columns than compile for sm_90 are refused. And every address is checked, as a GPU would not: a kernel
 that reads or writes outside the tensors it was given fails.
@@ -63,11 +64,16 @@ def _use_interpreter():
         left, right = _mxfp4_numbers(a.data, a_scale.data), _mxfp4_numbers(b.data.T, b_scale.data).T
         return interpreter.TensorHandle((left @ right + d.data).astype(np.float32), tl.float32)
 
+    def fused(self, x, y, z):
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
     _watch_addresses(interpreter)
     interpreter._patch_lang_tensor = patch_with_bounds
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot_of_numbers
     interpreter.InterpreterBuilder.create_dot_scaled = dot_scaled
+    interpreter.InterpreterBuilder.create_fma = fused
 
 
 def _watch_addresses(interpreter):

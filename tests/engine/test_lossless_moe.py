@@ -33,6 +33,7 @@ DRAFT = DraftSpec(
     target_hidden_size=64, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=16, rms_eps=1e-6,
     rope=RopeSpec(theta=1e6, rotary_dim=16), max_position=256,
 )  # fmt: skip
+ROUNDED = ("DeepSeek-V3 in W4A8", "MiniMax-M2 in FP8 blocks")  # their products round rows to codes
 SHAPES = [TreeShape.chain(3), TreeShape(depth=3, width=3, budget=8)]
 
 
@@ -95,6 +96,8 @@ def test_tokens_are_those_of_plain_decoding(targets, name, draft, work, shape, m
     target = targets[name]
     if draft == "EAGLE-3 over latents" and target.spec.mla is None:
         pytest.skip("a target without latents")
+    if name in ROUNDED and not OPS.row_invariant:
+        pytest.skip("torch's last bits change with the number of rows, and a code turns a last bit into 1/127")
     drafter = draft if draft == "ngram" else eagle3(target, latent="latents" in draft)
     plain = [drive(engine(target, None, SHAPES[0]), [item], random.Random(0))[0] for item in work]
     drafted = drive(engine(target, drafter, shape, max_batch_tokens, page_size), work, random.Random(1))

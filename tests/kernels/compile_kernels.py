@@ -21,8 +21,8 @@ from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
-MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "mxfp4", "norm_rope", "attention",
-           "sample", "chains", "experts", "latent_attention", "latent_heads", "router",
+MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "mxfp4", "norm_rope", "stretches",
+           "attention", "sample", "chains", "experts", "latent_attention", "latent_heads", "router",
            "slipstream.train.triton_variants")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -48,6 +48,7 @@ def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
     source = ASTSource(variant.kernel, signature, constants, attrs)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     options |= launch_options(dependent=False, instruction=tuning.instruction if variant.matrix != "none" else 0)
+    options |= {"maxnreg": variant.registers} if variant.registers else {}
     compiled = triton.compile(source, target=TARGETS[architecture], options=options)
     cuda = architecture.startswith("sm_")
     text = compiled.asm["ptx" if cuda else "amdgcn"]

@@ -6,6 +6,7 @@ from cpu_samples import causal, filled_cache
 from triton_samples import REFERENCE, batch_to_device, layer_to_device, numbers, small_tuning, triton_ops
 
 from interpreted import DEVICE
+from slipstream.kernels.triton.attention import AttentionLaunch, attention
 
 OPS = triton_ops()
 
@@ -106,8 +107,44 @@ def test_a_query_keeps_its_bits_however_many_share_the_pass(count, window, gener
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("programs", [1, 12])
+@pytest.mark.parametrize("programs", [(1, 0), (12, 0), (1, 24)])
 def test_a_program_that_takes_several_splits_leaves_the_same_bits(programs, window, generator):
     q, layer, batch = sample([2, 4, 1], [70, 100, 20], 16, (8, 2, 32), generator, torch.bfloat16)
-    few = triton_ops(attention=dataclasses.replace(small_tuning().attention, programs=programs))
+    shared = {"programs": programs[0], "group_programs": programs[1], "group_stages": 3}
+    few = triton_ops(attention=dataclasses.replace(small_tuning().attention, **shared))
     assert torch.equal(few.attention(q, layer, batch, 0.2, window), OPS.attention(q, layer, batch, 0.2, window))
+
+
+@pytest.mark.parametrize(("programs", "share", "window"), [(1056, 1, None), (12, 1, 90), (1056, 3, 300)])
+def test_splits_shared_out_and_one_query_merged_compactly_leave_the_same_bits(programs, share, window, generator):
+    q, layer, batch = sample([1, 1], [520, 70], 16, (6, 2, 16), generator, torch.bfloat16)  # 17 splits, and 3
+    batch = dataclasses.replace(batch, max_queries=1)
+    config = dataclasses.replace(small_tuning().attention, programs=programs)
+    plain, changed = (
+        triton_ops(attention=dataclasses.replace(config, **changes))
+        for changes in ({}, {"share": share, "compact": True})
+    )
+    expected = plain.attention(q, layer, batch, 0.2, window)
+    torch.testing.assert_close(
+        expected.float(),
+        REFERENCE.attention(q.float(), layer_to_device(layer), batch, 0.2, window),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+    assert torch.equal(changed.attention(q, layer, batch, 0.2, window), expected)
+
+
+@pytest.mark.parametrize("programs", [1056, 1])
+@pytest.mark.parametrize(
+    ("counts", "shape"), [([2, 4, 1], (8, 2, 32)), ([1, 1], (9, 3, 64)), ([6, 2], (16, 2, 24))], ids=str
+)
+def test_the_largest_magnitude_of_every_head_is_left_if_there_is_room_for_it(counts, shape, programs, generator):
+    # The last shape takes two tiles to a request, of heads that are padded.
+    q, layer, batch = sample(counts, [100, 70, 20][: len(counts)], 16, shape, generator, torch.bfloat16)
+    config = dataclasses.replace(small_tuning().attention, programs=programs)
+    launch = AttentionLaunch(config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=False)
+    maxima = torch.full(q.shape[:2], float("nan"), device=DEVICE)
+    out = attention(q, layer, batch, 0.2, None, launch, maxima)
+    torch.testing.assert_close(out, REFERENCE.attention(q, layer, batch, 0.2, None), rtol=2e-2, atol=2e-2)
+    assert torch.equal(maxima, out.float().abs().amax(2))
+    assert not launch.counters.any()

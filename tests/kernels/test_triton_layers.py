@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from interpreted import DEVICE
 from slipstream.errors import KernelError
 from slipstream.kernels import KERNEL_CHOICES, select
 from slipstream.kernels.triton.ops import TritonOps
+from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 
 OPS = triton_ops()
@@ -90,6 +92,20 @@ def test_bits_depend_on_neither_chunks_nor_neighbours_nor_pages(generator):
     alone = run(model, OPS, [9, 1, 1, 1])
     for passes, page_size, others in (([9, 3], 16, 0), ([4, 8], 16, 0), ([9, 1, 2], 64, 2)):
         assert torch.equal(run(model, OPS, passes, page_size, others), alone), (passes, page_size, others)
+
+
+@pytest.mark.parametrize("kind", ["target", "qk norm", "draft"])
+def test_sums_left_to_norm_and_rotation_change_no_bits(kind, generator):
+    make = make_draft if kind == "draft" else make_target
+    model = make(generator, num_layers=2, **({"qk_norm": True} if kind == "qk norm" else {}))
+    model = model.to(torch.bfloat16).to(DEVICE)
+    model.rotary.fill(DEVICE)
+    tiles = WideConfig(64, False, 16, 4, 2)
+    weights = [m.weight for m in model.modules() if type(m).__name__ == "Linear"]
+    shapes = {f"dense:{weight.shape[0]}:{weight.shape[1]}" for weight in weights}
+    linear = {shape: LinearConfig(64, 16, 2, 4, 2) for shape in shapes}
+    left = triton_ops(linear=linear, wide_linear={few_rows_name(s): replace(tiles, later=True) for s in shapes})
+    assert torch.equal(run(model, left, [20, 18]), run(model, triton_ops(linear=linear), [20, 18]))
 
 
 def test_blocks_of_another_make_run_one_operation_at_a_time_and_say_so(generator, caplog):

@@ -1,5 +1,7 @@
 """Products that start on their weights before their rows are there: same bits, with norms and rotations folded in."""
 
+import dataclasses
+
 import pytest
 import torch
 from test_cpu_layers import make_target
@@ -8,7 +10,7 @@ from triton_samples import REFERENCE, numbers, quantized, small_tuning, triton_o
 
 from interpreted import DEVICE
 from slipstream.checkpoint.spec import RopeSpec
-from slipstream.kernels.triton import norm_rope
+from slipstream.kernels.triton import norm_rope, quantize
 from slipstream.kernels.triton.linear import Epilogue, FoldedNorm, Rows
 from slipstream.kernels.triton.narrow_products import squares_of
 from slipstream.kernels.triton.norm_rope import Norm
@@ -20,6 +22,10 @@ HEADS_OF_64 = {"head_dim": 64, "rope": RopeSpec(10000.0, 64), "hidden_size": 96,
 
 def products(**changes) -> Products:
     return Products(small_tuning(**changes), DEVICE)
+
+
+def dense_shapes(model) -> set[tuple[int, ...]]:
+    return {tuple(m.weight.shape) for m in model.modules() if type(m).__name__ == "Linear"}
 
 
 def multiplied(by: Products, weight, x, **ends) -> torch.Tensor:
@@ -76,6 +82,45 @@ def test_a_folded_norm_is_the_norm_to_the_bit(width, generator):
     assert torch.equal(by.multiply(folded, weight, Epilogue()), expected)
 
 
+def unfolded(by: Products, x, norm, weight, **ends) -> torch.Tensor:
+    codes = norm_rope.norm_codes(x, norm, "fp8", False)
+    return by.multiply(Rows(*codes, x.dtype), weight, Epilogue(**ends))
+
+
+@pytest.mark.parametrize("block_k", [64, 256])
+def test_codes_made_of_maxima_are_those_of_the_kernel_that_quantizes(block_k, generator):
+    config = {"fp8:72:512": LinearConfig(64, block_k, 2, 4, 3), "fp8:1024:64": LinearConfig(64, 64, 1, 4, 3)}
+    by = products(linear=config, weights_first=True, fold_codes=16, fp8_dot=True)
+    up, down = (by.prepare(quantized("fp8_per_channel", *shape, generator)) for shape in ((1024, 64), (72, 512)))
+    x = numbers(16, 64, generator=generator, dtype=torch.bfloat16)
+    x[3] = 0.0
+    for count in (1, 5, 16):
+        maxima = torch.full((count, by.num_maxima(up, count)), float("nan"), device=DEVICE)
+        inner = multiplied(by, up, x[:count], silu=True, maxima_TB=maxima)
+        assert torch.equal(maxima.amax(1), inner.float().abs().amax(1))
+        assert by.makes_codes(down, count)
+        rows = Rows(inner, None, inner.dtype, maxima_TB=maxima)
+        assert torch.equal(by.multiply(rows, down, Epilogue()), multiplied(by, down, inner)), count
+
+
+@pytest.mark.parametrize("block_k", [64, 256])
+@pytest.mark.parametrize("width", [64, 576])
+def test_codes_made_after_a_folded_norm_are_those_of_the_norms_kernel(width, block_k, generator):
+    config = {f"fp8:72:{width}": LinearConfig(64, block_k, 1, 4, 3)}
+    by = products(linear=config, weights_first=True, fold_norm_codes=8, fp8_dot=True)
+    up = numbers(width, 64, generator=generator, dtype=torch.bfloat16)
+    inner = numbers(8, 64, generator=generator, dtype=torch.bfloat16)
+    residual = numbers(8, width, generator=generator, dtype=torch.bfloat16)
+    norm = Norm(numbers(width, generator=generator, dtype=torch.bfloat16), 1e-5)
+    weight = by.prepare(quantized("fp8_per_channel", 72, width, generator))
+    for count in (1, 3, 8):
+        squares = squares_of(residual[:count])
+        hidden = multiplied(by, up, inner[:count], residual_TN=residual[:count], squares_TB=squares)
+        assert by.folds_norm(weight, count)
+        folded = Rows(hidden, None, hidden.dtype, FoldedNorm(norm.weight_D, norm.eps, squares))
+        assert torch.equal(by.multiply(folded, weight, Epilogue()), unfolded(by, hidden, norm, weight)), count
+
+
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True, "sliding_window": 9}])
 def test_blocks_with_folded_norms_and_rotations_are_the_references(changes, generator):
     model = make_target(generator, **{**HEADS_OF_64, "num_layers": 2, **changes}).to(DEVICE)
@@ -91,6 +136,39 @@ def test_folding_changes_no_bits_of_a_model(generator):
     alone = run(model, plain, [9, 1, 1, 1])
     for ops, passes, others in ((folded, [9, 3], 0), (folded, [9, 1, 2], 3)):
         assert torch.equal(run(model, ops, passes, others=others), alone), (passes, others)
+
+
+def test_stretches_and_splits_that_programs_share_change_no_bits_of_a_model(generator):
+    model = make_target(generator, **HEADS_OF_64, num_layers=2).to(torch.bfloat16).to(DEVICE)
+    model.rotary.fill(DEVICE)
+    linear = {f"dense:{n}:{k}": LinearConfig(64, 32, 2, 4, 3) for n, k in dense_shapes(model)}
+    attention = dataclasses.replace(small_tuning().attention, share=3, compact=True)
+    folds = {"weights_first": True, "fold_rows": 4, "attention": attention}
+    plain = triton_ops(weights_first=False, fold_rows=0, linear=linear)
+    assert torch.equal(run(model, triton_ops(**folds, linear=linear), [3, 1, 2]), run(model, plain, [3, 3]))
+
+
+def test_folding_changes_no_bits_of_a_model_in_fp8(generator, monkeypatch):
+    model = make_target(generator, **HEADS_OF_64, num_layers=2).to(torch.bfloat16).to(DEVICE)
+    model.rotary.fill(DEVICE)
+    plain = triton_ops(weights_first=False, fold_rows=0)
+    for linear in (m for layer in model.layers for m in layer.modules() if type(m).__name__ == "Linear"):
+        stored = quantized("fp8_per_channel", sum(linear.parts.values()), linear.in_features, generator)
+        linear.pack(plain.prepare(stored))
+    alone = run(model, plain, [2, 1])
+    calls = []
+    for module, name in ((norm_rope, "norm_codes"), (quantize, "quantize_rows")):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
+    folds = {"weights_first": True, "fold_rows": 4, "fold_codes": 4, "fold_norm_codes": 3}
+    assert torch.equal(run(model, triton_ops(**folds), [3]), alone)
+    assert calls == ["norm_codes"]  # before the first block
+    calls.clear()
+    assert torch.equal(run(model, triton_ops(**folds), [2, 1], others=2), alone)
+    assert calls == ["norm_codes"] * 5  # four rows, then three
+    calls.clear()
+    assert torch.equal(run(model, triton_ops(**folds), [3], others=2), alone)
+    assert calls.count("norm_codes") == 4 and calls.count("quantize_rows") == 4
 
 
 def test_a_pass_of_few_rows_folds_and_one_of_many_does_not(generator, monkeypatch):

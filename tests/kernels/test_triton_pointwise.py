@@ -57,7 +57,8 @@ def test_queries_are_rotated_and_keys_and_values_written(heads, width, rotary, q
     slots, positions = torch.tensor([7, 0, 30], device=DEVICE), torch.tensor([3, 49, 0], device=DEVICE)
     norms = [Norm(numbers(width, generator=generator), 1e-5) for _ in range(2)] if qk_norm else None
     layer = KvLayer(*(torch.zeros(32, groups, width, device=DEVICE) for _ in range(2)))
-    got = norm_rope.rope_and_write(qkv, RopeWrite(heads, Rope(slots, positions, cos, sin), layer), norms, False)
+    write = RopeWrite(heads, Rope(slots, positions, cos, sin), layer)
+    got = norm_rope.rope_and_write(qkv, write, norms, qkv.dtype, False)
     q, k, v = qkv.view(3, -1, width).split([num_heads, groups, groups], dim=1)
     if norms is not None:
         q, k = (REFERENCE.rms_norm(x, norm.weight_D, norm.eps) for x, norm in zip((q, k), norms, strict=True))

@@ -6,7 +6,9 @@ from triton_samples import numbers, quantized, small_tuning
 
 from interpreted import DEVICE
 from slipstream.kernels.triton.linear import Epilogue
+from slipstream.kernels.triton.norm_rope import Norm, rms_norm
 from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton.stretches import add_stretches
 from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
 from slipstream.kernels.triton.wide_linear import fitted, row_pieces
 from slipstream.quant.packed import PackedWeight
@@ -55,6 +57,34 @@ def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma
 def test_fp8_that_matrix_units_do_not_read_gives_the_bits_of_narrow_tiles(generator):
     narrow, all_rows = (products(tiles, fp8_dot=False) for tiles in ({}, wide()))
     assert_bits_of_narrow_tiles(narrow, all_rows, "fp8_per_channel", generator)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stretches_that_are_added_later_give_the_bits_of_a_product_that_adds_them(pair, dtype, generator):
+    narrow, left = products({}), products(wide(pair=pair, later=True))
+    weight = numbers(OUTPUTS, INPUTS, generator=generator, dtype=dtype)
+    x = numbers(160, INPUTS, generator=generator, dtype=dtype)
+    residual = numbers(160, OUTPUTS, generator=generator, dtype=dtype)
+    norm = Norm(numbers(OUTPUTS, generator=generator, dtype=dtype), 1e-5)
+    for count in (20, 160):
+        rows = narrow.rows_for(weight, x[:count])
+        expected = narrow.multiply(rows, weight, Epilogue(residual_TN=residual[:count]))
+        parts = left.stretches(rows, weight)
+        hidden, normed = add_stretches(parts, residual[:count], norm, dependent=False)
+        assert torch.equal(hidden, expected)
+        assert torch.equal(normed, rms_norm(expected, norm, dependent=False))
+        assert torch.equal(left.multiply(rows, weight, Epilogue(residual_TN=residual[:count])), expected)
+
+
+def test_a_product_in_one_stretch_leaves_nothing_for_later(generator):
+    tuning = small_tuning(
+        linear={f"dense:{OUTPUTS}:{INPUTS}": LinearConfig(64, 32, 1, 4, 2)}, wide_linear=wide(later=True)
+    )
+    used = Products(tuning, DEVICE)
+    weight = weight_of("dense", used, generator)
+    x = numbers(40, INPUTS, generator=generator, dtype=torch.bfloat16)
+    assert used.stretches(used.rows_for(weight, x), weight) is None
 
 
 def test_a_row_keeps_its_bits_up_to_the_widest_pass_and_beyond(generator):

@@ -138,9 +138,14 @@ class AttentionLaunch:
 
 
 def attention(
-    q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None, launch: AttentionLaunch
-) -> Tensor:
-    """Attend over the pages of each request; the grid follows from shapes and host-side bounds alone."""
+    q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None, launch: AttentionLaunch,
+    maxima_TH: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend over the pages of each request; the grid follows from shapes and host-side bounds alone.
+
+    Args:
+        maxima_TH: where each head's largest magnitude goes, in passes of fewer queries than `serial_from`.
+    """
     num_tokens, num_heads, width = q_THd.shape
     num_groups, config = layer.keys_SGd.shape[1], launch.config
     num_requests = batch.kv_lens_R.shape[0]
@@ -150,7 +155,8 @@ def attention(
     rows = max(rows, triton.next_power_of_2(repeats))
     tokens = rows // repeats
     most_keys = batch.page_table_RP.shape[1] * batch.page_size if batch.max_keys is None else batch.max_keys
-    num_tiles = num_tokens // tokens + num_requests
+    one_tile = most_queries <= tokens
+    num_tiles = num_requests if one_tile else num_tokens // tokens + num_requests
     head_block = max(triton.next_power_of_2(width), 16)
     out = torch.empty_like(q_THd)
     described = (batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP, batch.kv_index_T.contiguous(),
@@ -166,30 +172,60 @@ def attention(
         **launch_options(launch.dependent, launch.instruction),
     }  # fmt: skip
     if most_queries >= config.serial_from:
-        _attention_kernel[(num_groups, num_tiles)](
+        assert maxima_TH is None, "only programs that share a request's keys leave maxima"
+        _attention_kernel[(num_groups, num_tokens // tokens + num_requests)](
             q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
         )
         return out
     num_splits = max(-(-most_keys // config.split), 1)
-    programs = num_groups * num_requests * num_splits
-    each = 1
-    if programs > config.programs:  # whole groups
-        each = max(round(programs / (config.programs * SPLITS_IN_GROUP)), 1) * SPLITS_IN_GROUP
+    shares, whole = _shares(config, num_groups * num_requests, num_splits)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
-    shape["num_warps"] = _split_warps(config, rows)
-    splits_kernel[(num_groups, num_tiles, -(-num_splits // each))](
-        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters, num_requests,
-        num_splits, each, *strides, WHOLE=each > 1, EARLY=early, **shape,
+    shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
+    splits_kernel[(num_groups, num_tiles, shares)](
+        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
+        sums if maxima_TH is None else maxima_TH, num_requests, num_splits, *strides,
+        WHOLE=whole, ONE=one_tile, EARLY=early, MAXIMA=maxima_TH is not None,
+        **_early_options(config, width * layer.keys_SGd.element_size(), whole),
+        COMPACT=_compact_rows(config, repeats, rows) if most_queries == 1 else 0, **shape,
     )  # fmt: skip
     return out
 
 
-def _split_warps(config: AttentionConfig, rows: int) -> int:
-    """Return the warps of programs that share a tile: wide ones hold two sums of values each; warps change no bits."""
-    return config.num_warps * 2 if rows > _NARROW_ROWS else config.num_warps
+def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, bool]:
+    """Return how many programs share the keys of each cell, and whether they take whole groups of splits."""
+    if cells * num_splits > config.programs:
+        programs = config.group_programs or config.programs
+        shares = max(min(programs // cells, -(-num_splits // SPLITS_IN_GROUP)), 1)
+        if shares < num_splits:
+            return shares, True
+    return -(-num_splits // config.share), False
+
+
+def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
+    """Return whether programs share splits, and whether the copy engine is asked for keys; it copies 16 bytes."""
+    return {"SHARED": config.share > 1 and not whole, "BULK": config.bulk and head_bytes % 16 == 0}
+
+
+def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
+    """Return the rows of the tile in which the results of one query are merged; 0: those of the tile of queries."""
+    compact = triton.next_power_of_2(repeats)
+    return compact if config.compact and compact < rows else 0
+
+
+def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str, int]:
+    """Return warps, stages and registers of programs that share a tile, none of which changes bits.
+
+    Wide tiles hold two sums of values each, and have twice the warps.
+    """
+    wide = rows > _NARROW_ROWS
+    options = {"num_warps": config.num_warps * (2 if wide else 1)}
+    options["num_stages"] = config.group_stages if whole and config.group_stages else config.num_stages
+    if whole and config.group_registers and not wide:
+        options["maxnreg"] = config.group_registers
+    return options
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -199,40 +235,44 @@ def variants(architecture: str) -> list[Variant]:
         "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i32",
         "lens_ptr": "*i32", "pages_ptr": "*i32", "index_ptr": "*i64", "ancestors_ptr": "*i64",
     }  # fmt: skip
-    shared = {"sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    shared = {"sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32", "maxima_ptr": "*fp32"}
     numbers = {
         "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
     }  # fmt: skip
-    split = {**pointers, **shared, **numbers, "num_splits": "i32", "each": "i32"}
-    kinds = (
-        (_NARROW_ROWS, splits_kernel, split, False),
-        (_NARROW_ROWS, splits_kernel, split, True),
-        (config.rows_wide, splits_kernel, split, True),
-        (config.rows_wide, _attention_kernel, {**pointers, **numbers}, True),
+    split = {**pointers, **shared, **numbers, "num_splits": "i32"}
+    kinds = (  # rows, kernel, its arguments, whether programs take groups, whether a tile has one query
+        (_NARROW_ROWS, splits_kernel, split, False, False),
+        (_NARROW_ROWS, splits_kernel, split, False, True),
+        (_NARROW_ROWS, splits_kernel, split, True, False),
+        (_NARROW_ROWS, splits_kernel, split, True, True),
+        (config.rows_wide, splits_kernel, split, True, False),
+        (config.rows_wide, _attention_kernel, {**pointers, **numbers}, True, False),
     )
     shipped = []
-    for rows, kernel, signature, whole in kinds:
+    for rows, kernel, signature, whole, one in kinds:
         serial = kernel is _attention_kernel
         divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
         divisible += ("slot_stride",)
         for heads, groups, width in ((32, 8, 128), (9, 3, 64)):
+            repeats = heads // groups
             constants = {
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
-                "TOKENS": rows // (heads // groups), "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
+                "TOKENS": rows // repeats, "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
                 "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
-                **({} if serial else {"WHOLE": whole, "EARLY": True}),
             }  # fmt: skip
-            name = f"attention {rows} rows, heads of {width}{', serial' if serial else ', groups' if whole else ''}"
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            if not serial:
+                constants |= {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True}
+                constants |= _early_options(config, 2 * width, whole)
+                constants["COMPACT"] = _compact_rows(config, repeats, rows) if one else 0
+                options = _split_options(config, rows, whole)
+            registers = options.pop("maxnreg", 0)
+            how = ", serial" if serial else f"{', groups' if whole else ''}{', one query' if one else ''}"
+            name = f"attention {rows} rows, heads of {width}{how}"
             shipped.append(
                 Variant(
-                    name,
-                    kernel,
-                    signature,
-                    constants,
-                    config.num_warps if serial else _split_warps(config, rows),
-                    config.num_stages,
-                    "bf16",
-                    divisible,
+                    name, kernel, signature, constants, **options, matrix="bf16", divisible=divisible,
+                    registers=registers,
                 )
-            )
+            )  # fmt: skip
     return shipped

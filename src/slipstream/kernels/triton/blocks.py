@@ -1,6 +1,8 @@
 """Decoder blocks as eight kernels each: norm, qkv, rope and write, attention, o, norm, gate and up, down.
 
 In passes of a few rows norms are part of the products after them, and rotations of the product before: five kernels.
+In passes of more, a product may leave it to the norm or the rotation to add up its stretches of columns. Where weights
+are FP8, a product of a few rows may also turn them into codes.
 
 Modules lie a package higher than kernels, so blocks are read by the attributes they share (see `slipstream.models`).
 """
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.triton import norm_rope
@@ -17,6 +20,7 @@ from slipstream.kernels.triton.linear import Epilogue, FoldedNorm, Rows
 from slipstream.kernels.triton.narrow_products import squares_of
 from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite
 from slipstream.kernels.triton.products import Products, Weight
+from slipstream.kernels.triton.stretches import add_stretches
 
 
 class Blocks:
@@ -48,37 +52,52 @@ class Blocks:
         embedding_TD: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Apply blocks in order; also return the hidden states captured."""
-        seen = {0: hidden_TD}
+        seen: dict[int, Tensor] = {}
         state = _State(hidden_TD)
-        for applied, layer in enumerate(layers, start=1):
-            following = _weight(layers[applied].self_attn.qkv_proj) if applied < len(layers) else None
-            state = self._block(layer, state, ctx, embedding_TD, following)
+        for applied, layer in enumerate(layers):
+            following = _weight(layers[applied + 1].self_attn.qkv_proj) if applied + 1 < len(layers) else None
+            given_TD, state = self._block(layer, state, ctx, embedding_TD, following)
             if applied in captured_layers:
-                seen[applied] = state.hidden_TD
-        return state.hidden_TD, [seen[k] for k in captured_layers]
+                seen[applied] = given_TD
+        last_TD = seen[len(layers)] = self._whole(state)
+        return last_TD, [seen[k] for k in captured_layers]
 
     def _block(
         self, layer: Any, state: "_State", ctx: Any, embedding_TD: Tensor | None, following: Weight | None
-    ) -> "_State":
-        """Apply a block; `following` is the weight its outputs are multiplied by next, after a norm."""
-        hidden_TD = residual = state.hidden_TD
+    ) -> tuple[Tensor, "_State"]:
+        """Apply a block; return the hidden states it was given, whole, and what it leaves.
+
+        Args:
+            following: the weight its outputs are multiplied by next, after a norm.
+        """
         qkv_weight = _weight(layer.self_attn.qkv_proj)
         if getattr(layer, "hidden_norm", None) is not None:
+            hidden_TD = self._whole(state)
             norms = (_norm(layer.input_layernorm), _norm(layer.hidden_norm))
             assert embedding_TD is not None, "a draft's first block is given embeddings"
             both = norm_rope.norm_both(embedding_TD, hidden_TD, norms, self._products.dependent)
             rows = self._products.rows_for(qkv_weight, both)
             residual = both[:, hidden_TD.shape[1] :] if layer.normed_residual else hidden_TD
         else:
-            rows = self._normed(state, _norm(layer.input_layernorm), qkv_weight)
+            hidden_TD, rows = self._normed(state, _norm(layer.input_layernorm), qkv_weight)
+            residual = hidden_TD
         attended = self._attend(layer, rows, ctx)
-        gate_up = layer.mlp.gate_up_proj
+        gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
         state = self._project(layer.self_attn.o_proj, attended, residual, _weight(gate_up))
-        rows = self._normed(state, _norm(layer.post_attention_layernorm), _weight(gate_up))
-        inner = self._products.multiply(rows, _weight(gate_up), Epilogue(gate_up.bias, None, silu=True))
-        return self._project(layer.mlp.down_proj, inner, state.hidden_TD, following)
+        middle_TD, rows = self._normed(state, _norm(layer.post_attention_layernorm), _weight(gate_up))
+        num_maxima = self._products.num_maxima(_weight(gate_up), len(hidden_TD))
+        maxima = self._room_for_maxima(_weight(down), len(hidden_TD), num_maxima)
+        silu = Epilogue(gate_up.bias, None, silu=True, maxima_TB=maxima)
+        inner = _Unprojected(self._products.multiply(rows, _weight(gate_up), silu), maxima)
+        return hidden_TD, self._project(down, inner, middle_TD, following)
 
-    def _attend(self, layer: Any, rows: Rows, ctx: Any) -> Tensor:
+    def _room_for_maxima(self, following: Weight, num_rows: int, count: int) -> Tensor | None:
+        """Return room for so many maxima of a row, if the `following` product makes codes from them."""
+        if count == 0 or not self._products.makes_codes(following, num_rows):
+            return None
+        return torch.empty(num_rows, count, dtype=torch.float32, device=self._products.counters.device)
+
+    def _attend(self, layer: Any, rows: Rows, ctx: Any) -> "_Unprojected":
         own, shape = layer.self_attn, layer.self_attn.shape
         weight, bias = _weight(own.qkv_proj), own.qkv_proj.bias
         kv = ctx.kv.layers[own.layer_index]
@@ -89,25 +108,47 @@ class Blocks:
         if own.q_norm is None and self._products.folds_rope(weight, num_rows, rows.dtype, write):
             q = self._products.multiply(rows, weight, Epilogue(bias, rope=write)).view(num_rows, heads[0], -1)
         else:
-            qkv = self._products.multiply(rows, weight, Epilogue(bias))
+            qkv = self._products.stretches(rows, weight) if bias is None else None
+            if qkv is None:
+                qkv = self._products.multiply(rows, weight, Epilogue(bias))
             qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
-            q = norm_rope.rope_and_write(qkv, write, qk_norm, self._products.dependent)
-        out = attention(q, kv, ctx.batch, shape.head_dim**-0.5, shape.window, self._launch)
-        return out.flatten(1)
+            q = norm_rope.rope_and_write(qkv, write, qk_norm, rows.dtype, self._products.dependent)
+        leaves = num_rows < self._launch.config.serial_from
+        maxima = self._room_for_maxima(_weight(own.o_proj), num_rows, heads[0] if leaves else 0)
+        out = attention(q, kv, ctx.batch, shape.head_dim**-0.5, shape.window, self._launch, maxima)
+        return _Unprojected(out.flatten(1), maxima)
 
-    def _normed(self, state: "_State", norm: Norm, weight: Weight) -> Rows:
-        x_TD = state.hidden_TD
+    def _normed(self, state: "_State", norm: Norm, weight: Weight) -> tuple[Tensor, Rows]:
+        """Return the hidden states, whole, and the rows of the product that follows."""
+        x_TD, dependent = state.hidden_TD, self._products.dependent
         if state.squares_TB is not None:
-            return Rows(x_TD, None, x_TD.dtype, FoldedNorm(norm.weight_D, norm.eps, state.squares_TB))
+            return x_TD, Rows(x_TD, None, x_TD.dtype, FoldedNorm(norm.weight_D, norm.eps, state.squares_TB))
         codes = self._products.wants(weight)
+        if state.parts_STD is not None and codes is None:
+            x_TD, normed_TD = add_stretches(state.parts_STD, x_TD, norm, dependent)
+            assert normed_TD is not None, "a norm was asked for"
+            return x_TD, self._products.rows_for(weight, normed_TD)
+        x_TD = self._whole(state)
         if codes is None:
-            return self._products.rows_for(weight, norm_rope.rms_norm(x_TD, norm, self._products.dependent))
-        return Rows(*norm_rope.norm_codes(x_TD, norm, codes, self._products.dependent), x_TD.dtype)
+            return x_TD, self._products.rows_for(weight, norm_rope.rms_norm(x_TD, norm, dependent))
+        return x_TD, Rows(*norm_rope.norm_codes(x_TD, norm, codes, dependent), x_TD.dtype)
 
-    def _project(self, linear: Any, x_TD: Tensor, residual_TN: Tensor, following: Weight | None) -> "_State":
+    def _whole(self, state: "_State") -> Tensor:
+        """Return the hidden states with whatever is still to be added."""
+        if state.parts_STD is None:
+            return state.hidden_TD
+        return add_stretches(state.parts_STD, state.hidden_TD, None, self._products.dependent)[0]
+
+    def _project(self, linear: Any, inputs: "_Unprojected", residual_TN: Tensor, following: Weight | None) -> "_State":
         """Multiply and add the residual; leave sums of squares if the `following` product applies its norm itself."""
-        weight = _weight(linear)
-        rows = self._products.rows_for(weight, x_TD)
+        weight, x_TD = _weight(linear), inputs.x_TD
+        if inputs.maxima_TB is None:
+            rows = self._products.rows_for(weight, x_TD)
+        else:
+            rows = Rows(x_TD, None, x_TD.dtype, maxima_TB=inputs.maxima_TB)
+        parts_STD = self._products.stretches(rows, weight) if linear.bias is None else None
+        if parts_STD is not None:
+            return _State(residual_TN, parts_STD=parts_STD)
         squares_TB = None
         folds = following is not None and self._products.folds_norm(following, len(x_TD))
         if folds and self._products.leaves_squares(weight, len(x_TD)):
@@ -118,10 +159,23 @@ class Blocks:
 
 @dataclass(frozen=True)
 class _State:
-    """What goes from block to block: hidden states, and their sums of squares if a product has left them."""
+    """What goes from product to norm: hidden states, and their sums of squares if a product has left them.
+
+    Args:
+        parts_STD: sums of a product's stretches that are still to be added to the hidden states.
+    """
 
     hidden_TD: Tensor
     squares_TB: Tensor | None = None
+    parts_STD: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Unprojected:
+    """What goes into the products that add to the residual: rows, and maxima if the kernel before has left them."""
+
+    x_TD: Tensor
+    maxima_TB: Tensor | None
 
 
 def _weight(linear: Any) -> Weight:

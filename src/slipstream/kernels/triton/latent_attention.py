@@ -102,7 +102,23 @@ def _bounds(piece, kv_len, NEAR: tl.constexpr, NEAR_KEYS: tl.constexpr, SPLIT: t
 
 
 @triton.jit
-def _weights(scores, key, own_key, ancestors, best, total):
+def _sums(weight, dtype: tl.constexpr):
+    """Return each row's sum over a block of keys, in an order that does not depend on how many rows the tile has.
+
+    The matrix instructions of 16-bit latents leave keys to the same threads in tiles of any width, and so to one order.
+    Float32 is multiplied number by number, keys in turn, but spread over threads as the tile's shape has it: there a
+    product with ones is the sum whose order is fixed.
+    """
+    if dtype == tl.float32:
+        ones = tl.full([16, weight.shape[0]], 1.0, tl.float32)
+        sums = tl.max(tl.dot(ones, weight, input_precision="ieee"), 0)
+    else:
+        sums = tl.sum(weight, 0)
+    return sums
+
+
+@triton.jit
+def _weights(scores, key, own_key, ancestors, best, total, dtype: tl.constexpr):
     """Return a block's weights, what sums so far shrink by, and each row's best score and total with the block."""
     distance = own_key[None, :] - key[:, None]
     bit = (ancestors[None, :] >> tl.minimum(tl.maximum(distance, 0), 63).to(tl.int64)) & 1
@@ -112,7 +128,7 @@ def _weights(scores, key, own_key, ancestors, best, total):
     level = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row may see nothing of a piece
     shrink = tl.exp2(best - level)
     weight = tl.exp2(scores - level[None, :])
-    return weight, shrink, new_best, total * shrink + tl.sum(weight, 0)
+    return weight, shrink, new_best, total * shrink + _sums(weight, dtype)
 
 
 @triton.jit
@@ -171,7 +187,7 @@ def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr
         show_copies(PDL)
         scores = tl.dot(latent, q, input_precision="ieee")
         scores = tl.dot(rope, q_rope, scores, input_precision="ieee") * scale
-        weight, shrink, best, total = _weights(scores, key, own_key, ancestors, best, total)
+        weight, shrink, best, total = _weights(scores, key, own_key, ancestors, best, total, latent.dtype)
         acc = tl.dot(tl.trans(latent), weight.to(latent.dtype), acc * shrink[None, :], input_precision="ieee")
     out = row * num_pieces + piece
     column = tl.arange(0, WIDTH_P)

@@ -61,6 +61,18 @@ def prefetch(at):
 
 
 @triton.jit
+def prefetch_bytes(at, num_bytes):
+    """Ask for so many bytes from each of these addresses on, both multiples of 16: one request to the copy engine each.
+
+    They come into the cache all processors share, whole lines at a time, and no thread has a hand in it.
+    """
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), num_bytes],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def show_copies(PDL: tl.constexpr):
     """Let the next matrix instruction see what copies have brought into fast memory; called right before it.
 

@@ -59,8 +59,24 @@ def add_parts(at, stride, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def residual_tile(
+    residual_ptr, m_tile, n_tile, M, N, stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Return what is added to a tile of outputs, if something is."""
+    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    residual = 0.0
+    if HAS_RESIDUAL:
+        m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        n = (n_tile * WIDTH + tl.arange(0, WIDTH))[None, :]
+        real = (m < M) & (n < (N // 2 if SILU else N))
+        residual = tl.load(residual_ptr + m * stride + n, mask=real, other=0.0)
+    return residual
+
+
+@triton.jit
 def store_outputs(
-    total, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
+    total, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +100,7 @@ def store_outputs(
     n = (n_tile * WIDTH + tl.arange(0, WIDTH))[None, :]
     real = (m < M) & (n < num_outputs)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + m * residual_stride + n, mask=real, other=0.0).to(tl.float32)
-        out = (out.to(tl.float32) + residual).to(dtype)
+        out = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
     tl.store(y_ptr + m * y_stride + n, out, mask=real)
     return tl.where(real, out, 0.0)
 
@@ -163,9 +178,12 @@ def _linear_kernel(
         if KIND != "dense":
             x_scale = tl.load(x_scale_ptr + rows_M)
             sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
+        residual = residual_tile(
+            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL
+        )
         store_outputs(
-            sums, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
-            BLOCK_M, BLOCK_N, SILU, HAS_BIAS, HAS_RESIDUAL,
+            sums, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, SILU, HAS_BIAS,
+            HAS_RESIDUAL,
         )  # fmt: skip
 
 
@@ -184,12 +202,17 @@ class FoldedNorm:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows on their way into a product: numbers, with a norm still to apply or not, or codes and a scale each."""
+    """Rows on their way into a product: numbers, with a norm still to apply or not, or codes and a scale each.
+
+    Args:
+        maxima_TB: the largest magnitudes of stretches of a row, from which a product with FP8 weights makes its codes.
+    """
 
     values_TK: Tensor
     scale_T: Tensor | None
     dtype: torch.dtype
     norm: FoldedNorm | None = None
+    maxima_TB: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +221,7 @@ class Epilogue:
 
     Args:
         squares_TB: where sums of squares of the outputs go, for the norm that follows (products of a few rows).
+        maxima_TB: where the largest magnitude of each tile of outputs goes, for the codes that follow (likewise).
         rope: the outputs are heads: queries are rotated, keys and values written to the cache (products of a few rows).
     """
 
@@ -205,6 +229,7 @@ class Epilogue:
     residual_TN: Tensor | None = None
     silu: bool = False
     squares_TB: Tensor | None = None
+    maxima_TB: Tensor | None = None
     rope: RopeWrite | None = None
 
 
@@ -251,7 +276,8 @@ def multiply(
         x_TK: rows whose last dimension is contiguous.
         kind: "dense", "int8", "fp8" or "fp8_upcast".
     """
-    assert epilogue.squares_TB is None and epilogue.rope is None, "only products of a few rows fold these in"
+    leaves_nothing = epilogue.squares_TB is None and epilogue.maxima_TB is None
+    assert leaves_nothing and epilogue.rope is None, "only products of a few rows fold these in"
     num_rows, num_outputs, num_inputs = x_TK.shape[0], *weight_NK.shape
     config = launch.config
     grid = launch.grid(num_rows, num_outputs, epilogue.silu)

@@ -19,18 +19,17 @@ from slipstream.kernels.triton.launch import (
     wait_for_previous,
     wait_then_let_start,
 )
-from slipstream.kernels.triton.linear import add_parts, store_outputs, sum_of_splits, weight_rows
+from slipstream.kernels.triton.linear import add_parts, residual_tile, store_outputs, sum_of_splits, weight_rows
+from slipstream.kernels.triton.narrow_codes import (
+    apply_norm,
+    encode_with,
+    factor_and_scale,
+    norm_factor,
+    repeat_rows,
+    repeat_scales,
+    scale_of_maxima,
+)
 from slipstream.kernels.triton.norm_rope import SQUARES, SQUARES_LEVELS, pair_sums
-
-
-@triton.jit
-def _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return each row's factor of its norm, from the sums of squares that the product before has left."""
-    part = tl.arange(0, PARTS)
-    count = tl.cdiv(K, SQUARES)
-    at = squares_ptr + rows_M.to(tl.int64)[:, None] * count + part[None, :]
-    sums = tl.load(at, mask=(part < count)[None, :], other=0.0)
-    return tl.rsqrt(tl.reshape(pair_sums(sums, LEVELS), (BLOCK_M,)) / K + eps)
 
 
 @triton.jit
@@ -66,60 +65,112 @@ def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr)
 
 
 @triton.jit
+def _ask_ahead_and_wait(w_at, k_from, K, AHEAD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
+    """Ask for AHEAD lines of each weight row, then wait for the inputs; with LATE the next kernel starts only then."""
+    if PDL and AHEAD > 0:
+        LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(w_at + tl.minimum(k_from + tl.arange(0, AHEAD) * LINE, K - 1)[None, :])
+    if LATE:
+        wait_then_let_start(PDL)
+    else:
+        wait_for_previous(PDL)
+
+
+@triton.jit
+def _known_of_rows(
+    none, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
+    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Return each row's factor of its norm, its scale and that scale's inverse; what is not needed is `none`."""
+    factor, scale, inverse = none, none, none
+    if CODES == "maxima":
+        scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
+    elif CODES == "norm":
+        factor, scale = factor_and_scale(x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS)
+    elif NORM:
+        factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
+    if CODES != "none":
+        inverse = tl.div_rn(1.0, scale)
+    return factor, scale, inverse
+
+
+@triton.jit
+def _ready(
+    rows, norm, factor, scale, inverse,
+    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Return rows as they are multiplied: after their norm, and as codes."""
+    if NORM:
+        rows = apply_norm(rows, norm, factor[None, :])
+    if CODES != "none":
+        rows = encode_with(rows, scale[None, :], inverse[None, :])
+    return repeat_rows(rows, ROWS, BLOCK_M)
+
+
+@triton.jit
 def _stretch(
-    w_at, x_at, norm_ptr, squares_ptr, rows_M, real_M, split, steps, K, eps,
+    w_at, x_ptr, norm_ptr, left_ptr, split, steps, M, K, x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
-    KIND: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, AHEAD: tl.constexpr,
-    STAGED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    LEVELS: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
 
     The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
-    first weights, which it starts before the loop, do not wait.
+    first weights, which it starts before the loop, do not wait. Returns the sums, and the rows' scales if CODES are
+    made here.
     """
     STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
     if KIND == "int8":
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    x = tl.zeros([BLOCK_K, BLOCK_M], x_at.dtype.element_ty)
-    second_x = x
-    norm = tl.zeros([BLOCK_K, BLOCK_M], norm_ptr.dtype.element_ty)
-    norm_at = norm_ptr + tl.zeros([1, BLOCK_M], tl.int32)  # one copy for each row: then it lies as the rows do
-    factor = tl.zeros([BLOCK_M], tl.float32)
+    row = tl.arange(0, ROWS)
+    real = row < M
+    row = tl.minimum(row, M - 1)
+    x_at = x_ptr + row.to(tl.int64)[None, :] * x_stride
+    x = tl.zeros([BLOCK_K, ROWS], x_ptr.dtype.element_ty)
+    norm = tl.zeros([BLOCK_K, ROWS], norm_ptr.dtype.element_ty)
+    second_x, second_norm = x, norm
+    norm_at = norm_ptr + tl.zeros([1, ROWS], tl.int32)  # one copy for each row: then it lies as the rows do
+    factor = tl.zeros([ROWS], tl.float32)
+    scale, inverse = factor, factor
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
-            if PDL and AHEAD > 0:
-                LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
-                line = split * steps * STEP + STAGED + tl.arange(0, AHEAD) * LINE
-                prefetch(w_at + tl.minimum(line, K - 1)[None, :])
-            if LATE:
-                wait_then_let_start(PDL)
-            else:
-                wait_for_previous(PDL)
-            x = _rows(x_at, k, real_M, k < K, KIND)
+            _ask_ahead_and_wait(w_at, split * steps * STEP + STAGED, K, AHEAD, LATE, PDL)
+            x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
-                second_x = _rows(x_at, k + BLOCK_K, real_M, k + BLOCK_K < K, KIND)
+                second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
             if NORM:
-                norm = _rows(norm_at, k, real_M, k < K, "dense")
-                keep_order(PDL)  # or the assembler asks for these rows only when the sums are there
-                factor = _row_scale(squares_ptr, rows_M, K, eps, BLOCK_M, PARTS, LEVELS)
+                norm = _rows(norm_at, k, real, k < K, "dense")
+                if TWICE:
+                    second_norm = _rows(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, "dense")
+            if NORM or CODES != "none":
+                keep_order(PDL)  # or the assembler asks for these rows only when what is known of them is there
+            factor, scale, inverse = _known_of_rows(
+                factor, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
+                NORM, CODES, ROWS, PARTS, LEVELS,
+            )  # fmt: skip
         ahead = k + STEP
         more = step + 1 < steps
-        rows = x
-        x = _rows(x_at, ahead, real_M, (ahead < K) & more, KIND)
+        rows, second_rows = x, second_x
+        x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
+        rows = _ready(rows, norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
         if NORM:
-            # Rounded where torch rounds: after the norm, and after the weight.
-            rows = (rows.to(tl.float32) * factor[None, :]).to(rows.dtype).to(tl.float32)
-            rows = (rows * norm.to(tl.float32)).to(x.dtype)
-            norm = _rows(norm_at, ahead, real_M, (ahead < K) & more, "dense")
+            norm = _rows(norm_at, ahead, real, (ahead < K) & more, "dense")
+        if TWICE:
+            ahead += BLOCK_K
+            second_x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
+            second_rows = _ready(second_rows, second_norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
+            if NORM:
+                second_norm = _rows(norm_at, ahead, real, (ahead < K) & more, "dense")
         acc = _multiply_step(w_at, k, rows, acc, K, EVEN_K, KIND)
         if TWICE:
-            rows = second_x
-            second_x = _rows(x_at, ahead + BLOCK_K, real_M, (ahead + BLOCK_K < K) & more, KIND)
-            acc = _multiply_step(w_at, k + BLOCK_K, rows, acc, K, EVEN_K, KIND)
-    return acc
+            acc = _multiply_step(w_at, k + BLOCK_K, second_rows, acc, K, EVEN_K, KIND)
+    if CODES != "none":
+        scale = repeat_scales(scale, ROWS, BLOCK_M)
+    return acc, scale
 
 
 @triton.jit
@@ -180,17 +231,21 @@ def _rotate_and_store(
 @triton.jit(do_not_specialize=["M", "steps"])
 def narrow_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
-    norm_ptr, squares_ptr, squares_out_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
-    M, N, K, steps, x_stride, residual_stride, y_stride, slot_stride, eps,
+    norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
+    M, N, K, steps, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, HAS_SQUARES: tl.constexpr, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
+    STAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
 
-    END is "plain", "silu" or "rope"; PARTS = 2^LEVELS the sums of squares of a row; AHEAD the lines of each weight row
-    to ask for behind the STAGED columns that the loop has under way before it waits.
+    END is "plain", "silu" or "rope". `left_ptr` is what the kernel before left of each row, PARTS = 2^LEVELS at most:
+    sums of squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES of a
+    "norm" whole rows are read. A step reads ROWS rows, BLOCK_M or a lesser power of two, and repeats them. LEAVES
+    is what this kernel leaves: "squares", "maxima" or "none". AHEAD are the lines of each weight row to ask for behind
+    the STAGED columns that the loop has under way before it waits.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
@@ -200,14 +255,11 @@ def narrow_kernel(
         rows_N = _rope_rows(n_tile, N, BLOCK_N, HALF)
     else:
         rows_N = weight_rows(n_tile, N, BLOCK_N, END == "silu")
-    rows_M = tl.arange(0, BLOCK_M)
-    real_M = rows_M < M
-    rows_M = tl.minimum(rows_M, M - 1)
+    rows_M = tl.minimum(tl.arange(0, BLOCK_M), M - 1)
     w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
-    x_at = x_ptr + rows_M.to(tl.int64)[None, :] * x_stride
-    total = _stretch(
-        w_at, x_at, norm_ptr, squares_ptr, rows_M, real_M, split, steps, K, eps, BLOCK_M, BLOCK_N, BLOCK_K, TWICE,
-        EVEN_K, KIND, NORM, PARTS, LEVELS, AHEAD, STAGED, LATE, PDL,
+    total, x_scale = _stretch(
+        w_at, x_ptr, norm_ptr, left_ptr, split, steps, M, K, x_stride, num_parts, eps, BLOCK_M, BLOCK_N, BLOCK_K,
+        TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, STAGED, LATE, PDL,
     )  # fmt: skip
     finished = True
     if SPLITS > 1:
@@ -219,21 +271,44 @@ def narrow_kernel(
     if finished:
         sums = total.to(tl.float32)
         if KIND != "dense":
-            x_scale = tl.load(x_scale_ptr + rows_M)
+            if CODES == "none":
+                x_scale = tl.load(x_scale_ptr + rows_M)
             sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
-        if END == "rope":
-            slot, cos, sin = _places(n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M, BLOCK_M, BLOCK_N, HALF)
-            _rotate_and_store(
-                sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
-                BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
-            )  # fmt: skip
-        else:
-            out = store_outputs(
-                sums, 0, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
-                BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS, HAS_RESIDUAL,
-            )  # fmt: skip
-            if HAS_SQUARES:
-                _store_squares(out.to(tl.float32), n_tile, squares_out_ptr, M, N, BLOCK_M, BLOCK_N)
+        _store_tile(
+            sums, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr,
+            cos_ptr, sin_ptr, M, N, residual_stride, y_stride, slot_stride, BLOCK_M, BLOCK_N, END, HAS_BIAS,
+            HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_tile(
+    sums, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr,
+    sin_ptr, M, N, residual_stride, y_stride, slot_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Finish float32 sums and store them, with what is left for the next kernel."""
+    if END == "rope":
+        slot, cos, sin = _places(n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M, BLOCK_M, BLOCK_N, HALF)
+        _rotate_and_store(
+            sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
+            BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
+        )  # fmt: skip
+    else:
+        residual = residual_tile(
+            residual_ptr, 0, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_RESIDUAL
+        )
+        out = store_outputs(
+            sums, residual, 0, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS,
+            HAS_RESIDUAL,
+        )  # fmt: skip
+        if LEAVES == "squares":
+            _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N)
+        elif LEAVES == "maxima":
+            token = tl.arange(0, BLOCK_M)
+            at = leave_ptr + token.to(tl.int64) * tl.num_programs(0) + n_tile
+            tl.store(at, tl.max(tl.abs(out.to(tl.float32)), 1), mask=token < M)
 
 
 @triton.jit

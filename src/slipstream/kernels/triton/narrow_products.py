@@ -13,6 +13,8 @@ from slipstream.kernels.triton.variants import Matrix, Variant
 
 MOST_ROWS = 16
 """The token tile these products have; from 17 rows on those for many rows are faster."""
+MOST_WHOLE_ROWS = 8
+"""A program reads so many whole rows beside its tile, to make codes after their norm; more do not fit in registers."""
 _LINE_BYTES = 128
 _FP8_COLUMNS = 128  # after so many an FP8 sum is made whole
 
@@ -42,16 +44,19 @@ def multiply_narrow(
     assert not twice or config.block_k == 2 * _FP8_COLUMNS, "FP8 sums are made whole after 128 columns, or twice 128"
     _, num_tiles, splits = grid = launch.grid(num_rows, num_outputs, epilogue.silu)
     y = torch.empty(num_rows, _num_stored(epilogue, num_outputs), dtype=rows.dtype, device=x_TK.device)
-    parts = triton.next_power_of_2(-(-num_inputs // SQUARED))
+    makes_codes = kind.startswith("fp8") and rows.scale_T is None
+    left_TB = rows.maxima_TB if rows.norm is None else rows.norm.squares_TB
+    num_parts = 0 if left_TB is None else left_TB.shape[1]
+    parts = triton.next_power_of_2(max(num_parts, 1))
     staged = (config.num_stages - 1) * config.block_k
     narrow_kernel[(num_tiles, splits)](
         x_TK, weight_NK, y if rows.scale_T is None else rows.scale_T, y if w_scale_N is None else w_scale_N,
         y if epilogue.bias_N is None else epilogue.bias_N,
         y if epilogue.residual_TN is None else epilogue.residual_TN,
         y, partial_sums(launch, grid, y, kind == "int8"), launch.counters,
-        *((y, y) if rows.norm is None else (rows.norm.weight_D, rows.norm.squares_TB)),
-        y if epilogue.squares_TB is None else epilogue.squares_TB, *_places(epilogue, y),
-        num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
+        y if rows.norm is None else rows.norm.weight_D, y if left_TB is None else left_TB, _left(epilogue, y),
+        *_places(epilogue, y),
+        num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, num_parts, x_TK.stride(0),
         residual_stride(epilogue), y.stride(0),
         0 if epilogue.rope is None else epilogue.rope.layer.keys_SGd.stride(0),
         0.0 if rows.norm is None else rows.norm.eps,
@@ -59,10 +64,13 @@ def multiply_narrow(
         TWICE=twice, SPLITS=splits, EVEN_K=num_inputs == launch.stretch * splits, KIND=kind,
         END="rope" if epilogue.rope is not None else "silu" if epilogue.silu else "plain",
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        NORM=rows.norm is not None, PARTS=parts, LEVELS=parts.bit_length() - 1,
-        HAS_SQUARES=epilogue.squares_TB is not None, **_heads(epilogue.rope),
+        NORM=rows.norm is not None,
+        CODES="none" if not makes_codes else "maxima" if rows.norm is None else "norm",
+        ROWS=triton.next_power_of_2(num_rows) if makes_codes else launch.block_m,
+        PARTS=parts, LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), **_heads(epilogue.rope),
         AHEAD=_lines_ahead(config, launch.stretch - staged, weight_NK.element_size()), STAGED=staged,
-        PDL=launch.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
+        PDL=launch.dependent,
+        num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
@@ -72,6 +80,18 @@ def _num_stored(epilogue: Epilogue, num_outputs: int) -> int:
     if epilogue.rope is not None:
         return epilogue.rope.heads[0] * epilogue.rope.layer.keys_SGd.shape[2]
     return num_outputs // 2 if epilogue.silu else num_outputs
+
+
+def _leaves(epilogue: Epilogue) -> str:
+    return "squares" if epilogue.squares_TB is not None else "maxima" if epilogue.maxima_TB is not None else "none"
+
+
+def _left(epilogue: Epilogue, y: Tensor) -> Tensor:
+    """Return where a product leaves what it tells of its outputs."""
+    if epilogue.maxima_TB is not None:
+        assert epilogue.squares_TB is None, "a product leaves one thing of its outputs"
+        return epilogue.maxima_TB
+    return y if epilogue.squares_TB is None else epilogue.squares_TB
 
 
 def _places(epilogue: Epilogue, y: Tensor) -> tuple[Tensor, ...]:
@@ -89,7 +109,7 @@ def _heads(write: RopeWrite | None) -> dict[str, int]:
 
 
 def _lines_ahead(config: LinearConfig, columns_left: int, itemsize: int) -> int:
-    """Return how many lines of a row to ask for: a power of two, within the stretch."""
+    """Return how many lines of a row to ask for, within the stretch: a power of two."""
     most = max(columns_left * itemsize // _LINE_BYTES, 0)
     return min(config.ahead, 1 << (most.bit_length() - 1)) if most else 0
 
@@ -104,39 +124,49 @@ def variants(architecture: str) -> list[Variant]:
     if not tuning.weights_first:
         return []
     shipped = []
-    for kind, shape, end, norm, squares in (
-        ("dense", (6144, 4096), "rope", True, False),
-        ("dense", (4096, 4096), "plain", False, True),
-        ("dense", (28672, 4096), "silu", True, False),
-        ("dense", (4096, 14336), "plain", False, True),
-        ("fp8", (6144, 4096), "rope", False, False),
-        ("fp8", (28672, 4096), "silu", False, False),
-        ("fp8", (4096, 14336), "plain", False, False),
+    for kind, shape, end, norm, codes, leaves in (
+        ("dense", (6144, 4096), "rope", True, "none", "none"),
+        ("dense", (4096, 4096), "plain", False, "none", "squares"),
+        ("dense", (28672, 4096), "silu", True, "none", "none"),
+        ("dense", (4096, 14336), "plain", False, "none", "squares"),
+        ("fp8", (6144, 4096), "rope", False, "none", "none"),
+        ("fp8", (28672, 4096), "silu", False, "none", "none"),
+        ("fp8", (4096, 14336), "plain", False, "none", "none"),
+        ("fp8", (6144, 4096), "rope", True, "norm", "none"),
+        ("fp8", (4096, 4096), "plain", False, "maxima", "squares"),
+        ("fp8", (28672, 4096), "silu", True, "norm", "maxima"),
+        ("fp8", (4096, 14336), "plain", False, "maxima", "squares"),
     ):
-        config = tuning.linear_config(kind, *shape, 2 if kind == "dense" else 1)
-        name = f"narrow {kind}, {end}{', norm' if norm else ''}, {shape[0]} x {shape[1]}"
-        fitted = tuning.fitted(config, MOST_ROWS, 2 if kind == "dense" else 1, staged_rows=False)
-        shipped.append(_variant(name, kind, fitted, MOST_ROWS, (end, norm, squares)))
+        itemsize = 2 if kind == "dense" else 1
+        fitted = tuning.fitted(tuning.linear_config(kind, *shape, itemsize), MOST_ROWS, itemsize, staged_rows=False)
+        parts = shape[1] // SQUARED if norm else 256
+        for rows in {"none": (MOST_ROWS,), "maxima": (1, MOST_ROWS), "norm": (1, 4, MOST_WHOLE_ROWS)}[codes]:
+            how = f"{', norm' if norm else ''}{f', codes of {rows} rows' if codes != 'none' else ''}"
+            folds: dict[str, bool | int | str] = {
+                "END": end, "NORM": norm, "CODES": codes, "LEAVES": leaves, "HAS_RESIDUAL": end == "plain",
+                "ROWS": rows, "PARTS": parts, "LEVELS": parts.bit_length() - 1,
+            }  # fmt: skip
+            name = f"narrow {kind}, {end}{how}, {shape[0]} x {shape[1]}"
+            shipped.append(_variant(name, kind, fitted, folds))
     return shipped
 
 
-def _variant(name: str, kind: str, config: LinearConfig, block_m: int, folds: tuple[str, bool, bool]) -> Variant:
-    code, (end, norm, squares) = _POINTERS[kind], folds
+def _variant(name: str, kind: str, config: LinearConfig, folds: dict[str, bool | int | str]) -> Variant:
+    code = _POINTERS[kind]
     pointers = {
-        "x_ptr": code, "w_ptr": code, "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
-        "residual_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*fp32", "counter_ptr": "*i32", "norm_ptr": "*bf16",
-        "squares_ptr": "*fp32", "squares_out_ptr": "*fp32", "keys_ptr": "*bf16", "values_ptr": "*bf16",
-        "slots_ptr": "*i64", "positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+        "x_ptr": code if folds["CODES"] == "none" else "*bf16", "w_ptr": code, "x_scale_ptr": "*fp32",
+        "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "residual_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*fp32",
+        "counter_ptr": "*i32", "norm_ptr": "*bf16", "left_ptr": "*fp32", "leave_ptr": "*fp32", "keys_ptr": "*bf16",
+        "values_ptr": "*bf16", "slots_ptr": "*i64", "positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
     }  # fmt: skip
-    strides = ("N", "K", "x_stride", "residual_stride", "y_stride", "slot_stride")
+    strides = ("N", "K", "num_parts", "x_stride", "residual_stride", "y_stride", "slot_stride")
     signature = {**pointers, "M": "i32", "steps": "i32", **dict.fromkeys(strides, "i32"), "eps": "fp32"}
     twice = kind == "fp8" and config.block_k > _FP8_COLUMNS
     constants = {
-        "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": _FP8_COLUMNS if twice else config.block_k,
-        "TWICE": twice, "SPLITS": config.split_k, "EVEN_K": True, "KIND": kind, "END": end, "HAS_BIAS": False,
-        "HAS_RESIDUAL": squares, "NORM": norm, "PARTS": 64, "LEVELS": 6, "HAS_SQUARES": squares, "HEADS": 32,
-        "GROUPS": 8, "HALF": 64, "AHEAD": config.ahead, "STAGED": (config.num_stages - 1) * config.block_k,
-        "PDL": False,
+        "BLOCK_M": MOST_ROWS, "BLOCK_N": config.block_n, "BLOCK_K": _FP8_COLUMNS if twice else config.block_k,
+        "TWICE": twice, "SPLITS": config.split_k, "EVEN_K": True, "KIND": kind, "HAS_BIAS": False, "HEADS": 32,
+        "GROUPS": 8, "HALF": 64, "AHEAD": config.ahead,
+        "STAGED": (config.num_stages - 1) * config.block_k, "PDL": False, **folds,
     }  # fmt: skip
     divisible = (*pointers, *strides)
     return Variant(

@@ -22,6 +22,7 @@ from slipstream.kernels.triton.linear import (
     partial_sums,
     prefetch_rows,
     residual_stride,
+    residual_tile,
     store_outputs,
     sum_of_splits,
     weight_rows,
@@ -126,9 +127,12 @@ def _nibble_kernel(
             sums = sums * (tl.load(x_scale_ptr + rows_M)[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
         elif not GROUPED:
             sums = sums * tl.load(w_scale_ptr + rows_N).to(tl.float32)[:, None]
+        residual = residual_tile(
+            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL
+        )
         store_outputs(
-            sums, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
-            BLOCK_M, BLOCK_N, SILU, HAS_BIAS, HAS_RESIDUAL,
+            sums, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, SILU, HAS_BIAS,
+            HAS_RESIDUAL,
         )  # fmt: skip
 
 

@@ -106,13 +106,25 @@ def _launch_norm(
 
 
 @triton.jit
+def added_stretches(at, stride, real, SPLITS: tl.constexpr):
+    """Return numbers as they are stored, or the sums of a product's stretches, added in their order."""
+    x = tl.load(at, mask=real, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(at + split * stride, mask=real, other=0.0)
+    return x
+
+
+@triton.jit
 def _rope_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    qkv_stride, slot_stride, eps,
+    qkv_stride, part_stride, slot_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TAKEN: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Take TAKEN heads of one token: rotate queries, or rotate keys and write them, or write values."""
+    """Take TAKEN heads of one token: rotate queries, or rotate keys and write them, or write values.
+
+    With SPLITS heads are float32 sums of so many stretches, `part_stride` apart, and are added and rounded first.
+    """
     wait_then_let_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TAKEN
@@ -120,8 +132,8 @@ def _rope_kernel(
     at = tl.arange(0, BLOCK)[None, :]
     real = (at < WIDTH) & (head >= 0)
     source = qkv_ptr + token * qkv_stride + head * WIDTH
-    dtype = qkv_ptr.dtype.element_ty
-    x = tl.load(source + at, mask=real, other=0.0)
+    dtype = q_ptr.dtype.element_ty
+    x = added_stretches(source + at, part_stride, real, SPLITS).to(dtype)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if first >= HEADS + GROUPS:
         target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * WIDTH + at
@@ -129,7 +141,7 @@ def _rope_kernel(
     else:
         mate = tl.where(at < HALF, at + HALF, at - HALF)
         turned = at < 2 * HALF
-        partner = tl.load(source + mate, mask=turned & real, other=0.0)
+        partner = added_stretches(source + mate, part_stride, turned & real, SPLITS).to(dtype)
         if QK_NORM:
             x_f32 = x.to(tl.float32)
             rstd = tl.rsqrt(tl.sum(x_f32 * x_f32, 1) / WIDTH + eps)[:, None]
@@ -175,23 +187,28 @@ class RopeWrite:
     layer: KvLayer
 
 
-def rope_and_write(qkv_TC: Tensor, write: RopeWrite, qk_norm: tuple[Norm, Norm] | None, dependent: bool) -> Tensor:
+def rope_and_write(
+    qkv: Tensor, write: RopeWrite, qk_norm: tuple[Norm, Norm] | None, dtype: torch.dtype, dependent: bool
+) -> Tensor:
     """Return rotated queries [T, H, d], having written rotated keys, and values, into their slots.
 
     Args:
+        qkv: numbers [T, C], or float32 sums [S, T, C] of a product's stretches, still to be added.
         qk_norm: norms of each head's query and key before they are rotated.
+        dtype: the numbers' type, to which sums are rounded.
     """
     (num_heads, num_groups), rope, layer = write.heads, write.rope, write.layer
     width = layer.keys_SGd.shape[2]
     assert layer.keys_SGd.stride() == layer.values_SGd.stride() and layer.keys_SGd.stride(1) == width
-    q = torch.empty(qkv_TC.shape[0], num_heads, width, dtype=qkv_TC.dtype, device=qkv_TC.device)
+    num_tokens, splits = qkv.shape[-2], len(qkv) if qkv.dim() == 3 else 1
+    q = torch.empty(num_tokens, num_heads, width, dtype=dtype, device=qkv.device)
     norms = qk_norm or (Norm(q, 0.0), Norm(q, 0.0))
     taken = _heads_taken(num_heads, num_groups)
-    _rope_kernel[(qkv_TC.shape[0], (num_heads + 2 * num_groups) // taken)](
-        qkv_TC, q, layer.keys_SGd, layer.values_SGd, rope.slots_T, rope.positions_T, rope.cos_Pr, rope.sin_Pr,
-        norms[0].weight_D, norms[1].weight_D, qkv_TC.stride(0), layer.keys_SGd.stride(0), norms[0].eps,
+    _rope_kernel[(num_tokens, (num_heads + 2 * num_groups) // taken)](
+        qkv, q, layer.keys_SGd, layer.values_SGd, rope.slots_T, rope.positions_T, rope.cos_Pr, rope.sin_Pr,
+        norms[0].weight_D, norms[1].weight_D, qkv.stride(-2), qkv.stride(0), layer.keys_SGd.stride(0), norms[0].eps,
         HEADS=num_heads, GROUPS=num_groups, TAKEN=taken, WIDTH=width, HALF=rope.cos_Pr.shape[1],
-        BLOCK=triton.next_power_of_2(width), QK_NORM=qk_norm is not None, PDL=dependent,
+        BLOCK=triton.next_power_of_2(width), SPLITS=splits, QK_NORM=qk_norm is not None, PDL=dependent,
         num_warps=1 if taken < 4 else 4,
         **launch_options(dependent),
     )  # fmt: skip
@@ -237,7 +254,7 @@ def variants(architecture: str) -> list[Variant]:
     rope = {
         "qkv_ptr": "*bf16", "q_ptr": "*bf16", "keys_ptr": "*bf16", "values_ptr": "*bf16", "slots_ptr": "*i64",
         "positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "q_norm_ptr": "*bf16",
-        "k_norm_ptr": "*bf16", "qkv_stride": "i32", "slot_stride": "i32", "eps": "fp32",
+        "k_norm_ptr": "*bf16", "qkv_stride": "i32", "part_stride": "i32", "slot_stride": "i32", "eps": "fp32",
     }  # fmt: skip
     silu = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32", "x_stride": "i32"}
     heads = {"HEADS": 32, "GROUPS": 8, "TAKEN": 8, "WIDTH": 128, "HALF": 64, "BLOCK": 128, "PDL": False}
@@ -251,8 +268,9 @@ def variants(architecture: str) -> list[Variant]:
         for codes, pointer in (("none", "*bf16"), ("fp8", "*fp8e4nv"), ("int8", "*i8"))
     ]  # fmt: skip
     ropes = [
-        Variant(f"rope, qk norm {on}", _rope_kernel, rope, {**heads, "QK_NORM": on}, 4, 2, divisible=whole(rope))
-        for on in (False, True)
-    ]
+        Variant(f"rope, qk norm {on}, {splits} stretches", _rope_kernel, {**rope, "qkv_ptr": pointer},
+                {**heads, "SPLITS": splits, "QK_NORM": on}, 4, 2, divisible=whole(rope))
+        for on, splits, pointer in ((False, 1, "*bf16"), (True, 1, "*bf16"), (False, 2, "*fp32"))
+    ]  # fmt: skip
     return [*norms, *ropes, Variant("silu_mul", _silu_mul_kernel, silu, {"BLOCK": 1024, "PDL": False}, 4, 2,
                                     divisible=whole(silu))]  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton import mxfp4, nibble_linear, quantize
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, token_tile
-from slipstream.kernels.triton.narrow_products import MOST_ROWS, multiply_narrow, rope_fits
+from slipstream.kernels.triton.narrow_products import MOST_ROWS, MOST_WHOLE_ROWS, multiply_narrow, rope_fits
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
 from slipstream.kernels.triton.quantize import Codes
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
@@ -127,24 +127,60 @@ class Products:
         if scale_N is not None:
             assert rows.scale_T is not None, "codes come with their scales"
             scales = (rows.scale_T, scale_N)
+        wide = self._wide_launch(weight_NK, kind, num_rows, silu=epilogue.silu)
+        if wide is None:
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
+        wide = replace(wide, config=replace(wide.config, later=False))
+        return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide, rows.dtype)
+
+    def stretches(self, rows: Rows, weight: Weight) -> Tensor | None:
+        """Return the float32 sums of each stretch of columns [S, T, N], if they are left to the kernel that follows.
+
+        It then adds them in their order and rounds (`slipstream.kernels.triton.stretches`). None: `multiply` does.
+        """
+        num_rows = rows.values_TK.shape[0]
+        if isinstance(weight, PackedWeight) or self._is_narrow(num_rows):
+            return None
+        launch = self._wide_launch(weight, "dense", num_rows, silu=False)
+        if launch is None or not launch.config.later:
+            return None
+        return multiply_wide(rows.values_TK, weight, None, "dense", Epilogue(), launch, rows.dtype)
+
+    def _wide_launch(self, weight_NK: Tensor, kind: str, num_rows: int, *, silu: bool) -> WideLaunch | None:
+        """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
+        format, itemsize = kind.removesuffix("_upcast"), weight_NK.element_size()
+        num_outputs, num_inputs = weight_NK.shape
         key = f"{format}:{num_outputs}:{num_inputs}"
         narrow = self._narrow(key, format, num_outputs, num_inputs, itemsize)
         wide = self._tuning.wide_linear_config(key, num_rows, num_outputs, narrow) if itemsize <= 2 else None
         if wide is None:
-            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
-            return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
+            return None
         pieces = row_pieces(num_rows)
-        wide = fitted(wide, pieces, kind, epilogue.silu, self._tuning.shared_bytes)
-        wide_launch = WideLaunch(
+        wide = fitted(wide, pieces, kind, silu, self._tuning.shared_bytes)
+        wide = replace(wide, later=wide.later and narrow.split_k > 1 and not wide.serial)
+        return WideLaunch(
             wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
             self._tuning.instruction,
         )  # fmt: skip
-        return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide_launch, rows.dtype)
 
     def folds_norm(self, weight: Weight, num_rows: int) -> bool:
         """Tell whether a product can apply the norm before it, in a pass of so many rows."""
-        dense = not isinstance(weight, PackedWeight)
-        return dense and self._is_narrow(num_rows) and num_rows <= self._tuning.fold_rows
+        most = self._tuning.fold_rows
+        if isinstance(weight, PackedWeight):
+            most = min(self._tuning.fold_norm_codes, MOST_WHOLE_ROWS) if self.wants(weight) == "fp8" else 0
+        return self._is_narrow(num_rows) and num_rows <= most
+
+    def makes_codes(self, weight: Weight, num_rows: int) -> bool:
+        """Tell whether a product can make codes of its rows, given the largest magnitudes of their parts."""
+        return self.wants(weight) == "fp8" and self._is_narrow(num_rows) and num_rows <= self._tuning.fold_codes
+
+    def num_maxima(self, weight: Weight, num_rows: int) -> int:
+        """Return how many largest magnitudes a product of SiLUs can leave of a row; 0 if it leaves none."""
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows):
+            return 0
+        return self._launch(*described, num_rows).grid(num_rows, described[1], silu=True)[1]
 
     def leaves_squares(self, weight: Weight, num_rows: int) -> bool:
         """Tell whether a product can leave sums of squares of its outputs for the norm after it."""

@@ -47,6 +47,7 @@ class WideConfig:
         pair: whether a program takes two tiles, which share the rows it loads.
         tma: whether tiles are fetched by the copy engine (NVIDIA from sm_90 on).
         serial: whether a program takes all stretches of its tile, one after another, instead of one each.
+        later: whether stretches' sums are left for the kernel that follows, where it can add them.
         ahead: whether programs ask for the first lines of their weights before the inputs are there.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
@@ -58,6 +59,7 @@ class WideConfig:
     num_stages: int
     tma: bool = False
     serial: bool = False
+    later: bool = False
     ahead: bool = True
     from_rows: int = 17
 
@@ -70,6 +72,14 @@ class AttentionConfig:
         rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
         serial_from: from so many queries a request on, one program walks all splits instead of one each.
         programs: where there would be more programs than this, each takes groups of splits; that changes no bits.
+        group_programs: how many there are then, at the most; 0: `programs`.
+        group_stages: stages of those that take groups; 0: `num_stages`.
+        group_registers: the most registers a thread of those may have, so that more of them run at a time (NVIDIA);
+            0: as many as the compiler likes.
+        share: splits a program takes where the bound on keys is reached; the more, the fewer are idle below it.
+        bulk: whether the copy engine is asked for a program's first keys and values (NVIDIA from sm_90 on).
+        compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
+            results at a time.
     """
 
     split: int = 256
@@ -79,6 +89,12 @@ class AttentionConfig:
     num_warps: int = 4
     num_stages: int = 2
     programs: int = 1056
+    group_programs: int = 0
+    group_stages: int = 0
+    group_registers: int = 0
+    share: int = 1
+    bulk: bool = False
+    compact: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,8 @@ class Tuning:
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
         weights_first: whether products of up to 16 rows start on their weights before their rows are there.
         fold_rows: up to so many rows, norms and rotations are part of those products.
+        fold_codes: up to so many rows, those with FP8 weights make the codes of their rows, where no norm is between.
+        fold_norm_codes: up to so many rows, at most 8, they make them of rows that have their norm to come.
     """
 
     architecture: str
@@ -116,6 +134,8 @@ class Tuning:
     dependent_launch: bool = False
     weights_first: bool = False
     fold_rows: int = 0
+    fold_codes: int = 0
+    fold_norm_codes: int = 0
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
         """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""

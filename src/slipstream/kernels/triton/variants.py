@@ -16,6 +16,7 @@ class Variant:
         constants: the tl.constexpr arguments.
         matrix: which matrix instructions the code must contain.
         divisible: run-time arguments known to be multiples of 16 (strides, widths and aligned pointers).
+        registers: the most a thread may have; 0: as many as the compiler likes.
     """
 
     name: str
@@ -26,3 +27,4 @@ class Variant:
     num_stages: int
     matrix: Matrix = "none"
     divisible: tuple[str, ...] = field(default=())
+    registers: int = 0

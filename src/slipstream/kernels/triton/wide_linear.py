@@ -76,13 +76,20 @@ def multiply_wide(
     x_TK: Tensor, weight_NK: Tensor, scales: tuple[Tensor, Tensor] | None, kind: str, epilogue: Epilogue,
     launch: WideLaunch, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return rows times the weight: what `slipstream.kernels.triton.linear.multiply` gives, to the bit."""
+    """Return rows times the weight: what `slipstream.kernels.triton.linear.multiply` gives, to the bit.
+
+    With `later` the sums of each stretch [splits, T, N] instead, for `slipstream.kernels.triton.stretches`.
+    """
     num_rows, num_outputs, num_inputs = x_TK.shape[0], *weight_NK.shape
     config, (first, second), silu = launch.config, launch.pieces, epilogue.silu
     grid = launch.grid(num_rows, num_outputs, silu)
-    y = torch.empty(num_rows, num_outputs // 2 if silu else num_outputs, dtype=out_dtype, device=x_TK.device)
-    partial = y
-    if grid[2] > 1:
+    if config.later:
+        assert epilogue == Epilogue() and kind == "dense", "only plain sums are left for later"
+        y = partial = torch.empty(grid[2], num_rows, num_outputs, dtype=torch.float32, device=x_TK.device)
+    else:
+        y = torch.empty(num_rows, num_outputs // 2 if silu else num_outputs, dtype=out_dtype, device=x_TK.device)
+        partial = y
+    if grid[2] > 1 and not config.later:
         assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"
         size = grid[0] * grid[1] * grid[2] * config.block_n * (1 + config.pair) * (first + second)
         partial = torch.empty(size, dtype=torch.int32 if kind == "int8" else torch.float32, device=y.device)
@@ -96,8 +103,9 @@ def multiply_wide(
         num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
         residual_stride(epilogue), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        SPLITS=launch.splits, SERIAL=config.serial, EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma,
-        KIND=kind, SILU=silu, HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
+        SPLITS=1 if config.later else launch.splits, SERIAL=config.serial, LATER=config.later,
+        EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
+        HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
         AHEAD=config.ahead, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
@@ -133,6 +141,11 @@ def variants(architecture: str) -> list[Variant]:
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
             shipped[f"{variant.name} {used}"] = variant
+        if name == "dense":
+            later = fitted(
+                replace(config, later=True), row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes
+            )
+            shipped[f"{later}"] = _variant("wide dense 160 rows", kind, later, row_pieces(160), silu=False)
     return list(shipped.values())
 
 
@@ -148,11 +161,13 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
     }  # fmt: skip
     constants = {
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "SPLITS": 1 if silu else 4, "SERIAL": config.serial, "EVEN_K": True, "TMA": config.tma, "KIND": kind,
-        "SILU": silu, "HAS_BIAS": False,
-        "HAS_RESIDUAL": not silu, "AHEAD": config.ahead, "PDL": False,
+        "SPLITS": 1 if silu or config.later else 4, "SERIAL": config.serial, "LATER": config.later and not silu,
+        "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
+        "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead, "PDL": False,
     }  # fmt: skip
-    tiles = f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', split'}"
+    tiles = (
+        f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', later' if config.later else ', split'}"
+    )
     divisible = tuple(
         arg for arg, type in signature.items() if arg not in ("M", "steps") and not type.startswith("tensordesc")
     )

@@ -68,6 +68,14 @@ def _keep(part, partial_ptr, at, N: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
+def _leave(part, partial_ptr, m_first, n_first, split, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store sums [BLOCK_N, BLOCK_M] of a stretch where the kernel that follows finds them: [stretches, M, N]."""
+    m = (m_first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    n = (n_first + tl.arange(0, BLOCK_N))[None, :]
+    tl.store(partial_ptr + (split.to(tl.int64) * M + m) * N + n, tl.trans(part), mask=(m < M) & (n < N))
+
+
+@triton.jit
 def _added(
     partial_ptr, at, stride, SPLITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -203,15 +211,48 @@ def _stretch(
     return one, one_rest, two, two_rest
 
 
+@triton.jit
+def _keep_pieces(
+    first, second, partial_ptr, at, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Keep the sums of one weight tile, with both pieces of the token tile."""
+    _keep(first, partial_ptr, at, BLOCK_N, FIRST)
+    if SECOND > 0:
+        _keep(second, partial_ptr, at + BLOCK_N * FIRST, BLOCK_N, SECOND)
+
+
+@triton.jit
+def _leave_pieces(
+    first, second, partial_ptr, m_first, n, split, M, N,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Leave the sums of one weight tile, with both pieces of the token tile."""
+    _leave(first, partial_ptr, m_first, n, split, M, N, FIRST, BLOCK_N)
+    if SECOND > 0:
+        _leave(second, partial_ptr, m_first + FIRST, n, split, M, N, SECOND, BLOCK_N)
+
+
+@triton.jit
+def _ask_ahead(w_ptr, n, k_from, N, K, BLOCK_N: tl.constexpr):
+    """Ask for the first lines of one weight tile."""
+    LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    rows_N = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
+    prefetch_rows(w_ptr + rows_N * K, k_from, K, LINE)
+
+
 @triton.jit(do_not_specialize=["M", "steps"])
 def wide_kernel(
     x_first, x_second, w_tiles, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr,
     counter_ptr, M, N, K, steps, x_stride, residual_stride, y_stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, SERIAL: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
-    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SERIAL: tl.constexpr, LATER: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
+    KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up."""
+    """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up.
+
+    With LATER nobody does: sums stay as they are, for the kernel that follows.
+    """
     n_tile, m_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     REST: tl.constexpr = SECOND if SECOND > 0 else 16
     m_first = m_tile * (FIRST + SECOND)
@@ -221,12 +262,9 @@ def wide_kernel(
     n_first = n_tile * WIDTH
     n_second = n_first + (num_outputs if SILU else BLOCK_N)
     if PDL and AHEAD:
-        LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        rows_N = tl.minimum(n_first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
-        prefetch_rows(w_ptr + rows_N * K, split * steps * BLOCK_K, K, LINE)
+        _ask_ahead(w_ptr, n_first, split * steps * BLOCK_K, N, K, BLOCK_N)
         if PAIR:
-            rows_N = tl.minimum(n_second + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
-            prefetch_rows(w_ptr + rows_N * K, split * steps * BLOCK_K, K, LINE)
+            _ask_ahead(w_ptr, n_second, split * steps * BLOCK_K, N, K, BLOCK_N)
     wait_for_inputs(PDL)
     one, one_rest, two, two_rest = _stretch(
         x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
@@ -243,22 +281,22 @@ def wide_kernel(
             two += next_two
             two_rest += next_rest
     KEPT: tl.constexpr = 1 if SERIAL else SPLITS
-    finished = True
+    finished = not LATER
     TILES: tl.constexpr = 2 if PAIR else 1
     AFTER_ONE: tl.constexpr = BLOCK_N * FIRST
     AFTER_REST: tl.constexpr = BLOCK_N * (FIRST + SECOND)
     tile = m_tile * tl.num_programs(0) + n_tile
     stride = (tl.num_programs(0) * tl.num_programs(1)).to(tl.int64) * (TILES * AFTER_REST)
     at = tile.to(tl.int64) * (TILES * AFTER_REST)
-    if KEPT > 1:
-        own = at + split * stride
-        _keep(one, partial_ptr, own, BLOCK_N, FIRST)
-        if SECOND > 0:
-            _keep(one_rest, partial_ptr, own + AFTER_ONE, BLOCK_N, REST)
+    if LATER:
+        _leave_pieces(one, one_rest, partial_ptr, m_first, n_first, split, M, N, FIRST, SECOND, BLOCK_N)
         if PAIR:
-            _keep(two, partial_ptr, own + AFTER_REST, BLOCK_N, FIRST)
-            if SECOND > 0:
-                _keep(two_rest, partial_ptr, own + AFTER_REST + AFTER_ONE, BLOCK_N, REST)
+            _leave_pieces(two, two_rest, partial_ptr, m_first, n_second, split, M, N, FIRST, SECOND, BLOCK_N)
+    elif KEPT > 1:
+        own = at + split * stride
+        _keep_pieces(one, one_rest, partial_ptr, own, FIRST, SECOND, BLOCK_N)
+        if PAIR:
+            _keep_pieces(two, two_rest, partial_ptr, own + AFTER_REST, FIRST, SECOND, BLOCK_N)
         finished = arrived_last(counter_ptr + tile, KEPT)
     if finished:
         _finish_piece(

@@ -33,9 +33,10 @@ def per_tensor_scale(amax: float) -> Tensor:
 
 
 def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize activations per token: codes [T, D] and float32 scales [T]."""
+    """Quantize activations per token: codes [T, D] and float32 scales [T], divided as in `int8.quantize_rows`."""
     x_TD = x_TD.float()
-    scale_T = x_TD.abs().amax(-1).clamp(min=1e-12) / E4M3_MAX
+    largest_T = x_TD.abs().amax(-1).clamp(min=1e-12)
+    scale_T = largest_T / torch.full_like(largest_T, E4M3_MAX)
     return _cast(x_TD / scale_T[..., None]), scale_T
 
 

@@ -28,8 +28,13 @@ def decode(codes_OI: Tensor, scale_O: Tensor) -> Tensor:
 
 
 def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize activations per token, symmetric: int8 codes [T, D] and float32 scales [T] = amax / 127."""
+    """Quantize activations per token, symmetric: int8 codes [T, D] and float32 scales [T] = amax / 127.
+
+    On a GPU torch divides by a number as it multiplies by its inverse, and only by a tensor as it divides: with a scale
+    one bit off, a number halfway between two codes would go the other way there.
+    """
     x_TD = x_TD.float()
-    scale_T = x_TD.abs().amax(-1) / ACTIVATION_MAX
+    largest_T = x_TD.abs().amax(-1)
+    scale_T = largest_T / torch.full_like(largest_T, ACTIVATION_MAX)
     divisor_T1 = torch.where(scale_T == 0, 1.0, scale_T)[..., None]
     return (x_TD / divisor_T1).round_().clamp_(-ACTIVATION_MAX, ACTIVATION_MAX).to(torch.int8), scale_T

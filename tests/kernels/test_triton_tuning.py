@@ -1,0 +1,33 @@
+"""Sweeps on a GPU follow one another: each reads what the one before wrote, and loses none of it."""
+
+import dataclasses
+from pathlib import Path
+
+from interpreted import DEVICE
+from slipstream.kernels.triton.tuning import AttentionConfig, LinearConfig, Tuning, WideConfig, architecture_of
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def changed(kind: type, *required: object) -> object:
+    """Return a configuration whose every number and switch is another than the one it has by itself."""
+    numbers = [f for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING]
+    return kind(*required, **{f.name: not f.default if f.type is bool else f.default + 1 for f in numbers})
+
+
+def test_what_a_sweep_writes_is_read_again_with_every_field(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from gpu_tune import starting_tuning, write_tuning
+
+    linear = {"fp8:4096:4096": changed(LinearConfig, 64, 256, 4, 4, 3)}
+    tuning = dataclasses.replace(
+        changed(Tuning, architecture_of(DEVICE)),
+        linear=linear,
+        wide=linear,
+        linear_many=linear,
+        wide_linear={"dense:4096:4096/64": changed(WideConfig, 64, True, 64, 4, 3)},
+        attention=changed(AttentionConfig),
+    )
+    write_tuning(tuning, tmp_path)
+    assert starting_tuning(tmp_path / f"{tuning.architecture}.json", DEVICE) == tuning
+    assert tuning.fold_codes and tuning.fold_norm_codes
