@@ -7,14 +7,15 @@ from slipstream.bench.peers.process import PeerError
 from slipstream.checkpoint.draft_rewrite import rewrite_draft
 from slipstream.checkpoint.embedded import embedded_draft, embedded_model
 from slipstream.checkpoint.writer import FolderExistsError
+from slipstream.train.lineage import weights_digest
 
 
 def draft_for_vllm() -> Path:
-    """Return the shipped draft in vLLM's dialect, written beside the environments on the first call."""
+    """Return the shipped draft in vLLM's dialect, written beside the environments on the first call for its weights."""
     shipped = embedded_draft()
     if shipped is None:
         raise PeerError("This copy of slipstream ships no draft for the embedded model.")
-    folder = environments_dir() / "models" / f"{shipped.name}-vllm"
+    folder = environments_dir() / "models" / f"{shipped.name}-{weights_digest(shipped)[:12]}-vllm"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
