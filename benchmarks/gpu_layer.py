@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gpu_models import LLAMA_8B, SMOLLM_135M, filled_cache, random_target
-from gpu_tune import Shape, bits_differ, copies_of, write_tuning
+from gpu_tune import Shape, bits_differ, copies_of, replayed_us, write_tuning
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.ops import TritonOps
@@ -143,20 +143,8 @@ class Layers:
         return self._us(self.head_of(tuning, batch))
 
     def _us(self, step: Callable[[], Tensor]) -> float:
-        """Return microseconds in a CUDA graph, the median of replays."""
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-        graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3
+        """Return microseconds in a CUDA graph."""
+        return replayed_us(step, REPLAYS)[0]
 
     def _context(self, ops: TritonOps, batch: int) -> PagedContext:
         index = torch.full((batch,), self.case.context - 1, device=self._device)

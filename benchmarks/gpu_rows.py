@@ -13,7 +13,6 @@ and said.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import multiprocessing
 import statistics
@@ -36,7 +35,7 @@ from gpu_rows_tried import (
     later_only,
     with_linear,
 )
-from gpu_tune import starting_tuning, write_tuning
+from gpu_tune import replayed_us, starting_tuning, write_tuning
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
@@ -71,22 +70,9 @@ class Layers:
 
     def us(self, tuning: Tuning, case: Case) -> tuple[float, Tensor]:
         """Return microseconds a layer in a CUDA graph, the median of replays, and what a pass gives."""
-        step = self.pass_of(tuning, case)
-        out = step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-        graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        us = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3
+        us, out = replayed_us(self.pass_of(tuning, case), REPLAYS, self._pool)
         return us / len(self.target.layers), out
 
     def _laid_out(self, ops: TritonOps, requests: int, nodes: int) -> PagedContext:

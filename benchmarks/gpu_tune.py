@@ -9,6 +9,7 @@ that fails to compile or run is skipped, and its error printed.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -232,6 +233,23 @@ def graph_seconds(step: Callable[[int], object], launches: int, repeats: int = 5
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / launches)
     return statistics.median(times)
+
+
+def replayed_us(step: Callable[[], Tensor], replays: int, pool: tuple[int, int] | None = None) -> tuple[float, Tensor]:
+    """Return microseconds of a step as a graph, the median of replays one after another, and what it gives."""
+    out = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3, out
 
 
 def tune_products(
