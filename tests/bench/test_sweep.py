@@ -13,6 +13,7 @@ from slipstream.bench.plan import build_plan
 from slipstream.bench.recipe_file import RecipeError, load_recipe
 from slipstream.bench.sweep import RunOptions, run_plan
 from slipstream.records.store import read_record, read_records
+from tests.ports import free_port
 
 FAKE = Path(__file__).with_name("fake_server.py")
 FAST = {"ttft_s": 0.002, "step_s": 0.0005}
@@ -45,12 +46,6 @@ class Quiet:
         self.servers += 1
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def bench(tmp_path):
     """Write a recipe with one arm for each behaviour, and return a function that runs it."""
@@ -66,7 +61,7 @@ def bench(tmp_path):
                 "speculation": speculation,
                 "flags": {"behaviour": str(tmp_path / f"{name}.json")},
             }
-        server = {"port": free_port(), "program": [sys.executable, str(FAKE), "serve"], "start_timeout_s": 20}
+        server = {"port": free_port(num=16), "program": [sys.executable, str(FAKE), "serve"], "start_timeout_s": 20}
         recipe = {
             "name": "faults",
             "about": "test",
@@ -177,6 +172,15 @@ def test_a_port_that_is_taken_is_not_measured_by_mistake(bench):
         run = bench({}, servers={"vllm": server})
         _, records, _ = run()
     assert "something already listens there" in records["plain"].reasons[0]
+
+
+def test_a_port_held_by_a_connection_is_named_before_anything_is_started(bench):
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_connection(there.getsockname()) as held:
+        server = {"port": held.getsockname()[1], "program": [sys.executable, str(FAKE), "serve"]}
+        run = bench({}, servers={"vllm": server})
+        _, records, _ = run()
+    (reason,) = records["plain"].reasons
+    assert "a server cannot listen there: Address already in use. Change the server's port" in reason
 
 
 def test_a_program_that_is_not_installed_is_a_reason_not_a_crash(bench):

@@ -17,7 +17,8 @@ from slipstream.bench.recipe_file import RecipeError
 from slipstream.cli import bench, eval, report
 from slipstream.records.store import read_record
 from tests.bench.fake_server import Behaviour, FakeServer
-from tests.bench.test_sweep import DRAFTING, FAKE, FAST, free_port
+from tests.bench.test_sweep import DRAFTING, FAKE, FAST
+from tests.ports import free_port
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "bench"
 
@@ -58,7 +59,7 @@ def recipe(tmp_path):
         "about": "test",
         "machine": {"name": "here", "gpus": 0},
         "target": {"id": "fake", "context": 4096},
-        "servers": {"slipstream": {"port": free_port(), "program": [sys.executable, str(FAKE), "serve"]}},
+        "servers": {"slipstream": {"port": free_port(num=2), "program": [sys.executable, str(FAKE), "serve"]}},
         "baseline": "plain",
         "arms": {
             "plain": {"flags": {"behaviour": str(tmp_path / "plain.json")}},

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from parallel.folders import Pair
-from serve.tiny_server import free_port
+from ports import free_port
 
 PROGRAM = [sys.executable, "-c", "import torch; torch.set_num_threads(1); from slipstream.cli.main import app; app()"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tiny_server import Running, free_port, tiny_engine
+from tiny_server import Running, tiny_engine
 
 from interop import GUIDELLM, LM_EVAL, OPENAI, SCHEMATHESIS, SGLANG, VLLM, run_client
+from ports import free_port
 from slipstream.checkpoint.embedded import embedded_model
 
 pytestmark = [pytest.mark.interop, pytest.mark.embedded]

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tiny_server import Running, free_port, tiny_engine
+from tiny_server import Running, tiny_engine
+
+from ports import free_port
 
 TEXT = {"prompt": "once upon", "max_tokens": 60, "ignore_eos": True, "seed": 3, "temperature": 1}
 

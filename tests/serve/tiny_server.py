@@ -45,12 +45,6 @@ def tiny_engine(**config: object) -> Engine:
     return engine_of(target, follower_draft(target), TreeShape(depth=3, width=2, budget=6), **config)
 
 
-def free_port() -> int:
-    """Return a port nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 class Running:
     """A server in a thread, on a free port of the loopback address."""
 

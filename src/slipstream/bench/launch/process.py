@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class ServerProcess:
     @classmethod
     async def start(cls, command: Command, url: str, log: Path) -> "ServerProcess":
         """Start the command in its own process group, its settings over our environment; output goes to `log`."""
-        await _refuse_if_listening(url)
+        await _refuse_if_taken(url)
         program = _find(command.argv[0])
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -119,11 +120,25 @@ def _find(program: str) -> str:
     return found
 
 
-async def _refuse_if_listening(url: str) -> None:
+async def _refuse_if_taken(url: str) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     try:
         _, writer = await asyncio.open_connection(host, int(port))
     except OSError:
+        _refuse_if_held(url, host, int(port))
         return
     writer.close()
     raise LaunchError(f"{url}: something already listens there, and would be measured instead. Stop it or change port.")
+
+
+def _refuse_if_held(url: str, host: str, port: int) -> None:
+    """Refuse a port that a connection of another program has, before a server is started that cannot have it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchError(
+                f"{url}: a server cannot listen there: {error.strerror}. Change the server's port in the recipe; "
+                "below 32768 none is given to outgoing connections."
+            ) from error
