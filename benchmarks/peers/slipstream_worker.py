@@ -6,7 +6,7 @@ import gguf
 import torch
 
 import slipstream
-from slipstream.engine.config import EngineConfig
+from slipstream.engine.config import PATIENCE_S, EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.engine.loading import LoadOptions
 from slipstream.speculation.sampling import SamplingParams
@@ -44,7 +44,7 @@ class Worker:
         began = time.perf_counter()
         rows = {engine.add(prompt, params, 0): row for row, prompt in enumerate(prompts)}
         while engine.has_work:
-            emissions = engine.step()
+            emissions = engine.step(PATIENCE_S)
             now = time.perf_counter() - began
             events += [(now, rows[e.request_id], [token.token_id for token in e.tokens]) for e in emissions]
         return events

@@ -28,7 +28,7 @@ TARGET = stammering_target(VOCAB)
 class PartByPart(CpuOps):
     """The same kernels, but no round in one call."""
 
-    def run_round(self, models, start, depth, cut):
+    def run_rounds(self, models, start, depth, cut):
         return None
 
 

@@ -27,7 +27,7 @@ DRAFTS = {
 class PartByPart(CpuOps):
     """The same kernels, but no round in one call."""
 
-    def run_round(self, models, start, depth, cut):
+    def run_rounds(self, models, start, depth, cut):
         return None
 
 

@@ -34,7 +34,7 @@ DRAFTS = {
 class PartByPart(CpuOps):
     """The same kernels, but no round in one call."""
 
-    def run_round(self, models, start, depth, cut):
+    def run_rounds(self, models, start, depth, cut):
         return None
 
 
@@ -43,9 +43,9 @@ class Counted(CpuOps):
 
     requests: tuple[int, ...] = ()
 
-    def run_round(self, models, start, depth, cut):
+    def run_rounds(self, models, start, depth, cut):
         self.requests += (len(start.roots),)
-        return super().run_round(models, start, depth, cut)
+        return super().run_rounds(models, start, depth, cut)
 
 
 class Resting(Pace):
@@ -58,18 +58,19 @@ class Resting(Pace):
         return Reach(depth, Cut()) if Resting.step % 8 < 3 else Reach(0, Cut(math.inf), follows=False)
 
 
-def story(draft, ops, temperature=0.0, shape=CHAIN):
+def story(draft, ops, temperature=0.0, shape=CHAIN, patience_s=0.0, num_pages=None):
     """Return every step's tokens and which of them were drafted, and what was counted; a request comes late."""
-    engine = build_engine(TARGET, draft, shape, EngineConfig(max_context=64, page_size=4, max_requests=4), ops)
+    config = EngineConfig(max_context=64, page_size=4, max_requests=4, num_pages=num_pages)
+    engine = build_engine(TARGET, draft, shape, config, ops)
     engine.add([3, 1, 4, 1, 5], SamplingParams(max_tokens=20, temperature=temperature), 0)
     engine.add([9, 2, 6], SamplingParams(max_tokens=7, temperature=temperature), 1, speculate=False)
     engine.add([5] * 11, SamplingParams(max_tokens=60, temperature=temperature), 2)
     steps = []
     while engine.has_work:
-        if len(steps) == 5:
+        if len(steps) == (2 if patience_s else 5):
             engine.add([8, 8, 1], SamplingParams(max_tokens=9, logprobs=1, temperature=temperature), 3)
         Resting.step = len(steps)
-        step = engine.step()
+        step = engine.step(patience_s)
         engine.check_invariants()
         steps.append(
             [(e.request_id, [(t.token_id, t.draft_position) for t in e.tokens], e.finish_reason) for e in step]
@@ -90,6 +91,83 @@ def test_a_round_in_one_call_emits_what_its_parts_emit(cpu_ops, name, quantized,
     assert set(counted.requests) >= {1, 3}
     if name == "follower" and not quantized:
         assert any(position > 1 for step in steps[0] for _, tokens, _ in step for _, position in tokens)
+
+
+def answers(steps):
+    """Return every request's tokens, and how it ended, whatever the steps they came in."""
+    whole = {}
+    for request_id, tokens, reason in (emission for step in steps for emission in step):
+        said, _ = whole.get(request_id, ([], None))
+        whole[request_id] = (said + tokens, reason)
+    return whole
+
+
+@pytest.mark.parametrize("num_pages", [None, 24], ids=["many pages", "few pages"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_rounds_that_go_on_emit_what_single_ones_emit(cpu_ops, name, temperature, num_pages):
+    draft, ops = DRAFTS[name](), CpuOps(2, cpu_ops.isa)
+    single, *counts = story(draft, ops, temperature, num_pages=num_pages)
+    patient, *patient_counts = story(draft, ops, temperature, patience_s=60.0, num_pages=num_pages)
+    assert answers(patient) == answers(single)
+    assert patient_counts == counts
+    if num_pages is None:
+        assert len(patient) < len(single) / 2
+
+
+class Spelled:
+    """Every token is a letter."""
+
+    def push(self, ids):
+        return "".join(chr(ord("A") + token) for token in ids)
+
+    def finish(self):
+        return ""
+
+
+@pytest.mark.parametrize("name", ["none", "follower"])
+@pytest.mark.parametrize("how", ["end token", "stop string", "length"])
+def test_rounds_end_with_the_answer_and_go_on_with_the_others(fast_ops, name, how):
+    def tell(patience_s):
+        config = EngineConfig(max_context=64, page_size=4, max_requests=2)
+        engine = build_engine(TARGET, DRAFTS[name](), CHAIN, config, fast_ops)
+        changed = {
+            "stop string": {"stop": (stop,)},
+            "end token": {"stop_token_ids": (end,)},
+            "length": {"max_tokens": 7},
+        }
+        params = SamplingParams(**{"max_tokens": 30, **changed[how]})
+        engine.add([3, 1, 4, 1, 5], params, 0, detokenizer=Spelled())
+        engine.add([9, 2, 6], SamplingParams(max_tokens=40), 1)
+        steps = []
+        while engine.has_work:
+            step = engine.step(patience_s)
+            engine.check_invariants()
+            steps.append([(e.request_id, [t.token_id for t in e.tokens], (e.text, e.finish_reason)) for e in step])
+        said = {i: "".join(e[2][0] for step in steps for e in step if e[0] == i) for i in (0, 1)}
+        return answers([[(i, t, r) for i, t, (_, r) in step] for step in steps]), said, len(steps)
+
+    stop, end = "\0", 62
+    if how != "length":
+        first = build_engine(TARGET, None, None, EngineConfig(max_context=64), fast_ops)
+        said = [token for token, _ in answer(first, [3, 1, 4, 1, 5], 12)]
+        end, stop = said[9], Spelled().push(said[8:10])
+    whole, text, num_steps = tell(60.0)
+    single, single_text, num_single = tell(0.0)
+    assert (whole, text) == (single, single_text)
+    assert num_steps < num_single
+    assert len(whole[0][0]) < 30 and len(whole[1][0]) == 40
+
+
+def test_a_patient_step_ends_when_it_is_asked_to_hurry_and_is_patient_again(fast_ops):
+    engine = build_engine(TARGET, None, None, EngineConfig(max_context=64), fast_ops)
+    engine.add([3, 1, 4], SamplingParams(max_tokens=40), 0)
+    engine.step(60.0)
+    engine.hurry()
+    assert [len(emission.tokens) for emission in engine.step(60.0)] == [1]
+    assert len(engine.step(60.0)[0].tokens) > 8
+    steps = engine.stats.steps
+    assert steps == engine.stats.acceptance.passes
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTS if name != "none"])
@@ -281,16 +359,16 @@ def test_a_round_that_would_leave_its_pages_or_tables_is_refused(fast_ops, chang
     whole = dict(pages=[[0, 1]], roots=[3], lengths=[5], temperatures=[0.0], seeds=[1], limits=[2])  # noqa: C408
     start = RoundStart(**{**whole, "followers": [Follower.start(torch.zeros(32), 96, 8)], **change})
     if accepted:
-        assert fast_ops.run_round(models, start, 3, Cut()) is not None
+        assert fast_ops.run_rounds(models, start, 3, Cut()) is not None
         return
     with pytest.raises(KernelError, match="outside its pages"):
-        fast_ops.run_round(models, start, 3, Cut())
+        fast_ops.run_rounds(models, start, 3, Cut())
 
 
 def test_a_floor_above_every_score_checks_roots_alone(fast_ops):
     draft = tiny_draft(TARGET)
     kvs = [KvCache.allocate(model.kv_shape, 2, 4, torch.float32, torch.device("cpu")) for model in (TARGET, draft)]
     start = RoundStart([[0, 1]], [3], [5], [0.0], [1], [2], [Follower.start(torch.zeros(32), 96, 8)])
-    result = fast_ops.run_round(RoundModels(TARGET, kvs[0], (0, 1, 2), draft, kvs[1]), start, 2, Cut(math.inf))
+    (result,) = fast_ops.run_rounds(RoundModels(TARGET, kvs[0], (0, 1, 2), draft, kvs[1]), start, 2, Cut(math.inf))
     assert list(result.checked) == [0]
     assert [len(tokens) for tokens in result.tokens] == [1]

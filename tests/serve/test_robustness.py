@@ -30,11 +30,11 @@ class Brake:
         self._step = engine.step
         engine.step = self._braked
 
-    def _braked(self):
+    def _braked(self, patience_s):
         self.num_begun += 1
         self.go.acquire()
         self.num_steps += 1
-        return self._step()
+        return self._step()  # one pass, however patient
 
     def release(self) -> None:
         self.go.release(1_000_000)
@@ -196,7 +196,7 @@ def test_a_dead_engine_thread_fails_what_is_under_way_and_shows_in_health():
     engine = tiny_engine()
     with Running(engine) as server, server.client() as client:
 
-        def die():
+        def die(patience_s):
             raise MemoryError("injected, outside a step")
 
         engine.step = die

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from slipstream.cli import options
 from slipstream.cli.chat import DRAFTED_STYLE
+from slipstream.engine.config import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,9 +71,9 @@ class Arm:
         self.engine.stats.acceptance = type(self.engine.stats.acceptance)()
 
     def advance(self) -> None:
-        """Run one step, on this arm's own clock."""
+        """Run a step, as long as a server's, on this arm's own clock."""
         started = time.perf_counter()
-        emissions = self.engine.step()
+        emissions = self.engine.step(PATIENCE_S)
         self.seconds += time.perf_counter() - started
         for emission in emissions:
             self.num_tokens += len(emission.tokens)

@@ -7,6 +7,9 @@ from slipstream.errors import ConfigError
 
 DeviceCycle = Literal["auto", "on", "off"]
 
+PATIENCE_S = 1 / 30
+"""Of a step whose tokens somebody reads as they come: a wait that nobody sees."""
+
 _USUAL_TOKENS = 512
 
 

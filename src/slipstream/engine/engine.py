@@ -191,17 +191,21 @@ class Engine:
             raise ConfigError("A request with a grammar is under way; acceptance cannot be simulated until it ends.")
         self._simulated = tuple(rates)
 
-    def step(self) -> list[Emission]:
+    def step(self, patience_s: float = 0.0) -> list[Emission]:
         """Run every scheduled request once: draft, check against the target, keep what agrees.
 
         On a GPU the tokens may be those of the cycle before the one being launched; then the first step after an
         ordinary one gives nothing yet.
+
+        Args:
+            patience_s: between two prompts, kernels that can run whole rounds may go on for so long, until an answer
+                ends or somebody asks them to `hurry`.
         """
         started, timed = time.perf_counter(), self._timed_seconds()
         with torch.inference_mode(), one_pool(self._runner.ops):
             emissions = self._run_cycle()
             if emissions is None:
-                emissions = self._run_plan(self._scheduler.plan())
+                emissions = self._run_plan(self._scheduler.plan(), patience_s)
         for emission in emissions:
             if emission.finish_reason is not None:
                 self._end(self._sessions[emission.request_id].request, emission.finish_reason)
@@ -217,12 +221,17 @@ class Engine:
         with self._ending_on_failure(requests):
             return self._pipeline.advance(self._simulated, self.stats)
 
-    def _run_plan(self, plan: Sequence[Scheduled]) -> list[Emission]:
+    def hurry(self) -> None:
+        """Let a patient step end soon, because there is something else to do; any thread may ask."""
+        if self._rounds is not None:
+            self._rounds.hurry()
+
+    def _run_plan(self, plan: Sequence[Scheduled], patience_s: float) -> list[Emission]:
         """Run one step, in one call where the kernels can, else part by part; one without work does nothing."""
         if not plan:
             return []
         with self._ending_on_failure([work.request for work in plan]):
-            whole = None if self._rounds is None or self._simulated else self._rounds.run(plan, self.stats)
+            whole = None if self._rounds is None or self._simulated else self._rounds.run(plan, patience_s, self.stats)
             emissions = self._run_parts(plan) if whole is None else whole
         self.stats.steps += 1
         return emissions

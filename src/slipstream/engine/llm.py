@@ -4,12 +4,15 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream.engine.config import PATIENCE_S
 from slipstream.engine.loading import LoadOptions, load
 from slipstream.engine.output import Emission, EmittedToken
 from slipstream.engine.request import FinishReason
 from slipstream.errors import RequestError
 from slipstream.speculation.sampling import SamplingParams, derive_seed
 from slipstream.speculation.statistics import AcceptanceStats
+
+_UNWATCHED_S = 0.1  # patience with steps whose tokens nobody reads as they come
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Plain text, token ids, or the messages of a chat."""
@@ -52,7 +55,7 @@ class LLM:
         ids = [request_id for prompt in prompts for request_id in self._add(prompt, params)]
         pieces: dict[int, list[Emission]] = {request_id: [] for request_id in ids}
         while any(not emissions or emissions[-1].finish_reason is None for emissions in pieces.values()):
-            for emission in self.engine.step():
+            for emission in self.engine.step(_UNWATCHED_S):
                 if emission.request_id in pieces:
                     pieces[emission.request_id].append(emission)
         return [self._completion(request_id, pieces[request_id]) for request_id in ids]
@@ -72,7 +75,7 @@ class LLM:
         try:
             done = False
             while not done:
-                for emission in self.engine.step():
+                for emission in self.engine.step(PATIENCE_S):
                     if emission.request_id == request_id:
                         yield emission
                         done = emission.finish_reason is not None

@@ -56,6 +56,16 @@ class Emission:
     tail: str = ""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
+    @staticmethod
+    def joined(emissions: "Sequence[Emission]") -> "Emission":
+        """Return what several steps gave one request as one; only the first may have a prompt's log probabilities."""
+        first, last = emissions[0], emissions[-1]
+        tokens = tuple(token for emission in emissions for token in emission.tokens)
+        reason, tail = last.finish_reason, last.tail
+        return Emission(
+            first.request_id, first.prompt, first.seed, tokens, last.stats, reason, tail, first.prompt_logprobs
+        )
+
     @property
     def text(self) -> str:
         """All text of this step."""

@@ -131,6 +131,26 @@ class Scheduler:
                 self._reserve(request, missing)
         return True
 
+    def reserve_answers(self, num_tokens: int, num_drafted: int) -> bool:
+        """Reserve pages for so many more tokens of every running request, or what it may still say, and a chain after
+        them; False, and nothing reserved, if they are not to be had.
+        """
+        missing = {}
+        for request in self._running:
+            more = min(num_tokens, self.num_wanted(request))
+            slots = min(len(request.tokens) + more + num_drafted, self._config.max_context + self._needs.extra_slots)
+            missing[request.request_id] = max(0, self._config.pages_for(slots) - len(request.pages))
+        if sum(missing.values()) > self._pages.num_available:
+            return False
+        for request in self._running:
+            self._reserve(request, missing[request.request_id])
+        return True
+
+    def num_wanted(self, request: Request) -> int:
+        """Return how many tokens a request may still emit."""
+        room = self._config.max_context - len(request.tokens)
+        return min(request.params.max_tokens - request.num_output, room)
+
     def commit(self, request: Request, num_tokens: int, emitted: list[int]) -> None:
         """Record that `num_tokens` more have their keys in the cache and `emitted` were added to the answer."""
         request.num_committed += num_tokens

@@ -6,6 +6,7 @@ V vocabulary, L rows of logits.
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -321,6 +322,40 @@ class Follower:
         return Follower(feedback_D, torch.empty(capacity, num_features), torch.empty(capacity, dtype=torch.int64))
 
 
+class Hurry:
+    """Asks rounds under way, from another thread, to end with the one they are at."""
+
+    def __init__(self) -> None:
+        self._flag = array("i", [0])
+        self.address: int = self._flag.buffer_info()[0]
+
+    def ask(self) -> None:
+        """Ask; rounds that begin before it is taken back end after the first."""
+        self._flag[0] = 1
+
+    def take_back(self) -> None:
+        """Stop asking."""
+        self._flag[0] = 0
+
+
+@dataclass(frozen=True)
+class Onward:
+    """How rounds go on by themselves: until an answer ends, pages are full, or one of these is reached.
+
+    Args:
+        rounds: so many.
+        patience_s: no round is begun that would end later, by what the one before took.
+        wanted: tokens each request may still emit.
+        ends: tokens that end each request's answer.
+    """
+
+    rounds: int
+    patience_s: float
+    wanted: Sequence[int]
+    ends: Sequence[Sequence[int]]
+    hurry: Hurry | None = None
+
+
 @dataclass(frozen=True)
 class RoundStart:
     """Requests at the beginning of a round, each with one token to compute: its last, the root.
@@ -331,6 +366,7 @@ class RoundStart:
         followers: None for a request the draft does not follow; all others have the same room.
         follow: let the draft follow at the end of this round; otherwise it does so when it next drafts.
         borrowed: as for chains.
+        onward: how rounds follow this one; None: none does.
     """
 
     pages: Sequence[Sequence[int]]
@@ -342,11 +378,12 @@ class RoundStart:
     followers: Sequence[Follower | None]
     follow: bool = True
     borrowed: Sequence[Borrowed | None] = ()
+    onward: Onward | None = None
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What became of each request: its emitted tokens, how many drafted ones were checked, and their scores.
+    """What became of each request in a round: its emitted tokens, how many drafted ones were checked, and their scores.
 
     Args:
         scores: cumulative log-probabilities of the drafted tokens, whether checked or not; none if nobody might draft.
@@ -370,10 +407,12 @@ class RoundResult:
 
 @runtime_checkable
 class RoundOps(Protocol):
-    """A backend that can also run a whole round in one call: draft, check, keep what agrees, follow."""
+    """A backend that can also run whole rounds in one call: draft, check, keep what agrees, follow."""
 
-    def run_round(self, models: RoundModels, start: RoundStart, depth: int, cut: Cut) -> RoundResult | None:
-        """Return what the parts of a round would, one after the other; None if the call cannot run these models.
+    def run_rounds(self, models: RoundModels, start: RoundStart, depth: int, cut: Cut) -> list[RoundResult] | None:
+        """Return what the parts of each round would, one after the other; None if the call cannot run these models.
+
+        In further rounds limits shrink with what is wanted; what is borrowed stays as it was.
 
         Args:
             depth: no chain is longer.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.engine.config import PATIENCE_S
 from slipstream.engine.engine import Engine
 from slipstream.engine.output import Emission, EmittedToken
 from slipstream.errors import RankLostError, RequestError, StepError
@@ -125,6 +126,7 @@ class EngineWorker:
                 raise shutting_down()
             self._commands.append(command)
             self._wake.notify()
+        self._engine.hurry()
 
     def _post(self, function: Callable[..., None], *args: object) -> None:
         assert self._loop is not None, "the worker was started"
@@ -169,7 +171,7 @@ class EngineWorker:
 
     def _step(self) -> None:
         try:
-            emissions = self._engine.step()
+            emissions = self._engine.step(PATIENCE_S)
         except StepError as error:
             logger.error("a step failed, its requests are given up: %s", error, exc_info=error.__cause__)
             self.meters.failed_steps += 1

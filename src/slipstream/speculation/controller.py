@@ -102,12 +102,14 @@ class DraftedPass:
 class Reach:
     """How far to draft: chains of up to `depth` tokens, cut where they do not pay.
 
-    With a depth of 0 drafting rests; unless it `follows`, the draft need not be kept up with the text meanwhile.
+    With a depth of 0 drafting rests; unless it `follows`, the draft need not be kept up with the text meanwhile. This
+    holds for so many `passes` before it is asked for again.
     """
 
     depth: int
     cut: Cut = field(default_factory=Cut)
     follows: bool = True
+    passes: int = 1
 
 
 _NOTHING = Cut(math.inf)
@@ -295,12 +297,13 @@ class ChainController:
             return Reach(0, _NOTHING) if passes % 3 == 2 else _learning(num_requests, passes, most)
         if costs.probing == 0:
             return Reach(0, _NOTHING)
+        until_probe = max(costs.probe_from - passes, 1)
         if costs.resting and costs.probing is None:
-            return Reach(0, _NOTHING, follows=False)
+            return Reach(0, _NOTHING, follows=False, passes=until_probe)
         cut = self.cut(num_requests)
         if costs.probing == 1:
             cut = Cut(min(cut.floor, 0.0) + _BELOW, cut.need)
-        return Reach(most, cut)
+        return Reach(most, cut, passes=until_probe)
 
     def cut(self, num_requests: int) -> Cut:
         """Return where chains stop being worth their rows, and levels their time, by what is known."""

@@ -26,6 +26,7 @@ from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeBatch, TreeShape
 
 _REST = 72  # tokens the draft may be late with while drafting does not pay; it is tried again sooner
+_MANY = 1_000  # passes: where nothing is learned, each is as good as the one before
 _LEFT_BYTES = 64 * 2**20  # of states that requests may leave behind for those that begin with their pages
 
 
@@ -181,10 +182,10 @@ class Eagle3Drafter:
         """Return feedback [R, D] and logits [R, V] of requests the draft knows."""
         return self._stacked([self._last[request_id] for request_id in request_ids])
 
-    def begin_round(self, pages: Mapping[int, Sequence[int]]) -> tuple[list[Follower], Reach]:
-        """Start a round that runs as one call; return what follows each request, and how far drafting pays.
+    def begin_rounds(self, pages: Mapping[int, Sequence[int]]) -> tuple[list[Follower], Reach]:
+        """Start rounds that run as one call; return what follows each request, and how far drafting pays.
 
-        Every request must be known. The call changes the followers, and `end_round` says how far it went.
+        Every request must be known. The call changes the followers, and `end_rounds` says how far it went.
 
         Args:
             pages: of each request.
@@ -195,25 +196,25 @@ class Eagle3Drafter:
                 self._followers[request_id] = (Follower.start(feedback_D, num_features, _REST + self.max_nodes), held)
         followers = [self._followers[request_id][0] for request_id in pages]
         if self._pace is None:
-            return followers, Reach(self.max_nodes - 1)
+            return followers, Reach(self.max_nodes - 1, passes=_MANY)
         reach = self._pace.start(len(pages), self.max_nodes - 1)
-        full = any(follower.late >= _REST for follower in followers)
-        return followers, Reach(reach.depth, reach.cut, reach.follows or full)
+        if not reach.follows and any(follower.late >= _REST for follower in followers):
+            return followers, Reach(reach.depth, reach.cut, follows=True)
+        return followers, reach
 
     def borrowed(self, request_id: int, tokens: Sequence[int]) -> Borrowed | None:
         """Return which tokens of its text a request has borrowed; None if none."""
         return None if self._borrowers is None else self._borrowers.see(request_id, tokens)
 
-    def end_round(self, request_ids: Sequence[int], result: RoundResult) -> None:
-        """Take in what a round did to the requests it began with."""
-        for request_id, tokens in zip(request_ids, result.tokens, strict=True):
-            last = self._last[request_id]
-            last.length += len(tokens)
-            last.logits_V = None
+    def end_rounds(self, request_ids: Sequence[int], results: Sequence[RoundResult]) -> None:
+        """Take in what rounds did to the requests they began with."""
+        for result in results:
+            for request_id, tokens in zip(request_ids, result.tokens, strict=True):
+                last = self._last[request_id]
+                last.length += len(tokens)
+                last.logits_V = None
         if self._pace is not None:
-            outcomes = zip(result.scores, result.checked, result.tokens, strict=True)
-            chains = [DraftedChain(scores, checked, len(tokens) - 1) for scores, checked, tokens in outcomes]
-            self._pace.finished(chains, result.seconds)
+            self._pace.finished([(_chains_of(result), result.seconds) for result in results])
 
     def _catch_up(self, lengths: Mapping[int, int]) -> None:
         """End rounds for some requests: let the draft follow what it is late with, if they still have these lengths."""
@@ -284,6 +285,11 @@ class Eagle3Drafter:
 
     def _borrowed(self, views: Sequence[DraftView]) -> list[Borrowed | None]:
         return [self.borrowed(view.request_id, view.tokens) for view in views] if self._borrowers is not None else []
+
+
+def _chains_of(result: RoundResult) -> list[DraftedChain]:
+    outcomes = zip(result.scores, result.checked, result.tokens, strict=True)
+    return [DraftedChain(scores, checked, len(tokens) - 1) for scores, checked, tokens in outcomes]
 
 
 def _late_run(follower: Follower, length: int) -> LateRun:

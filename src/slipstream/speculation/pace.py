@@ -1,10 +1,13 @@
 """Timing a drafter's rounds for the controller: when a round began, what was drafted, and what became of it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.speculation.controller import ChainController, DraftedChain, DraftedPass, Reach
+
+Seconds = tuple[float, float, float]
+"""What drafting, checking and following took."""
 
 
 class Pace:
@@ -15,7 +18,7 @@ class Pace:
         self._clock = clock
         self._num_requests = 0
         self._started: float | None = None
-        self._previous: _Round | None = None
+        self._previous: _Rounds | None = None
         self._drafted_at = 0.0
         self._chains: dict[int, tuple[Sequence[float], int]] = {}
 
@@ -23,7 +26,8 @@ class Pace:
         """Begin a round of chains of at most `depth` tokens; return how far drafting them pays."""
         now = self._clock()
         if self._previous is not None:  # only now is it known how long the round before took as a whole
-            self._controller.record(self._previous.whole(now))
+            for seen in self._previous.whole(now):
+                self._controller.record(seen)
         self._previous = None
         self._started = now
         self._num_requests = num_requests
@@ -34,11 +38,11 @@ class Pace:
         self._drafted_at = self._clock()
         self._chains = dict(zip(request_ids, zip(scores, counts, strict=True), strict=True))
 
-    def finished(self, chains: list[DraftedChain], seconds: tuple[float, float, float]) -> None:
-        """Note a whole round that ran as one call, and what drafting, checking and following took."""
+    def finished(self, rounds: Sequence[tuple[list[DraftedChain], Seconds]]) -> None:
+        """Note whole rounds that ran as one call, and what drafting, checking and following took in each."""
         started, self._started = self._started, None
         assert started is not None, "a round was begun"
-        self._previous = _Round(started, chains, seconds)
+        self._previous = _Rounds(started, rounds)
 
     def checked(self, kept: Mapping[int, int]) -> None:
         """Note how many drafted nodes of each request were kept; a pass with a prompt in it tells nothing of costs."""
@@ -50,21 +54,24 @@ class Pace:
             self._controller.learn(_chains(chains, kept))
             return
         seconds = (self._drafted_at - started, self._clock() - self._drafted_at, 0.0)
-        self._previous = _Round(started, _chains(chains, kept), seconds)
+        self._previous = _Rounds(started, [(_chains(chains, kept), seconds)])
 
 
 @dataclass(frozen=True)
-class _Round:
-    """A round whose end is not known yet: when it began, its chains, and what drafting, checking and following took."""
+class _Rounds:
+    """Rounds whose end is not known yet: when the first began, and each one's chains and times of its parts."""
 
     began: float
-    chains: list[DraftedChain]
-    seconds: tuple[float, float, float]
+    rounds: Sequence[tuple[list[DraftedChain], Seconds]]
 
-    def whole(self, ended: float) -> DraftedPass:
-        levels = max((_num_levels(chain.scores) for chain in self.chains if chain.scores), default=0)
-        draft_s, check_s, follow_s = self.seconds
-        return DraftedPass(self.chains, levels, draft_s, check_s, ended - self.began, follow_s)
+    def whole(self, ended: float) -> Iterator[DraftedPass]:
+        """Give each round with its time as a whole: that of its parts, and its share of what came between them."""
+        parts_s = sum(sum(seconds) for _, seconds in self.rounds)
+        other_s = (ended - self.began - parts_s) / len(self.rounds)
+        for chains, seconds in self.rounds:
+            levels = max((_num_levels(chain.scores) for chain in chains if chain.scores), default=0)
+            draft_s, check_s, follow_s = seconds
+            yield DraftedPass(chains, levels, draft_s, check_s, sum(seconds) + other_s, follow_s)
 
 
 def _num_levels(scores: Sequence[float]) -> int:

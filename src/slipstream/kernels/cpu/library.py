@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ from slipstream.errors import KernelError
 from slipstream.kernels.cpu.arena import Arena
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 8
+ABI = 9
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -230,13 +230,18 @@ class NativeRoundModels(Structure):
     _fields_ = (("target", c_void_p), ("ends", c_void_p), ("draft_blocks", c_void_p), ("draft", c_void_p))
 
 
-class NativeRound(Structure):
-    """A round of decoding."""
+class NativeRounds(Structure):
+    """Rounds of decoding."""
 
     _fields_ = (
         ("page_table", c_void_p),
+        ("slots", c_void_p),
         ("roots", c_void_p),
         ("lengths", c_void_p),
+        ("wanted", c_void_p),
+        ("ends", c_void_p),
+        ("end_starts", c_void_p),
+        ("hurry", c_void_p),
         ("temperature", c_void_p),
         ("seed", c_void_p),
         ("limits", c_void_p),
@@ -250,6 +255,8 @@ class NativeRound(Structure):
         ("kept", c_void_p),
         ("emitted", c_void_p),
         ("seconds", c_void_p),
+        ("ran", c_void_p),
+        ("patience", c_double),
         ("page_table_stride", c_int64),
         ("requests", c_int32),
         ("page_size", c_int32),
@@ -258,6 +265,7 @@ class NativeRound(Structure):
         ("need", c_float),
         ("follow", c_int32),
         ("capacity", c_int32),
+        ("rounds", c_int32),
     )
 
 
@@ -287,7 +295,7 @@ _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
         c_void_p,
     ),
     "slip_draft_chain": (c_void_p, POINTER(NativeStack), POINTER(NativeDraft), POINTER(NativeChain), c_int64),
-    "slip_round": (c_void_p, POINTER(NativeRoundModels), POINTER(NativeRound), c_int64),
+    "slip_rounds": (c_void_p, POINTER(NativeRoundModels), POINTER(NativeRounds), c_int64),
     "slip_write_slots": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "slip_repack": (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "slip_gather_rows": (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),

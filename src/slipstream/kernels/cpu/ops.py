@@ -20,7 +20,7 @@ from slipstream.kernels.cpu.library import (
     NativeTopK,
     check,
 )
-from slipstream.kernels.cpu.rounds import RoundCache, RoundCall
+from slipstream.kernels.cpu.rounds import RoundCache, RoundsCall
 from slipstream.kernels.cpu.stack import StackCache
 from slipstream.kernels.cpu.weights import (
     PANEL_FORMATS,
@@ -278,14 +278,14 @@ class CpuOps:
         check(self._library.slip_draft_chain(self._handle, stack.native((), ()), described.native, chain, vocab))
         return scores_RK, tokens_RK
 
-    def run_round(self, models: RoundModels, start: RoundStart, depth: int, cut: Cut) -> RoundResult | None:
-        """Run a whole round in one call, if the library can read both models."""
+    def run_rounds(self, models: RoundModels, start: RoundStart, depth: int, cut: Cut) -> list[RoundResult] | None:
+        """Run whole rounds in one call, if the library can read both models."""
         described = self._rounds.find(models)
         if described is None:
             return None
-        call = RoundCall(start, models.target_kv.page_size, depth, cut)
-        check(self._library.slip_round(self._handle, described.native, call.native, described.vocab))
-        return call.result()
+        call = RoundsCall(start, models.target_kv.page_size, depth, cut)
+        check(self._library.slip_rounds(self._handle, described.native, call.native, described.vocab))
+        return call.results()
 
     def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
         """Take the argmax of perturbed logits: the reference's tokens."""

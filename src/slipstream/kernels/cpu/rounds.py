@@ -7,15 +7,16 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, describe_borrowed, readable_ends
-from slipstream.kernels.cpu.library import NativeRound, NativeRoundModels
+from slipstream.kernels.cpu.library import NativeRoundModels, NativeRounds
 from slipstream.kernels.cpu.stack import DescribedStack, StackCache
 from slipstream.kernels.cpu.weights import weight_address
-from slipstream.kernels.ops import Cut, Follower, RoundModels, RoundResult, RoundStart
+from slipstream.kernels.ops import Cut, Follower, Onward, RoundModels, RoundResult, RoundStart
 
 
 class DescribedModels:
@@ -75,18 +76,27 @@ class RoundCache:
         return DescribedModels(models, (target, blocks), draft)
 
 
-class RoundCall:
+class RoundsCall:
     """One call's values, in and out."""
 
     def __init__(self, start: RoundStart, page_size: int, depth: int, cut: Cut) -> None:
         requests = len(start.roots)
         columns = max((len(pages) for pages in start.pages), default=0)
         table = [page for pages in start.pages for page in (*pages, *([0] * (columns - len(pages))))]
+        onward = start.onward or Onward(1, 0.0, [1 + depth] * requests, [()] * requests)
+        rounds = onward.rounds
+        ends = [token for tokens in onward.ends for token in tokens]
         self._depth = depth
         self._inputs: tuple[ctypes.Array[Any], ...] = (
             (c_int32 * len(table))(*table),
+            (c_int64 * requests)(*(page_size * len(pages) for pages in start.pages)),
             (c_int64 * requests)(*start.roots),
             (c_int64 * requests)(*start.lengths),
+            (c_int64 * requests)(*onward.wanted),
+            (c_int64 * len(ends))(*ends),
+            (c_int32 * (requests + 1))(*accumulate((len(tokens) for tokens in onward.ends), initial=0)),
+        )
+        self._sampled: tuple[ctypes.Array[Any], ...] = (
             (c_float * requests)(*start.temperatures),
             (c_int64 * requests)(*start.seeds),
             (c_int32 * requests)(*start.limits),
@@ -96,10 +106,11 @@ class RoundCall:
         late = (0 if follower is None else follower.late for follower in start.followers)
         self._late = (c_int32 * requests)(*late)
         capacity = max((f.capacity for f in start.followers if f is not None), default=0)
-        self._scores = (c_float * (requests * depth))()
-        self._checked, self._kept = (c_int32 * requests)(), (c_int32 * requests)()
-        self._emitted = (c_int64 * (requests * (depth + 1)))()
-        self._seconds = (c_double * 3)()
+        self._scores = (c_float * (rounds * requests * depth))()
+        self._checked, self._kept = (c_int32 * (rounds * requests))(), (c_int32 * (rounds * requests))()
+        self._emitted = (c_int64 * (rounds * requests * (depth + 1)))()
+        self._seconds = (c_double * (3 * rounds))()
+        self._ran = (c_int32 * 1)()
         outputs: tuple[ctypes.Array[Any], ...] = (
             self._late,
             self._scores,
@@ -107,11 +118,15 @@ class RoundCall:
             self._kept,
             self._emitted,
             self._seconds,
+            self._ran,
         )
-        self.native = NativeRound(
+        self.native = NativeRounds(
             *(ctypes.addressof(array) for array in self._inputs),
+            None if onward.hurry is None else onward.hurry.address,
+            *(ctypes.addressof(array) for array in self._sampled),
             None if self._borrowed is None else ctypes.addressof(self._borrowed),
             *(ctypes.addressof(array) for array in (*self._followers, *outputs)),
+            onward.patience_s,
             columns,
             requests,
             page_size,
@@ -120,22 +135,30 @@ class RoundCall:
             cut.need,
             start.follow,
             capacity,
+            rounds,
         )
         self._start = start
 
-    def result(self) -> RoundResult:
-        """Return what the call left, and tell the followers how late they are."""
+    def results(self) -> list[RoundResult]:
+        """Return what the call left, round by round, and tell the followers how late they are."""
         for follower, late in zip(self._start.followers, self._late, strict=True):
             if follower is not None:
                 follower.late = late
-        depth, checked, emitted = self._depth, self._checked[:], self._emitted[:]
+        return [self._round(number) for number in range(self._ran[0])]
+
+    def _round(self, number: int) -> RoundResult:
+        depth, requests = self._depth, len(self._start.roots)
+        first, last = number * requests, (number + 1) * requests
+        emitted = self._emitted[first * (depth + 1) : last * (depth + 1)]
         starts = range(0, len(emitted), depth + 1)
-        scores = self._scores[:] if any(self._start.limits) else []
+        scores = self._scores[first * depth : last * depth] if any(self._start.limits) else []
         return RoundResult(
-            tokens=[emitted[start : start + count + 1] for start, count in zip(starts, self._kept, strict=True)],
-            checked=checked,
-            scores=[scores[row * depth : (row + 1) * depth] for row in range(len(checked))],
-            seconds=(self._seconds[0], self._seconds[1], self._seconds[2]),
+            tokens=[
+                emitted[start : start + kept + 1] for start, kept in zip(starts, self._kept[first:last], strict=True)
+            ],
+            checked=self._checked[first:last],
+            scores=[scores[row * depth : (row + 1) * depth] for row in range(requests)],
+            seconds=(self._seconds[3 * number], self._seconds[3 * number + 1], self._seconds[3 * number + 2]),
         )
 
 

@@ -166,11 +166,17 @@ struct RoundModels {
     const Draft* draft;
 };
 
-// A round of decoding: each request's last known token, the root, is computed with the tokens drafted after it.
-struct Round {
+// Rounds of decoding: each request's last known token, the root, is computed with the tokens drafted after it, and so on
+// from what came of it, until an answer ends or there is no room or no patience for another round.
+struct Rounds {
     const int32_t* page_table;
+    const int64_t* slots;    // tokens each request's pages hold
     const int64_t* roots;
     const int64_t* lengths;  // keys before the root
+    const int64_t* wanted;   // tokens it may still emit
+    const int64_t* ends;     // tokens that end answers, request after request
+    const int32_t* end_starts;  // [requests + 1], into `ends`
+    const int32_t* hurry;    // end with the round under way once it is not 0; null: nobody asks
     const float* temperature;
     const int64_t* seed;
     const int32_t* limits;   // tokens to draft at most, up to `depth`
@@ -179,11 +185,13 @@ struct Round {
     float* const* late_states;     // captured states of tokens the draft has not followed yet, [capacity, states, width]
     int64_t* const* late_tokens;   // and the token after each
     int32_t* late;                 // how many, replaced
-    float* scores;           // [requests, depth], cumulative log-probability; -inf for tokens not drafted
-    int32_t* checked;        // drafted tokens that came before the target
-    int32_t* kept;           // and those of them it agreed to
-    int64_t* emitted;        // [requests, depth + 1]: those, and the target's own
-    double* seconds;         // [3]: for drafting, for checking, for following
+    float* scores;           // [rounds, requests, depth], cumulative log-probability; -inf for tokens not drafted
+    int32_t* checked;        // [rounds, requests], drafted tokens that came before the target
+    int32_t* kept;           // [rounds, requests], and those of them it agreed to
+    int64_t* emitted;        // [rounds, requests, depth + 1]: those, and the target's own
+    double* seconds;         // [rounds, 3]: for drafting, for checking, for following
+    int32_t* ran;            // how many rounds there were
+    double patience;         // seconds after which no other round is begun, by what the last one took
     int64_t page_table_stride;
     int32_t requests;
     int32_t page_size;
@@ -192,6 +200,7 @@ struct Round {
     float need;
     int32_t follow;    // let the draft follow at once, not when it next drafts
     int32_t capacity;  // of `late_states`
+    int32_t rounds;    // at most
 };
 
 }  // namespace slip

@@ -95,7 +95,7 @@ namespace slip {
 namespace SLIP_NAMESPACE {
 
 const Table& table() {
-    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k, draft_chain, run_round};
+    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k, draft_chain, run_rounds};
     return functions;
 }
 

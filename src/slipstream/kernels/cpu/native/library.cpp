@@ -88,8 +88,9 @@ bool valid(const Chain& c, const Stack& stack, int64_t vocab) {
     return true;
 }
 
-bool valid(const Round& r, const RoundModels& m, int64_t vocab) {
-    if (r.requests < 0 || r.page_size < 1 || r.depth < 0 || !valid(r.borrowed, r.requests, vocab)) return false;
+// The first round is looked at here; before each further one the call looks at what has changed.
+bool valid(const Rounds& r, const RoundModels& m, int64_t vocab) {
+    if (r.requests < 0 || r.page_size < 1 || r.depth < 0 || r.rounds < 1 || !valid(r.borrowed, r.requests, vocab)) return false;
     for (int i = 0; i < r.requests; ++i) {
         if (r.lengths[i] < 0 || r.roots[i] < 0 || r.roots[i] >= vocab || r.limits[i] < 0 || r.limits[i] > r.depth) return false;
         if (r.limits[i] > 0 && (!m.draft || !r.feedback[i])) return false;
@@ -97,8 +98,10 @@ bool valid(const Round& r, const RoundModels& m, int64_t vocab) {
         if (follows && (r.late[i] < 0 || r.late[i] > r.lengths[i] || r.late[i] + 1 + r.limits[i] > r.capacity)) return false;
         const int32_t* pages = r.page_table + i * r.page_table_stride;
         const int64_t keys = r.lengths[i] + 1 + r.limits[i];
-        if (!fits(pages, r.page_table_stride, r.page_size, keys, *m.target)) return false;
-        if (follows && !fits(pages, r.page_table_stride, r.page_size, keys, *m.draft_blocks)) return false;
+        for (const Stack* stack : {m.target, follows ? m.draft_blocks : m.target}) {
+            const int64_t most = std::min<int64_t>(r.slots[i], stack->layers->positions);
+            if (keys > most || !fits(pages, r.page_table_stride, r.page_size, most, *stack)) return false;
+        }
     }
     return true;
 }
@@ -106,7 +109,7 @@ bool valid(const Round& r, const RoundModels& m, int64_t vocab) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 8; }
+SLIP_EXPORT int32_t slip_abi() { return 9; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)
@@ -187,9 +190,9 @@ SLIP_EXPORT int32_t slip_draft_chain(void* engine, const Stack* stack, const Dra
 }
 
 // `vocab` is the number of rows of the target's table of embeddings, and no less than its head's.
-SLIP_EXPORT int32_t slip_round(void* engine, const RoundModels* models, const Round* round, int64_t vocab) {
-    if (!valid(*round, *models, vocab)) return 2;
-    SLIP_CALL(e.table.run_round(e.pool, e.rooms, *models, *round))
+SLIP_EXPORT int32_t slip_rounds(void* engine, const RoundModels* models, const Rounds* rounds, int64_t vocab) {
+    if (!valid(*rounds, *models, vocab)) return 2;
+    SLIP_CALL(e.table.run_rounds(e.pool, e.rooms, *models, *rounds))
 }
 
 SLIP_EXPORT int32_t slip_write_slots(float* to, int64_t to_stride, int64_t num_slots, const float* from, int64_t from_stride, const int64_t* slots, int64_t tokens, int64_t width) {

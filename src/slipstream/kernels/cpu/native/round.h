@@ -1,4 +1,4 @@
-// A round of decoding as one call: draft chains, check them in one pass of the target, keep what it agrees to, and run
+// Rounds of decoding as one call, each of which does what its parts do: draft chains, check them in one pass of the target, keep what it agrees to, and run
 // the draft over what was kept, now or when it next drafts. Every part is a call that exists on its own, so the bits are
 // those of the parts.
 #pragma once
@@ -28,7 +28,8 @@ struct RowsRoom {
 
 class RoundWork {
   public:
-    RoundWork(Pool& pool, Rooms& rooms, const RoundModels& models, const Round& round)
+    // `round`: where the outputs are those of this round.
+    RoundWork(Pool& pool, Rooms& rooms, const RoundModels& models, const Rounds& round)
         : pool_(pool), rooms_(rooms), m_(models), r_(round), target_(*models.target) {
         take_room();
     }
@@ -47,9 +48,9 @@ class RoundWork {
         r_.seconds[2] = now() - checked;
     }
 
-  private:
     static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+  private:
     void take_room() {
         int limits = 0, late = 0;
         for (int i = 0; i < r_.requests; ++i) {
@@ -262,7 +263,7 @@ class RoundWork {
     Pool& pool_;
     Rooms& rooms_;
     const RoundModels& m_;
-    const Round& r_;
+    const Rounds& r_;
     Stack target_;
     RowsRoom checked_, followed_;
     float *hidden_, *normed_, *logits_, *temperature_, *captured_, **captured_out_, *features_, *stream_, *embedding_;
@@ -272,8 +273,91 @@ class RoundWork {
     int32_t *who_, *chain_pages_;
 };
 
-static void run_round(Pool& pool, Rooms& rooms, const RoundModels& models, const Round& round) {
-    if (round.requests > 0) RoundWork(pool, rooms, models, round).run();
+// Where the requests of some rounds stand.
+class RoundsWork {
+  public:
+    RoundsWork(Scratch& room, const RoundModels& models, const Rounds& rounds) : m_(models), r_(rounds) {
+        const int requests = r_.requests;
+        for (int pass = 0; pass < 2; ++pass) {
+            room.begin(pass == 1);
+            roots_ = room.take<int64_t>(requests);
+            lengths_ = room.take<int64_t>(requests);
+            left_ = room.take<int64_t>(requests);
+            limits_ = room.take<int32_t>(requests);
+        }
+        for (int i = 0; i < requests; ++i) {
+            roots_[i] = r_.roots[i];
+            lengths_[i] = r_.lengths[i];
+            left_[i] = r_.wanted[i];
+            limits_[i] = r_.limits[i];
+        }
+    }
+
+    // The n-th round as a call of its own would have it.
+    Rounds round(int n) const {
+        const int64_t before = static_cast<int64_t>(n) * r_.requests;
+        Rounds one = r_;
+        one.roots = roots_;
+        one.lengths = lengths_;
+        one.limits = limits_;
+        one.scores += before * r_.depth;
+        one.checked += before;
+        one.kept += before;
+        one.emitted += before * (r_.depth + 1);
+        one.seconds += 3 * n;
+        return one;
+    }
+
+    // Take in what a round gave; tell whether another can follow.
+    bool advance(const Rounds& done) {
+        bool goes_on = true;
+        for (int i = 0; i < r_.requests; ++i) {
+            const int count = done.kept[i] + 1;
+            const int64_t* tokens = done.emitted + static_cast<int64_t>(i) * (r_.depth + 1);
+            roots_[i] = tokens[count - 1];
+            lengths_[i] += count;
+            left_[i] -= count;
+            if (limits_[i] >= left_[i]) limits_[i] = left_[i] > 1 ? static_cast<int32_t>(left_[i] - 1) : 0;
+            goes_on = goes_on && left_[i] > 0 && !ends(i, tokens, count) && fits(i);
+        }
+        return goes_on;
+    }
+
+  private:
+    bool ends(int request, const int64_t* tokens, int count) const {
+        for (int32_t at = r_.end_starts[request]; at < r_.end_starts[request + 1]; ++at)
+            for (int i = 0; i < count; ++i)
+                if (tokens[i] == r_.ends[at]) return true;
+        return false;
+    }
+
+    bool fits(int i) const {
+        const int64_t keys = lengths_[i] + 1 + limits_[i];
+        const bool follows = m_.draft && r_.feedback[i];
+        if (follows && (keys > m_.draft_blocks->layers->positions || r_.late[i] + 1 + limits_[i] > r_.capacity)) return false;
+        return keys <= r_.slots[i] && keys <= m_.target->layers->positions;
+    }
+
+    const RoundModels& m_;
+    const Rounds& r_;
+    int64_t *roots_, *lengths_, *left_;
+    int32_t* limits_;
+};
+
+static void run_rounds(Pool& pool, Rooms& rooms, const RoundModels& models, const Rounds& rounds) {
+    *rounds.ran = 0;
+    if (rounds.requests == 0) return;
+    RoundsWork work(rooms.rounds, models, rounds);
+    const double began = RoundWork::now();
+    for (int n = 0; n < rounds.rounds; ++n) {
+        const double start = RoundWork::now();
+        const Rounds one = work.round(n);
+        RoundWork(pool, rooms, models, one).run();
+        *rounds.ran = n + 1;
+        const double end = RoundWork::now();
+        const bool hurry = rounds.hurry && *const_cast<const volatile int32_t*>(rounds.hurry) != 0;
+        if (!work.advance(one) || hurry || (end - began) + (end - start) > rounds.patience) return;
+    }
 }
 
 }  // namespace SLIP_NAMESPACE

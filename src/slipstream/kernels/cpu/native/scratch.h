@@ -38,7 +38,7 @@ class Scratch {
 
 // A call that makes other calls keeps what lives between them in a room of its own.
 struct Rooms {
-    Scratch call, chain, round;
+    Scratch call, chain, round, rounds;
 };
 
 }  // namespace slip
