@@ -161,7 +161,7 @@ def _record(number: int, point: Point, arm: Arm, done: list[Decoded], ours: list
         arm.name,
         arm.program,
         num_tokens / seconds,
-        num_tokens / point.batch / sum(one.num_steps for one in done),
+        num_tokens / sum(one.num_passes for one in done),
         statistics.mean(_agreement(*pair) for pair in zip(answers, ours, strict=True)),
         sum(one.whole_seconds for one in done),
     )

@@ -110,14 +110,14 @@ class Decoded:
 
     Args:
         num_tokens, seconds: the part of it in which every answer was decoding; see `decoded`.
-        num_steps: how often tokens came in that part.
+        num_passes: how often an answer got tokens in that part, of all answers together.
         whole_seconds: from the prompts' arrival to the last token.
     """
 
     answers: list[list[int]]
     num_tokens: int
     seconds: float
-    num_steps: int
+    num_passes: int
     whole_seconds: float
 
     @property
@@ -130,15 +130,15 @@ def decoded(events: Sequence[Event], num_prompts: int, tokens: int) -> Decoded:
     """Count tokens from when every answer has its first until one is complete: prompts and stragglers are left out."""
     answers: list[list[int]] = [[] for _ in range(num_prompts)]
     began = ended = None
-    num_tokens, times = 0, set()
+    num_tokens = num_passes = 0
     for now, row, emitted in sorted(events, key=lambda event: event[0]):
         if began is not None and now > began and (ended is None or now == ended):
             num_tokens += len(emitted)
-            times.add(now)
+            num_passes += 1
         answers[row] += emitted
         if began is None and all(answers):
             began = now
         if ended is None and len(answers[row]) >= tokens:
             ended = now
     assert began is not None and ended is not None and ended > began, "every prompt was answered"
-    return Decoded(answers, num_tokens, ended - began, len(times), max(event[0] for event in events))
+    return Decoded(answers, num_tokens, ended - began, num_passes, max(event[0] for event in events))

@@ -1,6 +1,7 @@
 """Our engine as a peer among peers: a GGUF as stored, plain or with an EAGLE-3 draft; it also times memory."""
 
 import time
+from collections.abc import Iterator
 
 import gguf
 import torch
@@ -9,6 +10,7 @@ import slipstream
 from slipstream.engine.config import PATIENCE_S, EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.engine.loading import LoadOptions
+from slipstream.engine.output import Emission
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 
@@ -37,7 +39,9 @@ class Worker:
         }
 
     def run(self, prompts: list[list[int]], tokens: int) -> list[tuple[float, int, list[int]]]:
-        """Answer prompts together; return (seconds since the start, prompt, tokens) of everything emitted."""
+        """Answer prompts together, as patiently as a server; return (seconds since the start, prompt, tokens) of
+        everything emitted, pass by pass.
+        """
         engine = self._llm.engine
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         events = []
@@ -46,7 +50,7 @@ class Worker:
         while engine.has_work:
             emissions = engine.step(PATIENCE_S)
             now = time.perf_counter() - began
-            events += [(now, rows[e.request_id], [token.token_id for token in e.tokens]) for e in emissions]
+            events += [(now, rows[e.request_id], tokens) for e in emissions for tokens in _passes(e)]
         return events
 
     def encode(self, messages: list[list[dict[str, str]]]) -> list[list[int]]:
@@ -67,3 +71,15 @@ class Worker:
             data.sum()
             seconds.append(time.perf_counter() - began)
         return data.nbytes / min(seconds)
+
+
+def _passes(emission: Emission) -> Iterator[list[int]]:
+    """Give what each pass of a step emitted: drafted tokens, if any, and the target's own."""
+    tokens: list[int] = []
+    for token in emission.tokens:
+        tokens.append(token.token_id)
+        if token.draft_position == 0:
+            yield tokens
+            tokens = []
+    if tokens:  # an answer's last token may be a drafted one
+        yield tokens

@@ -25,7 +25,7 @@ class Turn:
     """One arm's turn in one round.
 
     Args:
-        tokens_a_step: of one answer.
+        tokens_a_pass: of one answer.
         agreement: share of the tokens up to the first that differs from our plain decoding's.
         whole_seconds: prompts and stragglers included.
     """
@@ -35,7 +35,7 @@ class Turn:
     arm: str
     program: str
     speed: float
-    tokens_a_step: float
+    tokens_a_pass: float
     agreement: float
     whole_seconds: float
 
@@ -96,7 +96,7 @@ class Results:
         llama, vllm = (self.best(self.arms(point, program), point) for program in ("llama", "vllm"))
         named = {f"/ {best}": best for best in (llama, vllm, PLAIN) if best is not None}
         table = Table(title=f"{point}: tokens a second", title_justify="left")
-        for name in ("", "tok/s", "range", *named, "of floor", "a step", "text"):
+        for name in ("", "tok/s", "range", *named, "of floor", "a pass", "text"):
             table.add_column(name, justify="left" if not name else "right", overflow="fold")
         for arm in self.arms(point):
             turns = self._of(arm, point)
@@ -109,7 +109,7 @@ class Results:
                 f"{low:.0f}..{high:.0f}",
                 *("-" if ratio is None else f"{ratio.median:.2f}x" for ratio in ratios),
                 "-" if floor is None else f"{self.speed(arm, point) / point.batch / floor:.0%}",
-                f"{statistics.mean(turn.tokens_a_step for turn in turns):.2f}",
+                f"{statistics.mean(turn.tokens_a_pass for turn in turns):.2f}",
                 f"{statistics.mean(turn.agreement for turn in turns):.0%}",
             )
         return table

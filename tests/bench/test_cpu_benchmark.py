@@ -21,7 +21,7 @@ def test_prompts_and_stragglers_are_left_out_of_decoding():
     ]
     found = decoded(events, num_prompts=2, tokens=4)
     assert found.answers == [[7, 7, 7, 7], [8, 8, 8, 8]]
-    assert (found.num_tokens, found.seconds, found.num_steps, found.whole_seconds) == (4, 1.0, 2, 9.0)
+    assert (found.num_tokens, found.seconds, found.num_passes, found.whole_seconds) == (4, 1.0, 3, 9.0)
     assert found.speed == 4.0
 
 
