@@ -21,7 +21,7 @@ from slipstream.engine.rounds import rounds_over
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftNeeds, Scheduled, Scheduler
 from slipstream.engine.session import Session
-from slipstream.engine.stats import EngineStats, Phase
+from slipstream.engine.stats import DraftDoubt, EngineStats, Phase
 from slipstream.errors import ConfigError, RankLostError, RequestError, StepError
 from slipstream.kernels import one_pool
 from slipstream.models.target import Hidden
@@ -35,7 +35,6 @@ from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
 
 logger = logging.getLogger(__name__)
 
-_SUSPICIOUS_PASSES, _SUSPICIOUS_RATE = 200, 0.03
 _SCORED_ROWS = 64  # rows of prompt logits at a time: 64 rows of a vocabulary of 128k take 32 MiB
 
 
@@ -53,7 +52,8 @@ class Engine:
         self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots), when_lost)
         self._scheduler = Scheduler(config, self._pages, needs, drafter.forget)
         self._sessions: dict[int, Session] = {}
-        self._next_id, self._warned = 0, False
+        self._next_id = 0
+        self._doubt = DraftDoubt() if drafter.has_kv else None
         self._simulated: tuple[float, ...] = ()
         self._pipeline: Pipeline | None = None
         cycles = config.runs_cycles(self._device.type)
@@ -210,7 +210,8 @@ class Engine:
             if emission.finish_reason is not None:
                 self._end(self._sessions[emission.request_id].request, emission.finish_reason)
         self.stats.phase_seconds["host"] += time.perf_counter() - started - (self._timed_seconds() - timed)
-        self._warn_if_useless()
+        if self._doubt is not None:
+            self._doubt.look(self.stats.acceptance)
         return emissions
 
     def _run_cycle(self) -> list[Emission] | None:
@@ -377,22 +378,6 @@ class Engine:
             self.stats.prompt_tokens += len(request.prompt)
             self._scheduler.finish(request, reason)
         self._sessions.pop(request.request_id, None)
-
-    def _warn_if_useless(self) -> None:
-        """Say once that a draft accepts next to nothing, and why that usually is."""
-        stats = self.stats.acceptance
-        if self._warned or not self._drafter.has_kv or not stats.offered or stats.offered[0] < _SUSPICIOUS_PASSES:
-            return
-        self._warned = True
-        if stats.rates[0] < _SUSPICIOUS_RATE:
-            logger.warning(
-                "The draft's first token was accepted in %.1f%% of %d passes. It loads but does not fit: it may have "
-                "been trained for another target or another quantization of it, its captured layers may follow the "
-                "other convention (off by one), or its rope theta, norm_output or norm_before_residual are not what "
-                "it was trained with. Decoding stays exact, only slower.",
-                100 * stats.rates[0],
-                stats.offered[0],
-            )
 
     def _timed_seconds(self) -> float:
         return self.stats.phase_seconds["draft"] + self.stats.phase_seconds["verify"]

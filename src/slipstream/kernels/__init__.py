@@ -15,19 +15,13 @@ from slipstream.kernels.ops import (
     ChainOps,
     ChainStart,
     Cut,
-    Follower,
-    Hurry,
     KvLayer,
-    Onward,
     Ops,
-    RoundModels,
-    RoundOps,
-    RoundResult,
-    RoundStart,
     RowSampling,
 )
 from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.rounds import Follower, Hurry, Onward, RoundModels, RoundOps, RoundResult, RoundStart
 from slipstream.kernels.threads import torch_threads
 
 __all__ = [

@@ -25,7 +25,7 @@ from slipstream.speculation.levels import Levels, LevelsStart
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeBatch, TreeShape
 
-_REST = 72  # tokens the draft may be late with while drafting does not pay; it is tried again sooner
+_REST = 256  # tokens the draft may be late with while drafting does not pay: most answers end before that
 _MANY = 1_000  # passes: where nothing is learned, each is as good as the one before
 _LEFT_BYTES = 64 * 2**20  # of states that requests may leave behind for those that begin with their pages
 

@@ -37,13 +37,11 @@ from slipstream.kernels.ops import (
     Cut,
     KvLayer,
     Layer,
-    RoundModels,
-    RoundResult,
-    RoundStart,
     RowSampling,
 )
 from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.rounds import RoundModels, RoundResult, RoundStart
 from slipstream.kernels.threads import torch_threads
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 

@@ -16,7 +16,8 @@ from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCac
 from slipstream.kernels.cpu.library import NativeRoundModels, NativeRounds
 from slipstream.kernels.cpu.stack import DescribedStack, StackCache
 from slipstream.kernels.cpu.weights import weight_address
-from slipstream.kernels.ops import Cut, Follower, Onward, RoundModels, RoundResult, RoundStart
+from slipstream.kernels.ops import Cut
+from slipstream.kernels.rounds import Follower, Onward, RoundModels, RoundResult, RoundStart
 
 
 class DescribedModels:

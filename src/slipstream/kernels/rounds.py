@@ -1,0 +1,157 @@
+"""Rounds of decoding in one call, as a backend may offer them: the plain values they take and leave.
+
+Shape letters: D draft width, L tokens a draft is late with, F captured features of a token.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.ops import Borrowed, Cut
+
+
+@dataclass(frozen=True)
+class RoundModels:
+    """The models of a round, which lie a package higher: a target and its cache, and a draft and its cache if any."""
+
+    target: Any
+    target_kv: Any
+    captured_layers: Sequence[int] = ()
+    draft: Any | None = None
+    draft_kv: Any | None = None
+
+
+@dataclass
+class Follower:
+    """How far a draft has followed a request between rounds; a round changes it.
+
+    Args:
+        feedback_D: what the draft left at the request's last slot, float32.
+        late_states_LF: the target's captured states of tokens it has not followed yet, side by side; room for L.
+        late_tokens_L: the token after each of them.
+        late: how many there are.
+    """
+
+    feedback_D: Tensor
+    late_states_LF: Tensor
+    late_tokens_L: Tensor
+    late: int = 0
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where the three tensors lie; they are written to, never replaced."""
+        return self.feedback_D.data_ptr(), self.late_states_LF.data_ptr(), self.late_tokens_L.data_ptr()
+
+    @cached_property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return len(self.late_tokens_L)
+
+    @staticmethod
+    def start(feedback_D: Tensor, num_features: int, capacity: int) -> "Follower":
+        """Return a draft's follower that is late with nothing, and has room for `capacity` tokens."""
+        return Follower(feedback_D, torch.empty(capacity, num_features), torch.empty(capacity, dtype=torch.int64))
+
+
+class Hurry:
+    """Asks rounds under way, from another thread, to end with the one they are at."""
+
+    def __init__(self) -> None:
+        self._flag = array("i", [0])
+        self.address: int = self._flag.buffer_info()[0]
+
+    def ask(self) -> None:
+        """Ask; rounds that begin before it is taken back end after the first."""
+        self._flag[0] = 1
+
+    def take_back(self) -> None:
+        """Stop asking."""
+        self._flag[0] = 0
+
+
+@dataclass(frozen=True)
+class Onward:
+    """How rounds go on by themselves: until an answer ends, pages are full, or one of these is reached.
+
+    Args:
+        rounds: so many.
+        patience_s: no round is begun that would end later, by what the one before took.
+        wanted: tokens each request may still emit.
+        ends: tokens that end each request's answer.
+    """
+
+    rounds: int
+    patience_s: float
+    wanted: Sequence[int]
+    ends: Sequence[Sequence[int]]
+    hurry: Hurry | None = None
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """Requests at the beginning of a round, each with one token to compute: its last, the root.
+
+    Args:
+        lengths: keys before the root.
+        limits: how many tokens may be drafted after the root.
+        followers: None for a request the draft does not follow; all others have the same room.
+        follow: let the draft follow at the end of this round; otherwise it does so when it next drafts.
+        borrowed: as for chains.
+        onward: how rounds follow this one; None: none does.
+    """
+
+    pages: Sequence[Sequence[int]]
+    roots: Sequence[int]
+    lengths: Sequence[int]
+    temperatures: Sequence[float]
+    seeds: Sequence[int]
+    limits: Sequence[int]
+    followers: Sequence[Follower | None]
+    follow: bool = True
+    borrowed: Sequence[Borrowed | None] = ()
+    onward: Onward | None = None
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What became of each request in a round: its emitted tokens, how many drafted ones were checked, and their scores.
+
+    Args:
+        scores: cumulative log-probabilities of the drafted tokens, whether checked or not; none if nobody might draft.
+        seconds: what drafting, checking and following took.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    checked: Sequence[int]
+    scores: Sequence[Sequence[float]]
+    seconds: tuple[float, float, float]
+
+    def of(self, rows: Sequence[int]) -> "RoundResult":
+        """Return what became of some of the requests."""
+        return RoundResult(
+            [self.tokens[row] for row in rows],
+            [self.checked[row] for row in rows],
+            [self.scores[row] for row in rows],
+            self.seconds,
+        )
+
+
+@runtime_checkable
+class RoundOps(Protocol):
+    """A backend that can also run whole rounds in one call: draft, check, keep what agrees, follow."""
+
+    def run_rounds(self, models: RoundModels, start: RoundStart, depth: int, cut: Cut) -> list[RoundResult] | None:
+        """Return what the parts of each round would, one after the other; None if the call cannot run these models.
+
+        In further rounds limits shrink with what is wanted; what is borrowed stays as it was.
+
+        Args:
+            depth: no chain is longer.
+            cut: where chains end before that.
+        """
+        ...
