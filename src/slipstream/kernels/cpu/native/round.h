@@ -1,6 +1,6 @@
-// Rounds of decoding as one call, each of which does what its parts do: draft chains, check them in one pass of the target, keep what it agrees to, and run
-// the draft over what was kept, now or when it next drafts. Every part is a call that exists on its own, so the bits are
-// those of the parts.
+// Rounds of decoding as one call. Each drafts chains, checks them in one pass of the target, keeps what it agrees to, and
+// runs the draft over what was kept, now or when it next drafts. Every part is a call that exists on its own, so the bits
+// are those of the parts.
 #pragma once
 #include <chrono>
 
