@@ -26,6 +26,7 @@ import torch
 
 from gpu_measure import cycle_bytes, measure_steps, pass_bytes, pass_ms, read_bandwidth, start_requests
 from gpu_models import LLAMA_8B, TINY, engine_of, pack_fp8, random_draft, random_target, target_models
+from gpu_profile import STEPS, kernel_shares, report
 from gpu_smollm import EmbeddedPair, embedded_pair, lossless, speed
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.cycle import CycleKind
@@ -143,6 +144,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which points are left out")
     parser.add_argument("--section-budget", type=float, default=150.0, help="the same for each section")
+    parser.add_argument("--profile", action="store_true", help="show each point's kernels; on a GPU")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script itself")
     args = parser.parse_args()
     unknown = set(args.only) - set(SECTIONS)
@@ -206,7 +208,8 @@ def point(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft 
     batch, context = size
     num_drafted = NUM_DRAFTED if draft is not None else 0
     sizes = run.sizes
-    room = (sizes.steps + sizes.warm + 4) * (num_drafted + 1) + 2 * num_drafted + 1
+    profiled = STEPS if run.args.profile and run.device.type == "cuda" else 0
+    room = (sizes.steps + sizes.warm + profiled + 4) * (num_drafted + 1) + 2 * num_drafted + 1
     config = EngineConfig(
         max_context=context + room,
         page_size=PAGE_SIZE,
@@ -219,6 +222,11 @@ def point(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft 
     engine.simulate_acceptance(acceptance_rates() if num_drafted else ())
     start_requests(engine, batch, context, room)
     measured = measure_steps(engine, run.device, sizes.steps, sizes.warm)
+    if profiled:
+        print(
+            f"  {what}, batch {batch}, context {context}, kernels of a step:\n{report(kernel_shares(engine))}",
+            flush=True,
+        )
     per_request = measured.tokens_per_step / batch
     mean_context = context + per_request * (sizes.warm + sizes.steps / 2)
     nbytes = pass_bytes(target, batch, mean_context)

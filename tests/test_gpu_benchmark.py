@@ -32,6 +32,17 @@ def test_every_section_gives_figures(tmp_path):
         assert row["section"] != "lossless" or row["what"].endswith("5 of 5 identical")
 
 
+def test_overlapping_kernels_share_out_the_time_that_passed(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from gpu_profile import KernelShare, report, shares
+
+    spans = [("a", 0.0, 10.0), ("b", 4.0, 13.0), ("a", 12.0, 22.0), ("b", 30.0, 31.0)]
+    found = shares(spans, steps=2)
+    assert found == [KernelShare("a", 1.0, 9.5), KernelShare("b", 1.0, 6.0)]
+    assert sum(share.microseconds for share in found) == 31.0 / 2
+    assert report(found, most=1).splitlines()[1].split() == ["6.0", "us", "1.0", "x", "all", "others"]
+
+
 def test_a_section_that_fails_is_reported_and_the_others_go_on(tmp_path):
     code, found = benchmark(tmp_path / "gpu.json", "--vllm", str(tmp_path), "--only", "vllm,decode")
     assert code == 1
