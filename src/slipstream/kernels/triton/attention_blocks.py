@@ -2,7 +2,8 @@
 
 A split's result is a maximum, a sum and a weighted sum of values. Results are merged in the order of splits, those of a
 group first, then those of groups. A split, a block or a key that a row does not see changes none of its bits,
-so they depend on the row's own keys alone.
+so they depend on the row's own keys alone. Splits may be longer from some key of a request on, since where a key lies
+is the request's own, too.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -54,10 +55,46 @@ def _hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constex
 
 
 @triton.jit
-def key_offsets(pages_at, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr):
-    """Return where in the cache the keys from `start` on lie; past the end, where the last one does."""
+def piece_of(key, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
+    """Return the piece a key is in: pieces have NEAR keys, and FAR, if that is not 0, from key FAR_FROM on."""
+    piece = key // NEAR
+    if FAR:
+        piece = tl.where(key < FAR_FROM, piece, key // FAR + (FAR_FROM // NEAR - FAR_FROM // FAR))
+    return piece
+
+
+@triton.jit
+def first_key_of(piece, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
+    """Return the first key of a piece."""
+    key = piece * NEAR
+    if FAR:
+        key = tl.where(key < FAR_FROM, key, (piece - (FAR_FROM // NEAR - FAR_FROM // FAR)) * FAR)
+    return key
+
+
+@triton.jit
+def piece_ends(key, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
+    """Tell whether a piece ends right before this key."""
+    beyond = key % NEAR
+    if FAR:
+        beyond = tl.where(key <= FAR_FROM, beyond, key % FAR)
+    return beyond == 0
+
+
+@triton.jit
+def key_offsets(
+    pages_at, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr, CACHED: tl.constexpr = False
+):
+    """Return where in the cache the keys from `start` on lie; past the end, where the last one does.
+
+    Args:
+        CACHED: pages are read through the nearest cache, which only who has waited for the kernel before may do.
+    """
     key = tl.minimum(start + tl.arange(0, BLOCK), end - 1)
-    page = tl.load(pages_at + key // PAGE, cache_modifier=".cg").to(tl.int64)
+    if CACHED:
+        page = tl.load(pages_at + key // PAGE).to(tl.int64)
+    else:
+        page = tl.load(pages_at + key // PAGE, cache_modifier=".cg").to(tl.int64)
     return (page * PAGE + key % PAGE) * slot_stride
 
 
