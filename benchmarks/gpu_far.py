@@ -4,10 +4,10 @@
 
 First the bits: one query against four, alone and among 40 requests, decoded and as the end of a prompt, with contexts
 around the border where longer splits begin. Then a graph holds layers of Llama-8B's shape with cold weights and caches,
-at 1,152 keys (a bound of 4,096) and at 10,240 (16,384). Two groups are tried one after another: how keys are cut, which
-changes bits, and with the best cut how programs share the keys and hold them, which must not. A candidate is kept if
-all passes together are faster and none is much slower. FOLDER gets `sm_90.json`, to be put into kernels/triton/configs,
-and `far.json` with every time. A candidate that fails is skipped, and said.
+at 1,152 keys (a bound of 4,096) and at 10,240 (16,384). Three groups are tried one after another: how programs hold the
+keys, which must change no bits, how keys are cut, which does, and with the best cut how programs share them. A
+candidate is kept if all passes together are faster and none is much slower. FOLDER gets `sm_90.json`, to be put into
+kernels/triton/configs, and `far.json` with every time. A candidate that fails is skipped, and said.
 """
 
 import argparse
@@ -58,13 +58,16 @@ SETTINGS: dict[str, Fields] = {
     "long: halves, two stages, 128 registers": {
         "halves": True, "long_from": 4096, "long_stages": 2, "long_registers": 128,
     },
-    "long: 640 programs": {"long_from": 4096, "long_programs": 640},
     "long: 1,600 programs": {"long_from": 4096, "long_programs": 1600},
-    "long: 2,112 programs": {"long_from": 4096, "long_programs": 2112},
     "long: 3,168 programs": {"long_from": 4096, "long_programs": 3168},
-    "long: 6,400 programs": {"long_from": 4096, "long_programs": 6400},
-    "far splits stored one by one": {"far_groups": 1 << 30},
 }  # fmt: skip
+SHARING: dict[str, Fields] = {
+    "far splits stored one by one": {"far_groups": 1 << 30},
+    "long: 640 programs": {"long_from": 4096, "long_programs": 640},
+    "long: 1,056 programs": {"long_from": 4096, "long_programs": 1056},
+    "long: 2,112 programs": {"long_from": 4096, "long_programs": 2112},
+    "long: 6,400 programs": {"long_from": 4096, "long_programs": 6400},
+}
 CHECKED: tuple[Fields, ...] = (
     CUTS["64, 256 from 2k"],
     {**CUTS["64, 256 from 2k"], "cached": True, "halves": True, "long_from": 4096, "long_stages": 3},
@@ -265,19 +268,18 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
         checks = pool.imap_unordered(check, [(tuning, fields) for fields in ({}, *CHECKED)])
         compile_all([tuning], pool, products=True)
-        compile_all([with_fields(tuning, fields) for fields in CUTS.values()], pool)
-        results["bits"] = dict(checks)
-        for name, text in results["bits"].items():
+        bits = dict(checks)
+        for name, text in bits.items():
             print(f"  {text}: {name}", flush=True)
-        print(heading(), flush=True)
         judge = Judge(tuning, deadline, device)
-        results["us"] = judge.record
-        kept = judge.try_all(CUTS, same_bits=False)
-        write(arguments.out, judge.best, results)
-        compile_all([with_fields(judge.best, fields) for fields in SETTINGS.values()], pool)
-        kept += judge.try_all(SETTINGS, same_bits=True)
+        results |= {"bits": bits, "us": judge.record}
+        kept = []
+        for candidates, same_bits in ((SETTINGS, True), (CUTS, False), (SHARING, True)):
+            compile_all([with_fields(judge.best, fields) for fields in candidates.values()], pool)
+            print(heading(), flush=True)
+            kept += judge.try_all(candidates, same_bits=same_bits)
+            write(arguments.out, judge.best, results)
     results["kept"] = kept
-    write(arguments.out, judge.best, results)
     results["rows agree"] = summary(judge, kept)
     write(arguments.out, judge.best, results)
 
