@@ -41,6 +41,7 @@ CUTS: dict[str, Fields] = {
     "64, 128 from 2k": {"split_far": 128, "far_from": 2048},
     "64, 256 from 1k": {"split_far": 256, "far_from": 1024},
     "64, 256 from 2k": {"split_far": 256, "far_from": 2048},
+    "64, 256 from 2k, stored one by one": {"split_far": 256, "far_from": 2048, "far_groups": 1 << 30},
     "64, 512 from 2k": {"split_far": 512, "far_from": 2048},
     "64, 256 from 4k": {"split_far": 256, "far_from": 4096},
     "128 everywhere": {"split": 128},
@@ -63,6 +64,7 @@ SETTINGS: dict[str, Fields] = {
 }  # fmt: skip
 SHARING: dict[str, Fields] = {
     "far splits stored one by one": {"far_groups": 1 << 30},
+    "far splits stored by groups": {"far_groups": 1},
     "long: 640 programs": {"long_from": 4096, "long_programs": 640},
     "long: 1,056 programs": {"long_from": 4096, "long_programs": 1056},
     "long: 2,112 programs": {"long_from": 4096, "long_programs": 2112},
