@@ -68,8 +68,8 @@ def _queries(q_at, WIDTH: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _attend_splits(
-    q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_part, to_part, first_split, last_split,
-    first_place, end, scale, window, sums_at, part_at, real,
+    q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_part, to_part, first_place, end, scale, window,
+    sums_at, part_at, real,
     WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, FAR: tl.constexpr,
     FAR_FROM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, IN_GROUP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, FAR_WHOLE: tl.constexpr, CACHED: tl.constexpr,
@@ -103,13 +103,13 @@ def _attend_splits(
                     is_last = piece_ends(start + BLOCK, SPLIT * IN_GROUP, far_group, FAR_FROM) | (start + BLOCK >= end)
                     place = piece_of(start, SPLIT * IN_GROUP, far_group, FAR_FROM) - first_place
                 else:
-                    is_last = ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split)
-                    place = split // IN_GROUP - first_split // IN_GROUP
+                    is_last = ((split + 1) % IN_GROUP == 0) | (split + 1 == tl.cdiv(end, SPLIT))
+                    place = split // IN_GROUP - first_place
                 if is_last:
                     _store(group_best, group_total, group_acc, sums_at, part_at, place, real, ROWS, D, HALVES)
                     group_best, group_total, group_acc = nothing(ROWS, D)
             else:
-                place = split - (first_place if FAR else first_split // IN_GROUP * IN_GROUP)
+                place = split - first_place
                 _store(best, sums, acc, sums_at, part_at, place, real, ROWS, D, HALVES)
             best, sums, acc = nothing(ROWS, D)
             total = tl.zeros([ROWS, 16], tl.float32)
@@ -136,18 +136,71 @@ def _next_result(key, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.conste
 
 @triton.jit
 def _share_keys(first_seen, end, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
-    """Return this program's keys, from and to, and how many programs have any, where results are of NEAR and FAR keys.
+    """Return where programs' shares begin, and how many keys one has, where results are of NEAR and of FAR keys.
 
-    A share has as many keys as another, up to where results begin, and at least the longest result: so none between
-    two others is empty.
+    A share ends where a result does, and has at least the longest one's keys, so none between two others is empty.
     """
-    begin = first_key_of(piece_of(first_seen, NEAR, FAR, FAR_FROM), NEAR, FAR, FAR_FROM)
-    each = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(2)), NEAR) * NEAR
-    each = tl.maximum(each, tl.where(end > FAR_FROM, tl.maximum(NEAR, FAR), NEAR))
-    from_key = _next_result(begin + tl.program_id(2) * each, NEAR, FAR, FAR_FROM)
-    to_key = _next_result(begin + (tl.program_id(2) + 1) * each, NEAR, FAR, FAR_FROM)
-    last = first_key_of(piece_of(tl.maximum(end - 1, 0), NEAR, FAR, FAR_FROM), NEAR, FAR, FAR_FROM)
-    return from_key, tl.minimum(to_key, end), (last - begin) // each + 1
+    aligned = first_key_of(piece_of(first_seen, NEAR, FAR, FAR_FROM), NEAR, FAR, FAR_FROM)
+    each = tl.cdiv(tl.cdiv(end - aligned, tl.num_programs(2)), NEAR) * NEAR
+    return aligned, tl.maximum(each, tl.where(end > FAR_FROM, tl.maximum(NEAR, FAR), NEAR))
+
+
+@triton.jit
+def _own_part(
+    first_seen, end, SPLIT: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr, IN_GROUP: tl.constexpr,
+    WHOLE: tl.constexpr, FAR_WHOLE: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Return what of the splits is this program's, where all shares begin and end, and how long one is.
+
+    With FAR, all are in keys, and the end is that of the first key of the last result.
+    """
+    first_split = piece_of(first_seen, SPLIT, FAR, FAR_FROM)
+    if FAR:
+        near: tl.constexpr = SPLIT * IN_GROUP if WHOLE else SPLIT
+        far: tl.constexpr = FAR * IN_GROUP if FAR_WHOLE else FAR
+        aligned, each = _share_keys(first_seen, end, near, far, FAR_FROM)
+        last = first_key_of(piece_of(tl.maximum(end - 1, 0), near, far, FAR_FROM), near, far, FAR_FROM) + 1
+        from_part = _next_result(aligned + tl.program_id(2) * each, near, far, FAR_FROM)
+        from_part = tl.maximum(from_part, first_key_of(first_split, SPLIT, FAR, FAR_FROM))
+        to_part = tl.minimum(_next_result(aligned + (tl.program_id(2) + 1) * each, near, far, FAR_FROM), end)
+    else:
+        last = tl.cdiv(end, SPLIT)
+        aligned, each = _share(first_split, last, IN_GROUP, WHOLE, SHARED)
+        to_part = tl.minimum(aligned + (tl.program_id(2) + 1) * each, last)
+        from_part = tl.maximum(aligned + tl.program_id(2) * each, first_split)
+    return from_part, to_part, aligned, last, each
+
+
+@triton.jit
+def _result_of(
+    key, SPLIT: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    FAR_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return which result a key is part of, of all that are ever stored of its request."""
+    if FAR:
+        near: tl.constexpr = SPLIT * IN_GROUP if WHOLE else SPLIT
+        far: tl.constexpr = FAR * IN_GROUP if FAR_WHOLE else FAR
+        result = piece_of(key, near, far, FAR_FROM)
+    else:
+        result = key // SPLIT
+        if WHOLE:
+            result = result // IN_GROUP
+    return result
+
+
+@triton.jit
+def _num_results(
+    end, SPLIT: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    FAR_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return how many results there are of the keys before `end`."""
+    if FAR:
+        count = _result_of(tl.maximum(end - 1, 0), SPLIT, FAR, FAR_FROM, IN_GROUP, WHOLE, FAR_WHOLE) + 1
+    else:
+        count = tl.cdiv(end, SPLIT)
+        if WHOLE:
+            count = tl.cdiv(count, IN_GROUP)
+    return count
 
 
 @triton.jit(
@@ -199,24 +252,9 @@ def splits_kernel(
     first_seen = 0
     if HAS_WINDOW:
         first_seen = tl.maximum(tl.min(own, 0) - window + 1, 0)
-    first_split = piece_of(first_seen, SPLIT, FAR, FAR_FROM)
-    if FAR:
-        near: tl.constexpr = SPLIT * IN_GROUP if WHOLE else SPLIT
-        far: tl.constexpr = FAR * IN_GROUP if FAR_WHOLE else FAR
-        first_result = piece_of(first_seen, near, far, FAR_FROM)
-        last_result = piece_of(tl.maximum(end - 1, 0), near, far, FAR_FROM) + 1
-        first_place = first_result
-        if not FAR_WHOLE:  # results of splits are merged by their groups
-            first_place = first_result // IN_GROUP * IN_GROUP
-        from_part, to_part, sharers = _share_keys(first_seen, end, near, far, FAR_FROM)
-        from_part = tl.maximum(from_part, first_key_of(first_split, SPLIT, FAR, FAR_FROM))
-        last_split = 0
-    else:
-        first_place = 0
-        last_split = tl.cdiv(end, SPLIT)
-        aligned, each = _share(first_split, last_split, IN_GROUP, WHOLE, SHARED)
-        to_part = tl.minimum(aligned + (tl.program_id(2) + 1) * each, last_split)
-        from_part = tl.maximum(aligned + tl.program_id(2) * each, first_split)
+    from_part, to_part, aligned, last, each = _own_part(
+        first_seen, end, SPLIT, FAR, FAR_FROM, IN_GROUP, WHOLE, FAR_WHOLE, SHARED
+    )
     busy = (q_first < q_to) & (from_part < to_part)
     pages_at = pages_ptr + request.to(tl.int64) * pages_stride
     k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
@@ -237,24 +275,19 @@ def splits_kernel(
         sums_at = sums_ptr + cell * num_splits * (2 * ROWS) + row
         stored = tl.arange(0, D // 2) if HALVES else column
         part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + stored[None, :])
+        first = _result_of(first_seen, SPLIT, FAR, FAR_FROM, IN_GROUP, WHOLE, FAR_WHOLE)
+        first_place = first if FAR_WHOLE else first // IN_GROUP * IN_GROUP  # splits' results are merged by their groups
         _attend_splits(
-            q_ptr + q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_part, to_part, first_split,
-            last_split, first_place, end, scale, window, sums_at, part_at, real,
-            WIDTH, D, ROWS, SPLIT, FAR, FAR_FROM, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE, FAR_WHOLE, CACHED,
-            HALVES,
+            q_ptr + q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_part, to_part, first_place, end,
+            scale, window, sums_at, part_at, real, WIDTH, D, ROWS, SPLIT, FAR, FAR_FROM, BLOCK, PAGE, IN_GROUP,
+            HAS_WINDOW, WHOLE, FAR_WHOLE, CACHED, HALVES,
         )  # fmt: skip
-        if arrived_last(counter_ptr + cell, sharers if FAR else tl.cdiv(last_split - aligned, each)):
-            first, count, serial = 0, tl.cdiv(last_split, IN_GROUP) - first_split // IN_GROUP, 0
-            if FAR:
-                first, count = first_result - first_place, last_result - first_place
-                serial = FAR_FROM // (SPLIT * IN_GROUP) - first_place
-            elif not WHOLE:
-                before = first_split // IN_GROUP * IN_GROUP
-                first, count = first_split - before, last_split - before
+        if arrived_last(counter_ptr + cell, tl.cdiv(last - aligned, each)):
+            count = _num_results(end, SPLIT, FAR, FAR_FROM, IN_GROUP, WHOLE, FAR_WHOLE) - first_place
             _finish_tile(
-                out_ptr, maxima_ptr, sums_ptr, partial_ptr, cell, num_splits, group, q_first, last_token, first, count,
-                serial, HEADS, REPEATS, WIDTH, D, ROWS, IN_GROUP, WHOLE, WHOLE and not FAR_WHOLE, HALVES, COMPACT,
-                MAXIMA, PDL,
+                out_ptr, maxima_ptr, sums_ptr, partial_ptr, cell, num_splits, group, q_first, last_token,
+                first - first_place, count, FAR_FROM // (SPLIT * IN_GROUP) - first_place, HEADS, REPEATS, WIDTH, D,
+                ROWS, IN_GROUP, WHOLE, WHOLE and not FAR_WHOLE, HALVES, COMPACT, MAXIMA, PDL,
             )  # fmt: skip
 
 
