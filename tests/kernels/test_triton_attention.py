@@ -6,7 +6,6 @@ from cpu_samples import causal, filled_cache
 from triton_samples import REFERENCE, batch_to_device, layer_to_device, numbers, small_tuning, triton_ops
 
 from interpreted import DEVICE
-from slipstream.errors import KernelError
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 
 OPS = triton_ops()
@@ -89,20 +88,6 @@ def test_bits_depend_on_neither_batch_nor_pages(dtype, generator):
             assert torch.equal(alone, together[tokens])
 
 
-def only(token, q, layer, batch):
-    """One query of a request, alone in its pass."""
-    one = slice(token, token + 1)
-    single = dataclasses.replace(
-        batch,
-        query_starts_R1=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
-        kv_lens_R=(batch.kv_index_T[one] + 1).int(),
-        kv_index_T=batch.kv_index_T[one],
-        ancestors_T=batch.ancestors_T[one],
-        max_queries=1,
-    )
-    return q[one], layer, single
-
-
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("count", [4, 12, 40])
 def test_a_query_keeps_its_bits_however_many_share_the_pass(count, window, generator):
@@ -110,7 +95,15 @@ def test_a_query_keeps_its_bits_however_many_share_the_pass(count, window, gener
     batch = dataclasses.replace(batch, max_queries=count, max_keys=120)
     together = OPS.attention(q, layer, batch, 0.2, window)
     for token in (0, count - 1):
-        assert torch.equal(OPS.attention(*only(token, q, layer, batch), 0.2, window)[0], together[token])
+        single = dataclasses.replace(
+            batch,
+            query_starts_R1=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+            kv_lens_R=(batch.kv_index_T[token : token + 1] + 1).int(),
+            kv_index_T=batch.kv_index_T[token : token + 1],
+            ancestors_T=batch.ancestors_T[token : token + 1],
+            max_queries=1,
+        )
+        assert torch.equal(OPS.attention(q[token : token + 1], layer, single, 0.2, window)[0], together[token])
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -141,76 +134,59 @@ def test_splits_shared_out_and_one_query_merged_compactly_leave_the_same_bits(pr
     assert torch.equal(changed.attention(q, layer, batch, 0.2, window), expected)
 
 
-FAR = dataclasses.replace(small_tuning().attention, split=16, split_far=32, far_from=256)
-
-
-def with_far(**changes):
-    return triton_ops(attention=dataclasses.replace(FAR, **changes))
-
-
-@pytest.mark.parametrize("window", [None, 200])
-def test_attention_with_longer_splits_far_from_the_start_is_the_references(window, generator):
-    q, layer, batch = sample([3, 1, 1], [254, 420, 5], 16, (4, 1, 16), generator)
-    got = with_far(split_far=64).attention(q, layer, batch, 0.25, window)
-    torch.testing.assert_close(got, REFERENCE.attention(q, layer, batch, 0.25, window), rtol=1e-5, atol=1e-5)
-
-
-FAR_WAYS = [  # at most there are 28 splits of a request as if none were longer, 10 groups and far splits, 6 groups
-    {"share": 5, "compact": True},
-    {"programs": 20},  # near splits are merged by who attended to them, far ones are not
-    {"programs": 20, "compact": True, "cached": True, "halves": True},
-    {"programs": 9, "compact": True},
-    {"programs": 3},
-    {"programs": 9, "long_from": 400, "long_programs": 2, "long_stages": 3, "halves": True},
-    {"serial_from": 1},
-]
-
-
-@pytest.mark.parametrize(("context", "window"), [(256, None), (446, None), (400, 230)])
-def test_longer_splits_give_the_same_bits_however_programs_share_them(context, window, generator):
-    q, layer, batch = sample([1], [context], 16, (3, 1, 16), generator, torch.bfloat16)
-    batch = dataclasses.replace(batch, max_queries=1, max_keys=448)
-    expected = with_far().attention(q, layer, batch, 0.2, window)
-    for changes in FAR_WAYS:
-        assert torch.equal(with_far(**changes).attention(q, layer, batch, 0.2, window), expected), changes
-
-
-@pytest.mark.parametrize(
-    ("count", "before", "programs", "window"), [(4, 254, 1056, None), (4, 400, 9, 230), (12, 250, 20, None)]
-)
-def test_a_query_keeps_its_bits_across_the_border_of_longer_splits(count, before, programs, window, generator):
-    ops = with_far(programs=programs)
-    q, layer, batch = sample([count], [before], 16, (4, 1, 16), generator, torch.bfloat16)
-    batch = dataclasses.replace(batch, max_queries=count, max_keys=448)
-    together = ops.attention(q, layer, batch, 0.2, window)
-    for token in (0, count - 1):
-        assert torch.equal(ops.attention(*only(token, q, layer, batch), 0.2, window)[0], together[token])
-
-
-def test_up_to_the_border_longer_splits_change_no_bit(generator):
-    q, layer, batch = sample([1, 4], [200, 252], 16, (4, 1, 16), generator, torch.bfloat16)
-    plain = with_far(split_far=0).attention(q, layer, batch, 0.2, None)
-    assert torch.equal(with_far().attention(q, layer, batch, 0.2, None), plain)
-
-
-@pytest.mark.parametrize("changes", [{"far_from": 128}, {"split_far": 96}])
-def test_longer_splits_begin_where_a_group_does_or_are_refused(changes, generator):
-    q, layer, batch = sample([1], [20], 16, (4, 2, 16), generator)
-    with pytest.raises(KernelError, match="multiple"):
-        with_far(**changes).attention(q, layer, batch, 0.2, None)
-
-
 @pytest.mark.parametrize("programs", [1056, 1])
 @pytest.mark.parametrize(
     ("counts", "shape"), [([2, 4, 1], (8, 2, 32)), ([1, 1], (9, 3, 64)), ([6, 2], (16, 2, 24))], ids=str
 )
 def test_the_largest_magnitude_of_every_head_is_left_if_there_is_room_for_it(counts, shape, programs, generator):
-    # The last shape takes two tiles to a request, of heads that are padded; few programs store results in halves.
+    # The last shape takes two tiles to a request, of heads that are padded.
     q, layer, batch = sample(counts, [100, 70, 20][: len(counts)], 16, shape, generator, torch.bfloat16)
-    config = dataclasses.replace(small_tuning().attention, programs=programs, halves=programs == 1)
+    config = dataclasses.replace(small_tuning().attention, programs=programs)
     launch = AttentionLaunch(config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=False)
     maxima = torch.full(q.shape[:2], float("nan"), device=DEVICE)
     out = attention(q, layer, batch, 0.2, None, launch, maxima)
     torch.testing.assert_close(out, REFERENCE.attention(q, layer, batch, 0.2, None), rtol=2e-2, atol=2e-2)
+    assert torch.equal(maxima, out.float().abs().amax(2))
+    assert not launch.counters.any()
+
+
+EVEN_CASES = [
+    ([2, 4, 1], [70, 100, 20], (8, 2, 32)),
+    ([1, 1], [520, 70], (6, 2, 16)),
+    ([1, 0, 3, 0, 1], [3, 40, 300, 0, 129], (4, 2, 16)),  # some requests bring no query
+    ([4] * 7, [124, 125, 128, 252, 256, 10, 383], (8, 2, 16)),  # around the borders of groups, which have 128 keys
+    ([2, 3], [40, 130], (9, 3, 24)),  # heads that are padded
+]
+
+
+@pytest.mark.parametrize("programs", [1, 6, 40])
+@pytest.mark.parametrize(("counts", "before", "shape"), EVEN_CASES, ids=str)
+def test_programs_that_share_all_requests_evenly_leave_the_same_bits(counts, before, shape, programs, generator):
+    q, layer, batch = sample(counts, before, 16, shape, generator, torch.bfloat16)
+    batch = dataclasses.replace(batch, max_queries=max(counts))
+    config = dataclasses.replace(small_tuning().attention, programs=1, compact=programs == 6)
+    expected = triton_ops(attention=config).attention(q, layer, batch, 0.2, None)
+    even = dataclasses.replace(config, even_programs=programs, even_streamed=4 if programs == 40 else 0)
+    assert torch.equal(triton_ops(attention=even).attention(q, layer, batch, 0.2, None), expected)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_programs_that_share_all_requests_evenly_see_a_trees_ancestors_alone(page_size, generator):
+    q, layer, batch = sample([4, 2], [70, 260], page_size, (8, 2, 16), generator)
+    ancestors = batch.ancestors_T.clone()
+    ancestors[2] &= ~2  # the third query is a sibling of the second
+    batch = dataclasses.replace(batch, ancestors_T=ancestors, max_queries=4)
+    even = triton_ops(attention=dataclasses.replace(small_tuning().attention, programs=1, even_programs=6))
+    got = even.attention(q, layer, batch, 0.25, None)
+    torch.testing.assert_close(got, REFERENCE.attention(q, layer, batch, 0.25, None), rtol=1e-5, atol=1e-5)
+
+
+def test_evenly_shared_programs_leave_maxima_and_counters_as_the_others_do(generator):
+    q, layer, batch = sample([2, 4, 1], [100, 70, 20], 16, (8, 2, 32), generator, torch.bfloat16)
+    batch = dataclasses.replace(batch, max_queries=4)
+    config = dataclasses.replace(small_tuning().attention, programs=1, even_programs=10)
+    launch = AttentionLaunch(config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=False)
+    maxima = torch.full(q.shape[:2], float("nan"), device=DEVICE)
+    out = attention(q, layer, batch, 0.2, None, launch, maxima)
     assert torch.equal(maxima, out.float().abs().amax(2))
     assert not launch.counters.any()

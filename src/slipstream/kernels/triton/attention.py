@@ -1,8 +1,7 @@
 """Paged attention for decoding, verifying and prefill: query tokens x the heads that share a key, in one tile.
 
-A request's keys are cut in splits, whose length depends on nothing but where in the request they lie, and their results
-are merged in order: by one program, the kernel here, where there are many queries, else by the last of several
-(`attention_splits`).
+A request's keys are cut in splits of a fixed length, and their results are merged in order: by one program, the kernel
+here, where there are many queries, else by the last of several (`attention_splits`).
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,19 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.errors import KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention_blocks import (
     DESCRIPTION,
     SPLITS_IN_GROUP,
     attend_block,
     find_request,
-    first_key_of,
     key_offsets,
     merge,
     nothing,
-    piece_of,
 )
+from slipstream.kernels.triton.attention_even import even_kernel
 from slipstream.kernels.triton.attention_splits import splits_kernel
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
@@ -35,7 +32,6 @@ from slipstream.kernels.triton.variants import Variant
 
 _LOG2E = 1.4426950408889634
 _NARROW_ROWS = 16
-_SPLITS, _GROUPS, _NEAR_GROUPS = "", ", groups", ", near groups"  # what programs take, in the names of variants
 
 
 @triton.jit
@@ -75,8 +71,8 @@ def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, num_requests, slot_stride,
     pages_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
@@ -101,23 +97,17 @@ def _attention_kernel(
         lowest = tl.min(own, 0)
         first_split = 0
         if HAS_WINDOW:
-            first_split = piece_of(tl.maximum(lowest - window + 1, 0), SPLIT, FAR, FAR_FROM)
+            first_split = tl.maximum(lowest - window + 1, 0) // SPLIT
         last_split = tl.cdiv(end, SPLIT)
-        if FAR:
-            last_split = piece_of(tl.maximum(end - 1, 0), SPLIT, FAR, FAR_FROM) + 1
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
         if first_split < last_split:
             best, total, acc = nothing(ROWS, D)
             group_best, group_total, group_acc = nothing(ROWS, D)
             for split in range(first_split, last_split):
-                from_key = first_key_of(split, SPLIT, FAR, FAR_FROM)
-                to_key = from_key + SPLIT
-                if FAR:
-                    to_key = first_key_of(split + 1, SPLIT, FAR, FAR_FROM)
                 best_s, total_s, acc_s = _attend_split(
-                    q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, from_key, tl.minimum(to_key, end),
-                    scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
+                    q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, split * SPLIT,
+                    tl.minimum(split * SPLIT + SPLIT, end), scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
                 )  # fmt: skip
                 group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
                 if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):
@@ -177,7 +167,7 @@ def attention(
     strides = (layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, window or 0)
     shape = {
         "HEADS": num_heads, "GROUPS": num_groups, "WIDTH": width, "D": head_block, "ROWS": rows, "TOKENS": tokens,
-        "REQUESTS": triton.next_power_of_2(num_requests), **_cuts(config), "BLOCK": config.block,
+        "REQUESTS": triton.next_power_of_2(num_requests), "SPLIT": config.split, "BLOCK": config.block,
         "PAGE": batch.page_size, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": window is not None, "PDL": launch.dependent,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
@@ -188,61 +178,57 @@ def attention(
             q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
         )
         return out
-    shares, whole, far_whole = _shares(config, num_groups * num_requests, most_keys)
-    num_results = _num_results(config, most_keys, 1, 1)  # room for as many as there ever are
+    num_splits = max(-(-most_keys // config.split), 1)
+    shares, whole = _shares(config, num_groups * num_requests, num_splits)
+    even = whole and one_tile and window is None and rows == _NARROW_ROWS
+    even = even and _is_even(config, num_groups * num_requests, batch.page_size)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
-    cells = num_tiles * num_groups * num_results * rows
+    cells = num_tiles * num_groups * num_splits * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
-    shape |= _split_options(config, rows, whole, most_keys)
-    shape |= {"REQUESTS": 1} if one_tile else {}  # nobody looks for them
-    splits_kernel[(num_groups, num_tiles, shares)](
+    shape |= {"EARLY": early, "MAXIMA": maxima_TH is not None}
+    early_options = _early_options(config, width * layer.keys_SGd.element_size(), whole)
+    shape["COMPACT"] = _compact_rows(config, repeats, rows) if most_queries == 1 else 0
+    shared = (
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
-        sums if maxima_TH is None else maxima_TH, num_requests, num_results, *strides,
-        WHOLE=whole, FAR_WHOLE=far_whole, CACHED=config.cached, HALVES=config.halves, ONE=one_tile, EARLY=early,
-        MAXIMA=maxima_TH is not None,
-        **_early_options(config, width * layer.keys_SGd.element_size(), whole),
-        COMPACT=_compact_rows(config, repeats, rows) if most_queries == 1 else 0, **shape,
+        sums if maxima_TH is None else maxima_TH, num_requests,
     )  # fmt: skip
+    if even:
+        del shape["HAS_WINDOW"]
+        shape |= _even_options(config, most_queries, tokens) | {"BULK": early_options["BULK"]}
+        even_kernel[(num_groups, max(config.even_programs // num_groups, 1))](
+            *shared, -(-num_splits // SPLITS_IN_GROUP), *strides[:3], **shape
+        )
+        return out
+    shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
+    splits_kernel[(num_groups, num_tiles, shares)](
+        *shared, num_splits, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
+    )
     return out
 
 
-def _cuts(config: AttentionConfig) -> dict[str, int]:
-    """Return how keys are cut in splits; groups of them, and four groups, end where longer splits begin."""
-    if config.split_far and (
-        config.far_from % (4 * SPLITS_IN_GROUP * config.split) or config.far_from % (SPLITS_IN_GROUP * config.split_far)
-    ):
-        raise KernelError(
-            f"Longer splits of keys from key {config.far_from} on do not begin with a group: choose far_from as a "
-            f"multiple of {4 * SPLITS_IN_GROUP} times split ({config.split}) and of {SPLITS_IN_GROUP} times split_far "
-            f"({config.split_far})."
-        )
-    return {"SPLIT": config.split, "FAR": config.split_far, "FAR_FROM": config.far_from if config.split_far else 0}
+def _is_even(config: AttentionConfig, cells: int, page_size: int) -> bool:
+    """Tell whether programs that take groups share those of all requests evenly; blocks and pages must fit."""
+    fits = config.block % page_size == 0 or page_size % config.block == 0
+    return config.even_programs > 0 and config.even_from <= cells and fits
 
 
-def _num_results(config: AttentionConfig, num_keys: int, near: int, far: int) -> int:
-    """Return how many results a request has at the most, each that of `near` splits, or of `far` longer ones."""
-    if not config.split_far:
-        return max(-(-num_keys // (near * config.split)), 1)
-    beyond = max(num_keys - config.far_from, 0)
-    return max(-(-(num_keys - beyond) // (near * config.split)) + -(-beyond // (far * config.split_far)), 1)
+def _even_options(config: AttentionConfig, most_queries: int, tokens: int) -> dict[str, int]:
+    """Return what the programs have of their own that share all requests' groups."""
+    options = {"QUERIES": 1 if most_queries == 1 else triton.next_power_of_2(tokens), "AHEAD": config.even_ahead}
+    options["STREAMED"] = config.even_streamed
+    options |= {"num_warps": config.num_warps, "num_stages": config.even_stages or config.num_stages}
+    return options | ({"maxnreg": config.even_registers} if config.even_registers else {})
 
 
-def _shares(config: AttentionConfig, cells: int, most_keys: int) -> tuple[int, bool, bool]:
-    """Return how many programs share the keys of each cell, and whether they take whole groups of near and far splits.
-
-    They are as many as if no split were longer.
-    """
-    num_splits = max(-(-most_keys // config.split), 1)
+def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, bool]:
+    """Return how many programs share the keys of each cell, and whether they take whole groups of splits."""
     if cells * num_splits > config.programs:
         programs = config.group_programs or config.programs
-        if config.is_long(most_keys) and config.long_programs:
-            programs = config.long_programs
         shares = max(min(programs // cells, -(-num_splits // SPLITS_IN_GROUP)), 1)
         if shares < num_splits:
-            results = _num_results(config, most_keys, SPLITS_IN_GROUP, 1)
-            return shares, True, not config.split_far or cells * results > (config.far_groups or config.programs)
-    return -(-num_splits // config.share), False, False
+            return shares, True
+    return -(-num_splits // config.share), False
 
 
 def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
@@ -256,19 +242,16 @@ def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
     return compact if config.compact and compact < rows else 0
 
 
-def _split_options(config: AttentionConfig, rows: int, whole: bool, most_keys: int) -> dict[str, int]:
+def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str, int]:
     """Return warps, stages and registers of programs that share a tile, none of which changes bits.
 
     Wide tiles hold two sums of values each, and have twice the warps.
     """
     wide = rows > _NARROW_ROWS
     options = {"num_warps": config.num_warps * (2 if wide else 1)}
-    stages, registers = config.group_stages, config.group_registers
-    if config.is_long(most_keys):
-        stages, registers = config.long_stages or stages, config.long_registers or registers
-    options["num_stages"] = stages if whole and stages else config.num_stages
-    if whole and registers and not wide:
-        options["maxnreg"] = registers
+    options["num_stages"] = config.group_stages if whole and config.group_stages else config.num_stages
+    if whole and config.group_registers and not wide:
+        options["maxnreg"] = config.group_registers
     return options
 
 
@@ -284,35 +267,42 @@ def variants(architecture: str) -> list[Variant]:
         "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
     }  # fmt: skip
     split = {**pointers, **shared, **numbers, "num_splits": "i32"}
+    even = {**pointers, **shared, **{name: kind for name, kind in numbers.items() if name != "window"}}
+    even["num_results"] = "i32"
     kinds = (  # rows, kernel, its arguments, whether programs take groups, whether a tile has one query
-        (_NARROW_ROWS, splits_kernel, split, _SPLITS, False),
-        (_NARROW_ROWS, splits_kernel, split, _SPLITS, True),
-        (_NARROW_ROWS, splits_kernel, split, _GROUPS, False),
-        (_NARROW_ROWS, splits_kernel, split, _GROUPS, True),
-        *((_NARROW_ROWS, splits_kernel, split, _NEAR_GROUPS, one) for one in (False, True) if config.split_far),
-        (config.rows_wide, splits_kernel, split, _GROUPS, False),
-        (config.rows_wide, _attention_kernel, {**pointers, **numbers}, _GROUPS, False),
+        (_NARROW_ROWS, splits_kernel, split, False, False),
+        (_NARROW_ROWS, splits_kernel, split, False, True),
+        (_NARROW_ROWS, splits_kernel, split, True, False),
+        (_NARROW_ROWS, splits_kernel, split, True, True),
+        (_NARROW_ROWS, even_kernel, even, True, False),
+        (_NARROW_ROWS, even_kernel, even, True, True),
+        (config.rows_wide, splits_kernel, split, True, False),
+        (config.rows_wide, _attention_kernel, {**pointers, **numbers}, True, False),
     )
     shipped = []
-    for rows, kernel, signature, taken, one in kinds:
-        serial, whole = kernel is _attention_kernel, taken != _SPLITS
+    for rows, kernel, signature, whole, one in kinds:
+        serial = kernel is _attention_kernel
         divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
         divisible += ("slot_stride",)
         for heads, groups, width in ((32, 8, 128), (9, 3, 64)):
             repeats = heads // groups
             constants = {
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
-                "TOKENS": rows // repeats, "REQUESTS": 64, **_cuts(config), "BLOCK": config.block,
+                "TOKENS": rows // repeats, "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
                 "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
             }  # fmt: skip
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             if not serial:
-                constants |= {"WHOLE": whole, "FAR_WHOLE": taken == _GROUPS, "ONE": True, "EARLY": True, "MAXIMA": True}
-                constants |= {"CACHED": config.cached, "HALVES": config.halves}
+                constants |= {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True}
                 constants |= _early_options(config, 2 * width, whole)
                 constants["COMPACT"] = _compact_rows(config, repeats, rows) if one else 0
-                options = _split_options(config, rows, whole, 0)
+                options = _split_options(config, rows, whole)
+            if kernel is even_kernel:
+                options = _even_options(config, 1 if one else rows // repeats, rows // repeats)
+                constants |= {name: options.pop(name) for name in ("QUERIES", "AHEAD", "STREAMED")}
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
             registers = options.pop("maxnreg", 0)
+            taken = ", all groups" if kernel is even_kernel else ", groups" if whole else ""
             how = ", serial" if serial else f"{taken}{', one query' if one else ''}"
             name = f"attention {rows} rows, heads of {width}{how}"
             shipped.append(

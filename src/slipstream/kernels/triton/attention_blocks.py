@@ -2,8 +2,7 @@
 
 A split's result is a maximum, a sum and a weighted sum of values. Results are merged in the order of splits, those of a
 group first, then those of groups. A split, a block or a key that a row does not see changes none of its bits,
-so they depend on the row's own keys alone. Splits may be longer from some key of a request on, since where a key lies
-is the request's own, too.
+so they depend on the row's own keys alone.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -55,33 +54,6 @@ def _hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constex
 
 
 @triton.jit
-def piece_of(key, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
-    """Return the piece a key is in: pieces have NEAR keys, and FAR, if that is not 0, from key FAR_FROM on."""
-    piece = key // NEAR
-    if FAR:
-        piece = tl.where(key < FAR_FROM, piece, key // FAR + (FAR_FROM // NEAR - FAR_FROM // FAR))
-    return piece
-
-
-@triton.jit
-def first_key_of(piece, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
-    """Return the first key of a piece."""
-    key = piece * NEAR
-    if FAR:
-        key = tl.where(key < FAR_FROM, key, (piece - (FAR_FROM // NEAR - FAR_FROM // FAR)) * FAR)
-    return key
-
-
-@triton.jit
-def piece_ends(key, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
-    """Tell whether a piece ends right before this key."""
-    beyond = key % NEAR
-    if FAR:
-        beyond = tl.where(key <= FAR_FROM, beyond, key % FAR)
-    return beyond == 0
-
-
-@triton.jit
 def key_offsets(
     pages_at, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr, CACHED: tl.constexpr = False
 ):
@@ -102,8 +74,14 @@ def key_offsets(
 def attend_block(
     best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, end, scale, window,
     WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    sure=None,
 ):  # fmt: skip
-    """Add the BLOCK keys at the offsets `at`; those past the end are hidden. Scores are powers of two."""
+    """Add the BLOCK keys at the offsets `at`; those past the end are hidden. Scores are powers of two.
+
+    Args:
+        MASKED: whether some key may be hidden from some row.
+        sure: if given, no key before this one is.
+    """
     dtype = v_ptr.dtype.element_ty
     column = tl.arange(0, D)
     if D != WIDTH:
@@ -111,7 +89,10 @@ def attend_block(
     k = tl.load(k_ptr + at[None, :] + column[:, None])
     v = tl.load(v_ptr + at[:, None] + column[None, :])
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-    if MASKED:
+    if MASKED and sure is not None:
+        if start + BLOCK > sure:
+            scores = _hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, window, HAS_WINDOW)
+    elif MASKED:
         scores = _hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, window, HAS_WINDOW)
     new_best = tl.maximum(best, tl.max(scores, 1))
     pivot = tl.where(new_best == float("-inf"), 0.0, new_best)

@@ -57,44 +57,39 @@ def _merge_four(best, total, acc, sums_at, part_at, place, first, count, real, R
 
 @triton.jit
 def merge_stored(
-    sums_at, part_at, first, count, serial, real,
-    ROWS: tl.constexpr, D: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr, MIXED: tl.constexpr,
+    sums_at, part_at, first_split, last_split, real,
+    ROWS: tl.constexpr, D: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return sums [ROWS] and values [ROWS, D] of the results at the places first..count, merged in their order.
+    """Return sums [ROWS] and values [ROWS, D] of all results, of groups (WHOLE) or of splits, merged in their order.
 
-    Args:
-        WHOLE: they are those of groups, or else of splits, and place 0 begins a group.
-        MIXED: they are those of groups before place `serial`, and of splits from there on.
+    Places count from the first's group on.
     """
     best, total, acc = nothing(ROWS, D)
-    if WHOLE and not MIXED:
-        for place in range(0, count, 4):
-            best, total, acc = _merge_four(best, total, acc, sums_at, part_at, place, first, count, real, ROWS, D)
-    else:
-        for place in range(0, count, IN_GROUP):
-            group_best, group_total, group_acc = nothing(ROWS, D)
-            if MIXED and place < serial:
-                group_best, group_total, group_acc = best, total, acc
-                best, total, acc = nothing(ROWS, D)
-            group_best, group_total, group_acc = _merge_four(
-                group_best, group_total, group_acc, sums_at, part_at, place, first, count, real, ROWS, D
+    first_group, end_group = first_split // IN_GROUP, tl.cdiv(last_split, IN_GROUP)
+    if WHOLE:
+        for place in range(0, end_group - first_group, 4):
+            best, total, acc = _merge_four(
+                best, total, acc, sums_at, part_at, place, 0, end_group - first_group, real, ROWS, D
             )
+    else:
+        before = first_group * IN_GROUP
+        for place in range(0, last_split - before, IN_GROUP):
+            group_best, group_total, group_acc = nothing(ROWS, D)
+            group_best, group_total, group_acc = _merge_four(
+                group_best, group_total, group_acc, sums_at, part_at, place, first_split - before,
+                last_split - before, real, ROWS, D,
+            )  # fmt: skip
             best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
     return total, acc
 
 
 @triton.jit
-def _merge_group(
-    best, total, acc, four, serial, ROWS: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, MIXED: tl.constexpr
-):
+def _merge_group(best, total, acc, four, ROWS: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
     """Merge four results that were read: groups one after another (WHOLE), or splits among themselves first."""
-    if WHOLE and not MIXED:
+    if WHOLE:
         best, total, acc = _merge_read(best, total, acc, four)
     else:
         group_best, group_total, group_acc = nothing(ROWS, D)
-        if MIXED and serial:
-            group_best, group_total, group_acc = best, total, acc
-            best, total, acc = nothing(ROWS, D)
         group_best, group_total, group_acc = _merge_read(group_best, group_total, group_acc, four)
         best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
     return best, total, acc
@@ -102,8 +97,8 @@ def _merge_group(
 
 @triton.jit
 def merge_compact(
-    sums_at, part_at, first, count, serial, real,
-    ROWS: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, MIXED: tl.constexpr,
+    sums_at, part_at, first_split, last_split, real,
+    ROWS: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Return what `merge_stored` does, of the first ROWS rows of results that have STRIDE, sixteen read at a time.
@@ -111,14 +106,31 @@ def merge_compact(
     Merging with a result of no keys changes no bit, so the last sixteen may be fewer.
     """
     best, total, acc = nothing(ROWS, D)
+    first_group = first_split // IN_GROUP
+    first, count = 0, tl.cdiv(last_split, IN_GROUP) - first_group
+    if not WHOLE:
+        first, count = first_split - first_group * IN_GROUP, last_split - first_group * IN_GROUP
     for place in range(0, count, 16):
         four_0 = _stored_four(sums_at, part_at, place, first, count, real, STRIDE, D)
         four_1 = _stored_four(sums_at, part_at, place + 4, first, count, real, STRIDE, D)
         four_2 = _stored_four(sums_at, part_at, place + 8, first, count, real, STRIDE, D)
         four_3 = _stored_four(sums_at, part_at, place + 12, first, count, real, STRIDE, D)
         keep_order(PDL)  # or the assembler asks for some of them only when others are merged
-        best, total, acc = _merge_group(best, total, acc, four_0, place < serial, ROWS, D, WHOLE, MIXED)
-        best, total, acc = _merge_group(best, total, acc, four_1, place + 4 < serial, ROWS, D, WHOLE, MIXED)
-        best, total, acc = _merge_group(best, total, acc, four_2, place + 8 < serial, ROWS, D, WHOLE, MIXED)
-        best, total, acc = _merge_group(best, total, acc, four_3, place + 12 < serial, ROWS, D, WHOLE, MIXED)
+        best, total, acc = _merge_group(best, total, acc, four_0, ROWS, D, WHOLE)
+        best, total, acc = _merge_group(best, total, acc, four_1, ROWS, D, WHOLE)
+        best, total, acc = _merge_group(best, total, acc, four_2, ROWS, D, WHOLE)
+        best, total, acc = _merge_group(best, total, acc, four_3, ROWS, D, WHOLE)
+    return total, acc
+
+
+@triton.jit
+def merge_streamed(sums_at, part_at, count, real, ROWS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr):
+    """Return sums [ROWS] and values [ROWS, D] of the first `count` stored results of groups, merged in their order.
+
+    They pass through fast memory, STAGES - 1 of them asked for at a time.
+    """
+    best, total, acc = nothing(ROWS, D)
+    for place in tl.range(0, count, num_stages=STAGES):
+        best_s, total_s, acc_s = _stored(sums_at, part_at, place, 0, count, real, ROWS, D)
+        best, total, acc = merge(best, total, acc, best_s, total_s, acc_s)
     return total, acc

@@ -80,16 +80,15 @@ class AttentionConfig:
         bulk: whether the copy engine is asked for a program's first keys and values (NVIDIA from sm_90 on).
         compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
             results at a time.
-        split_far: keys to a partial result from key `far_from` of a request on (part of the bits); 0: `split`.
-        far_from: a multiple of 16 times `split` and of 4 times `split_far`.
-        far_groups: where programs take groups, those of far splits are merged before they are stored if there would
-            be more results than this; 0: `programs`. That changes no bits.
-        cached: whether pages of keys but a program's first are looked up through the nearest cache.
-        halves: whether the values of a result are stored as even columns, then odd ones: that takes half the fast
-            memory, and with three stages a third program then fits a processor (NVIDIA).
-        long_from: passes whose bound on keys is above this are long: where their programs take groups, they have
-            settings of their own; 0: none is. That changes no bits.
-        long_programs: see `group_programs`, which holds where this is 0; so with the next two.
+        even_programs: where programs take groups and narrow tiles hold each request's queries, as many programs (those
+            that run at a time) share all requests' groups evenly; 0: a request's programs share its own. That changes
+            no bits.
+        even_from: but for passes of fewer requests times heads of keys.
+        even_stages: stages of those; 0: `num_stages`.
+        even_registers: see `group_registers`.
+        even_ahead: blocks those ask for before their inputs are there.
+        even_streamed: stages in which the last of them reads results through fast memory, to merge them; 0: it reads
+            four at a time into registers.
     """
 
     split: int = 256
@@ -105,19 +104,12 @@ class AttentionConfig:
     share: int = 1
     bulk: bool = False
     compact: bool = False
-    split_far: int = 0
-    far_from: int = 0
-    far_groups: int = 0
-    cached: bool = False
-    halves: bool = False
-    long_from: int = 0
-    long_programs: int = 0
-    long_stages: int = 0
-    long_registers: int = 0
-
-    def is_long(self, most_keys: int) -> bool:
-        """Tell whether a pass with this bound on keys is long."""
-        return 0 < self.long_from < most_keys
+    even_programs: int = 0
+    even_from: int = 0
+    even_stages: int = 0
+    even_registers: int = 0
+    even_ahead: int = 0
+    even_streamed: int = 0
 
 
 @dataclass(frozen=True)
