@@ -180,10 +180,12 @@ def attention(
         return out
     num_splits = max(-(-most_keys // config.split), 1)
     shares, whole = _shares(config, num_groups * num_requests, num_splits)
+    num_results = -(-num_splits // SPLITS_IN_GROUP)
     even = whole and one_tile and window is None and rows == _NARROW_ROWS
-    even = even and _is_even(config, num_groups * num_requests, batch.page_size)
+    even = even and _is_even(config, num_groups * num_requests * num_results, batch.page_size)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
-    cells = num_tiles * num_groups * num_splits * rows
+    num_results = num_results if even else num_splits
+    cells = num_tiles * num_groups * num_results * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
     shape |= {"EARLY": early, "MAXIMA": maxima_TH is not None}
@@ -196,21 +198,20 @@ def attention(
     if even:
         del shape["HAS_WINDOW"]
         shape |= _even_options(config, most_queries, tokens) | {"BULK": early_options["BULK"]}
-        even_kernel[(num_groups, max(config.even_programs // num_groups, 1))](
-            *shared, -(-num_splits // SPLITS_IN_GROUP), *strides[:3], **shape
-        )
+        grid = (num_groups, max(config.even_programs // num_groups, 1))
+        even_kernel[grid](*shared, num_results, *strides[:3], **shape)
         return out
     shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
     splits_kernel[(num_groups, num_tiles, shares)](
-        *shared, num_splits, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
+        *shared, num_results, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
     )
     return out
 
 
-def _is_even(config: AttentionConfig, cells: int, page_size: int) -> bool:
+def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:
     """Tell whether programs that take groups share those of all requests evenly; blocks and pages must fit."""
     fits = config.block % page_size == 0 or page_size % config.block == 0
-    return config.even_programs > 0 and config.even_from <= cells and fits
+    return config.even_programs > 0 and config.even_from <= most_groups and fits
 
 
 def _even_options(config: AttentionConfig, most_queries: int, tokens: int) -> dict[str, int]:

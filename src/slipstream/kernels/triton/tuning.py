@@ -83,7 +83,7 @@ class AttentionConfig:
         even_programs: where programs take groups and narrow tiles hold each request's queries, as many programs (those
             that run at a time) share all requests' groups evenly; 0: a request's programs share its own. That changes
             no bits.
-        even_from: but for passes of fewer requests times heads of keys.
+        even_from: but for passes with fewer groups than this, over all requests and heads, at the bound on keys.
         even_stages: stages of those; 0: `num_stages`.
         even_registers: see `group_registers`.
         even_ahead: blocks those ask for before their inputs are there.
