@@ -11,7 +11,15 @@ groups, as in `attention_splits`, so the bits are the same.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.attention_blocks import DESCRIPTION, attend_block, key_offsets, merge, nothing
+from slipstream.kernels.triton.attention_blocks import (
+    DESCRIPTION,
+    add_block,
+    hide,
+    key_offsets,
+    load_block,
+    merge,
+    nothing,
+)
 from slipstream.kernels.triton.attention_splits import finish_tile, load_queries, prefetch_block, store_result
 from slipstream.kernels.triton.launch import arrived_last, let_next_start, wait_for_previous
 
@@ -39,24 +47,28 @@ def _at(values_R, request, REQUESTS: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(
-    starts_ptr, lens_ptr, index_ptr, ancestors_ptr, request, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    REPEATS: tl.constexpr, CACHED: tl.constexpr,
-):  # fmt: skip
-    """Return a request's first and last query, the rows' own keys and ancestors, the keys' end, and where masks begin.
+def _tokens(q_first, last_token, ROWS: tl.constexpr, REPEATS: tl.constexpr):
+    """Return the query of each row; rows past the last query repeat it."""
+    return tl.maximum(tl.minimum(q_first + tl.arange(0, ROWS) // REPEATS, last_token), 0)
 
-    Rows past the last query repeat it. Keys more than 63 before the lowest of the rows' own are seen by all rows.
+
+@triton.jit
+def _tile_of(
+    starts_ptr, lens_ptr, index_ptr, request, ROWS: tl.constexpr, TOKENS: tl.constexpr, REPEATS: tl.constexpr,
+    CACHED: tl.constexpr,
+):  # fmt: skip
+    """Return a request's first and last query, the end of its keys, and the key from which on some row may not see one.
+
+    Keys more than 63 before the lowest of the rows' own are seen by all rows.
     """
     way: tl.constexpr = "" if CACHED else ".cg"
     q_first = tl.load(starts_ptr + request, cache_modifier=way)
     q_to = tl.load(starts_ptr + request + 1, cache_modifier=way)
     last_token = tl.minimum(q_first + TOKENS, q_to) - 1
-    token = tl.maximum(tl.minimum(q_first + tl.arange(0, ROWS) // REPEATS, last_token), 0)
-    own = tl.load(index_ptr + token, cache_modifier=way).to(tl.int32)
-    ancestors = tl.load(ancestors_ptr + token, cache_modifier=way)
+    own = tl.load(index_ptr + _tokens(q_first, last_token, ROWS, REPEATS), cache_modifier=way).to(tl.int32)
     end = tl.minimum(tl.load(lens_ptr + request, cache_modifier=way), tl.max(own, 0) + 1)
     end = tl.where(q_first < q_to, end, 0)
-    return q_first, last_token, own, ancestors, end, tl.minimum(tl.min(own, 0) - 63, end)
+    return q_first, last_token, end, tl.minimum(tl.min(own, 0) - 63, end)
 
 
 @triton.jit
@@ -64,9 +76,8 @@ def _queries_at(
     q_ptr, q_first, last_token, group, HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.arange(0, ROWS)
-    token = tl.maximum(tl.minimum(q_first + row // REPEATS, last_token), 0).to(tl.int64)
-    head = group * REPEATS + row % REPEATS
+    token = _tokens(q_first, last_token, ROWS, REPEATS).to(tl.int64)
+    head = group * REPEATS + tl.arange(0, ROWS) % REPEATS
     return load_queries(q_ptr + (token * HEADS + head)[:, None] * WIDTH + tl.arange(0, D)[None, :], WIDTH, D)
 
 
@@ -90,8 +101,8 @@ def _offsets(page, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.conste
 @triton.jit
 def _attend_part(
     q_ptr, k_at, v_at, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, num_requests,
-    num_results, slot_stride, pages_stride, scale, group, request, start, num_blocks, q, page, q_first, last_token, own,
-    ancestors, end, sure,
+    num_results, slot_stride, pages_stride, scale, group, request, start, num_blocks, q, page, q_first, last_token, end,
+    sure,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, IN_GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -107,18 +118,21 @@ def _attend_part(
     total = tl.zeros([ROWS, 16], tl.float32)
     for _ in range(num_blocks):
         at = _offsets(page, slot_stride, start, tl.maximum(end, 1), BLOCK, PAGE)
-        best, total, acc = attend_block(
-            best, total, acc, q, k_at, v_at, at, own, ancestors, start, end, scale, 0,
-            WIDTH, D, BLOCK, False, True, sure,
-        )  # fmt: skip
+        k, v = load_block(k_at, v_at, at, WIDTH, D)
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if start + BLOCK > sure:
+            token = _tokens(q_first, last_token, ROWS, REPEATS)
+            own = tl.load(index_ptr + token).to(tl.int32)
+            ancestors = tl.load(ancestors_ptr + token)
+            scores = hide(scores, start + tl.arange(0, BLOCK), own, ancestors, end, 0, False)
+        best, total, acc = add_block(best, total, acc, scores, v, BLOCK)
         next_request, next_start = request, start + BLOCK
-        next_first, next_last, next_own, next_ancestors = q_first, last_token, own, ancestors
-        next_end, next_sure = end, sure
+        next_first, next_last, next_end, next_sure = q_first, last_token, end, sure
         moves = next_start >= end
         if moves:
             next_request, next_start = tl.minimum(request + 1, num_requests - 1), 0
-            next_first, next_last, next_own, next_ancestors, next_end, next_sure = _tile_of(
-                starts_ptr, lens_ptr, index_ptr, ancestors_ptr, next_request, ROWS, TOKENS, REPEATS, True
+            next_first, next_last, next_end, next_sure = _tile_of(
+                starts_ptr, lens_ptr, index_ptr, next_request, ROWS, TOKENS, REPEATS, True
             )
         pages_at = pages_ptr + next_request.to(tl.int64) * pages_stride
         page = _pages(pages_at, next_start, tl.maximum(next_end, 1), BLOCK, PAGE, True)
@@ -138,7 +152,7 @@ def _attend_part(
         if moves:
             q = _queries_at(q_ptr, next_first, next_last, group, HEADS, REPEATS, WIDTH, D, ROWS)
         request, start, q_first, last_token = next_request, next_start, next_first, next_last
-        own, ancestors, end, sure = next_own, next_ancestors, next_end, next_sure
+        end, sure = next_end, next_sure
 
 
 @triton.jit(
@@ -185,8 +199,8 @@ def even_kernel(
         request = tl.sum((until_R <= from_group).to(tl.int32), 0)
         to_request = tl.sum((before_R < to_group).to(tl.int32) * (r < num_requests), 0)
         start = (from_group - _at(before_R, request, REQUESTS)) * (SPLIT * IN_GROUP)
-        q_first, last_token, own, ancestors, end, sure = _tile_of(
-            starts_ptr, lens_ptr, index_ptr, ancestors_ptr, request, ROWS, TOKENS, REPEATS, False
+        q_first, last_token, end, sure = _tile_of(
+            starts_ptr, lens_ptr, index_ptr, request, ROWS, TOKENS, REPEATS, False
         )
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         page = _pages(pages_at, start, tl.maximum(end, 1), BLOCK, PAGE, False)
@@ -200,7 +214,7 @@ def even_kernel(
         _attend_part(
             q_ptr, k_ptr + group * WIDTH, v_ptr + group * WIDTH, starts_ptr, lens_ptr, pages_ptr, index_ptr,
             ancestors_ptr, sums_ptr, partial_ptr, num_requests, num_results, slot_stride, pages_stride, scale, group,
-            request, start, num_blocks, q, page, q_first, last_token, own, ancestors, end, sure,
+            request, start, num_blocks, q, page, q_first, last_token, end, sure,
             HEADS, GROUPS, WIDTH, D, ROWS, TOKENS, SPLIT, BLOCK, PAGE, IN_GROUP,
         )  # fmt: skip
         for one in range(request, to_request):
