@@ -71,15 +71,6 @@ def key_offsets(
 
 
 @triton.jit
-def load_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Return keys [D, BLOCK] and values [BLOCK, D] at these offsets."""
-    column = tl.arange(0, D)
-    if D != WIDTH:
-        column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
-    return tl.load(k_ptr + at[None, :] + column[:, None]), tl.load(v_ptr + at[:, None] + column[None, :])
-
-
-@triton.jit
 def add_block(best, total, acc, scores, v, BLOCK: tl.constexpr):
     """Add a block's values, weighted by its scores, which are powers of two."""
     new_best = tl.maximum(best, tl.max(scores, 1))
@@ -99,7 +90,11 @@ def attend_block(
     WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the BLOCK keys at the offsets `at`; those past the end are hidden."""
-    k, v = load_block(k_ptr, v_ptr, at, WIDTH, D)
+    column = tl.arange(0, D)
+    if D != WIDTH:
+        column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
+    k = tl.load(k_ptr + at[None, :] + column[:, None])
+    v = tl.load(v_ptr + at[:, None] + column[None, :])
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
     if MASKED:
         scores = hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, window, HAS_WINDOW)

@@ -16,12 +16,11 @@ from slipstream.kernels.triton.attention_blocks import (
     add_block,
     hide,
     key_offsets,
-    load_block,
     merge,
     nothing,
 )
 from slipstream.kernels.triton.attention_splits import finish_tile, load_queries, prefetch_block, store_result
-from slipstream.kernels.triton.launch import arrived_last, let_next_start, wait_for_previous
+from slipstream.kernels.triton.launch import arrived_last_at, let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -113,12 +112,16 @@ def _attend_part(
     """
     REPEATS: tl.constexpr = HEADS // GROUPS
     row, column = tl.arange(0, ROWS), tl.arange(0, D)
+    seen = column
+    if D != WIDTH:
+        seen = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
     best, _, acc = nothing(ROWS, D)
     group_best, group_total, group_acc = nothing(ROWS, D)
     total = tl.zeros([ROWS, 16], tl.float32)
     for _ in range(num_blocks):
         at = _offsets(page, slot_stride, start, tl.maximum(end, 1), BLOCK, PAGE)
-        k, v = load_block(k_at, v_at, at, WIDTH, D)
+        k = tl.load(k_at + at[None, :] + seen[:, None])
+        v = tl.load(v_at + at[:, None] + seen[None, :])
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         if start + BLOCK > sure:
             token = _tokens(q_first, last_token, ROWS, REPEATS)
@@ -217,12 +220,13 @@ def even_kernel(
             request, start, num_blocks, q, page, q_first, last_token, end, sure,
             HEADS, GROUPS, WIDTH, D, ROWS, TOKENS, SPLIT, BLOCK, PAGE, IN_GROUP,
         )  # fmt: skip
+        # The last part that begins at group g or before it is ((g + 1) * num_parts - 1) // num_groups.
+        holders_R = (until_R * num_parts - 1) // num_groups - ((before_R + 1) * num_parts - 1) // num_groups + 1
+        mine_R = (r >= request) & (r < to_request)
+        last_R = arrived_last_at(counter_ptr + r * GROUPS + group, holders_R, mine_R)
         for one in range(request, to_request):
-            cell = group.to(tl.int64) + one * GROUPS
-            before, until = _at(before_R, one, REQUESTS), _at(until_R, one, REQUESTS)
-            # The last part that begins at group g or before it is ((g + 1) * num_parts - 1) // num_groups.
-            holders = (until * num_parts - 1) // num_groups - ((before + 1) * num_parts - 1) // num_groups + 1
-            if arrived_last(counter_ptr + cell, holders):
+            if _at(last_R, one, REQUESTS) != 0:
+                cell = group.to(tl.int64) + one * GROUPS
                 q_first = tl.load(starts_ptr + one)
                 last_token = tl.minimum(q_first + TOKENS, tl.load(starts_ptr + one + 1)) - 1
                 finish_tile(
