@@ -49,6 +49,9 @@ class WideConfig:
         serial: whether a program takes all stretches of its tile, one after another, instead of one each.
         later: whether stretches' sums are left for the kernel that follows, where it can add them.
         ahead: whether programs ask for the first lines of their weights before the inputs are there.
+        together: whether all tiles of a step are waited for before the first is multiplied, and not one after another.
+        apart: whether the products of an FP8 step, of 128 columns at most, are whole before they are added to the sums:
+            the same bits, and matrix instructions that need not wait for one another. Its tiles come together, too.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
 
@@ -61,6 +64,8 @@ class WideConfig:
     serial: bool = False
     later: bool = False
     ahead: bool = True
+    together: bool = False
+    apart: bool = False
     from_rows: int = 17
 
 

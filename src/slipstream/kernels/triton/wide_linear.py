@@ -57,7 +57,11 @@ def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, s
     most_sums = 80 if config.serial else 160  # one that adds up stretches keeps two of every number
     if silu and not config.pair:
         config = replace(config, pair=True, block_n=max(config.block_n // 2, 64))
-    while config.block_n * (1 + config.pair) * sum(pieces) > most_sums * 32 * config.num_warps:
+    apart = config.apart and kind == "fp8"
+    if apart:  # these sums, and beside them one piece's of the step
+        assert config.block_k <= 128, "matrix units make FP8 sums whole every 128 columns"
+        most_sums = most_sums * 7 // 5
+    while config.block_n * ((1 + config.pair) * sum(pieces) + apart * pieces[0]) > most_sums * 32 * config.num_warps:
         if config.pair and not silu:
             config = replace(config, pair=False)
         elif config.block_n > 64:
@@ -84,7 +88,7 @@ def multiply_wide(
     config, (first, second), silu = launch.config, launch.pieces, epilogue.silu
     grid = launch.grid(num_rows, num_outputs, silu)
     if config.later:
-        assert epilogue == Epilogue() and kind == "dense", "only plain sums are left for later"
+        assert epilogue == Epilogue() and kind != "int8", "only plain float32 sums are left for later"
         y = partial = torch.empty(grid[2], num_rows, num_outputs, dtype=torch.float32, device=x_TK.device)
     else:
         y = torch.empty(num_rows, num_outputs // 2 if silu else num_outputs, dtype=out_dtype, device=x_TK.device)
@@ -106,7 +110,8 @@ def multiply_wide(
         SPLITS=1 if config.later else launch.splits, SERIAL=config.serial, LATER=config.later,
         EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        AHEAD=config.ahead, PDL=launch.dependent,
+        AHEAD=config.ahead, TOGETHER=config.together or config.apart, APART=config.apart and kind == "fp8",
+        PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
@@ -163,7 +168,8 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
         "SPLITS": 1 if silu or config.later else 4, "SERIAL": config.serial, "LATER": config.later and not silu,
         "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
-        "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead, "PDL": False,
+        "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead,
+        "TOGETHER": config.together or config.apart, "APART": config.apart and kind == "fp8", "PDL": False,
     }  # fmt: skip
     tiles = (
         f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', later' if config.later else ', split'}"
