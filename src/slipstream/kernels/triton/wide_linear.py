@@ -99,6 +99,9 @@ def multiply_wide(
         partial = torch.empty(size, dtype=torch.int32 if kind == "int8" else torch.float32, device=y.device)
     x_scale, w_scale = scales or (x_TK, x_TK)
     tma = config.tma and _fits_copy_engine(x_TK) and _fits_copy_engine(weight_NK)
+    if config.stream and tma and _streams(kind, epilogue, launch):
+        _stream(x_TK, weight_NK, (x_scale, w_scale), kind, y, launch, grid)
+        return y
     tiles = [_tiles(x_TK, first, config, tma), _tiles(x_TK, second or 16, config, tma),
              _tiles(weight_NK, config.block_n, config, tma)]  # fmt: skip
     wide_kernel[grid](
@@ -116,6 +119,43 @@ def multiply_wide(
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
+
+
+def _streams(kind: str, epilogue: Epilogue, launch: WideLaunch) -> bool:
+    """Tell whether a product can be multiplied by warps of two kinds."""
+    plain = epilogue.bias_N is None and epilogue.residual_TN is None
+    return kind in ("dense", "fp8") and plain and (launch.config.later or launch.splits == 1)
+
+
+def _stream(
+    x_TK: Tensor, weight_NK: Tensor, scales: tuple[Tensor, Tensor], kind: str, y: Tensor, launch: WideLaunch,
+    grid: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """Multiply by warps of two kinds; `y` gets numbers, or the sums of stretches."""
+    # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
+
+    from slipstream.kernels.triton.wide_streams import stream_kernel
+
+    config, (first, second) = launch.config, launch.pieces
+    types = {torch.bfloat16: bfloat16, torch.float16: float16, torch.float8_e4m3fn: float8e4nv}
+
+    def tiles(rows: Tensor, count: int) -> Any:  # triton has no types of its own
+        shape = [count, config.block_k]
+        layout = NVMMASharedLayout.get_default_for(shape, types[rows.dtype])
+        return Tiles(rows, list(rows.shape), [rows.stride(0), 1], shape, layout)
+
+    silu = y.shape[-1] != weight_NK.shape[0]
+    # Two programs of four multiplying warps share a processor's registers.
+    few = {"maxnreg": 128} if config.num_warps == 4 else {}
+    stream_kernel[grid](
+        tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
+        x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
+        FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
+        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, PDL=launch.dependent,
+        num_warps=config.num_warps, **few, **launch_options(launch.dependent),
+    )  # fmt: skip
 
 
 def _fits_copy_engine(x_TK: Tensor) -> bool:
