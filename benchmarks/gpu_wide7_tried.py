@@ -25,8 +25,9 @@ GATED: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("dense", MANY): ((64, True, 4, 3), (128, True, 8, 4), (64, True, 8, 3)),
     ("dense", FEW): ((128, True, 8, 4), (64, True, 4, 5)),
 }
+LEAST_PAIRED = 16384  # outputs; with fewer, pairs of tiles leave processors idle
 STREAMED: dict[int, tuple[Tile, ...]] = {
-    MANY: ((128, False, 8, 5), (128, False, 8, 6), (64, False, 4, 4), (64, False, 4, 6)),
+    MANY: ((128, False, 8, 5), (128, False, 8, 6), (64, False, 4, 4), (64, False, 4, 6), (128, True, 8, 4)),
     FEW: ((64, False, 4, 6), (128, False, 8, 6), (64, False, 4, 8)),
 }
 STREAMED_GATED: dict[int, tuple[Tile, ...]] = {
@@ -75,6 +76,7 @@ def candidates(tuning: Tuning, product: Product) -> list[WideConfig]:
     new += [
         WideConfig(n, pair, step, warps, stages, tma=True, later=order.split_k > 1, apart=fp8, stream=True)
         for n, pair, warps, stages in (STREAMED_GATED if silu else STREAMED)[product.rows]
+        if silu or not pair or product.shape.outputs >= LEAST_PAIRED
     ]
     pieces, most = row_pieces(product.rows), tuning.shared_bytes
     return list({fitted(config, pieces, product.format, silu, most): config for config in reversed(new)}.values())

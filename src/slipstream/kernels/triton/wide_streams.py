@@ -119,18 +119,19 @@ def _multiply_fp8(
         part = warpgroup_mma(stores[2].index(stage), x, nothing, use_acc=False, is_async=True)
         if SECOND > 0:
             part_rest = warpgroup_mma(stores[2].index(stage), rest, nothing_rest, use_acc=False, is_async=True)
-            one += warpgroup_mma_wait(1, deps=[part])
-            one_rest += warpgroup_mma_wait(0, deps=[part_rest])
-        else:
-            one += warpgroup_mma_wait(0, deps=[part])
         if PAIR:
+            one += warpgroup_mma_wait(1 if SECOND > 0 else 0, deps=[part])
             part = warpgroup_mma(stores[3].index(stage), x, nothing, use_acc=False, is_async=True)
             if SECOND > 0:
+                one_rest += warpgroup_mma_wait(1, deps=[part_rest])
                 part_rest = warpgroup_mma(stores[3].index(stage), rest, nothing_rest, use_acc=False, is_async=True)
-                two += warpgroup_mma_wait(1, deps=[part])
+            two += warpgroup_mma_wait(1 if SECOND > 0 else 0, deps=[part])
+            if SECOND > 0:
                 two_rest += warpgroup_mma_wait(0, deps=[part_rest])
-            else:
-                two += warpgroup_mma_wait(0, deps=[part])
+        else:
+            one += warpgroup_mma_wait(1 if SECOND > 0 else 0, deps=[part])
+            if SECOND > 0:
+                one_rest += warpgroup_mma_wait(0, deps=[part_rest])
         mbarrier.arrive(empty.index(stage))
     return one, one_rest, two, two_rest
 
@@ -239,7 +240,7 @@ def stream_kernel(
                     split * steps * BLOCK_K, steps, FIRST, SECOND, PAIR, BLOCK_K, STAGES,
                     (TILES * BLOCK_N + FIRST + SECOND) * BLOCK_K * ITEM, PDL)),
         ],
-        [1], [40],
+        [1], [24],
     )  # fmt: skip
     EACH: gl.constexpr = 4 if LATER else 8
     LANES: gl.constexpr = BLOCK_N // EACH if BLOCK_N // EACH < 32 else 32

@@ -230,8 +230,8 @@ def _by_pieces(
 ):  # fmt: skip
     """Add the products of a weight tile with both pieces of the rows to their sums.
 
-    With APART a step's FP8 products are whole before they are added. Where the compiler does that addition, it reads
-    sums that its assembler believes unfinished, and every matrix instruction waits for the one before.
+    With APART a step's FP8 products are whole before they are added, a piece's while the next is multiplied. Where the
+    compiler does that addition, each piece is waited for, and in wide tiles each instruction of it.
     """
     if APART:
         part = _dot(w, x, None, KIND, COPIED)
