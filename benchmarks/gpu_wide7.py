@@ -105,7 +105,7 @@ def compile_all(tasks: list[Task], layers: list[tuple[Tuning, str, Case]], pool:
     print(f"compiled {total - len(failed)} of {total} in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def still_running(tasks: list[Task], pool: Pool, seconds: float = 30.0) -> set[tuple[Product, WideConfig]]:
+def still_running(tasks: list[Task], pool: Pool, seconds: float = 40.0) -> set[tuple[Product, WideConfig]]:
     """Return the streamed candidates that ran to their end; if one did not, none: its warps wait for each other."""
     started = time.monotonic()
     pending = [(task, pool.apply_async(compile_one, (task,))) for task in tasks]

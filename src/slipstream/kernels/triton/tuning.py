@@ -51,7 +51,7 @@ class WideConfig:
         ahead: whether programs ask for the first lines of their weights before the inputs are there.
         together: whether all tiles of a step are waited for before the first is multiplied, and not one after another.
         apart: whether the products of an FP8 step, of 128 columns at most, are whole before they are added to the sums:
-            the same bits, and matrix instructions that need not wait for one another. Its tiles come together, too.
+            on sm_90 the same bits, and instructions that need not wait for one another. Its tiles come together, too.
         stream: whether one warp asks for tiles and the others multiply them (`wide_streams`, sm_90), where a product
             has one stretch and no residual, or leaves its stretches for later.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.

@@ -174,7 +174,10 @@ _MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp
 
 
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: each format's tiles by format and by shape, for 96, 160 and 256 rows, whole and split."""
+    """List what ships: each format's tiles by format and by shape, for 96, 160 and 256 rows, whole and split.
+
+    And tiles by format that leave their sums for later, those of FP8 having kept a step's apart.
+    """
     tuning = read_tuning(architecture)
     shipped: dict[str, Variant] = {}
     for name, config in tuning.wide_linear.items():
@@ -186,11 +189,10 @@ def variants(architecture: str) -> list[Variant]:
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
             shipped[f"{variant.name} {used}"] = variant
-        if name == "dense":
-            later = fitted(
-                replace(config, later=True), row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes
-            )
-            shipped[f"{later}"] = _variant("wide dense 160 rows", kind, later, row_pieces(160), silu=False)
+        if name in ("dense", "fp8"):
+            later = replace(config, later=True, apart=kind == "fp8" and architecture.startswith("sm_"))
+            later = fitted(later, row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes)
+            shipped[f"{name} {later}"] = _variant(f"wide {kind} 160 rows", kind, later, row_pieces(160), silu=False)
     return list(shipped.values())
 
 
