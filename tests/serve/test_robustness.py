@@ -208,6 +208,16 @@ def test_a_dead_engine_thread_fails_what_is_under_way_and_shows_in_health():
         threading.excepthook = before
 
 
+def test_a_new_request_asks_a_patient_step_to_hurry():
+    engine = tiny_engine()
+    asked, hurry = [], engine.hurry
+    engine.hurry = lambda: (asked.append(1), hurry())
+    with Running(engine) as server, server.client() as client:
+        before = len(asked)
+        assert client.post("/v1/completions", json=TEXT).status_code == 200
+        assert len(asked) > before
+
+
 def start_process(drain_s: float) -> tuple[subprocess.Popen, httpx.Client]:
     port = free_port()
     folder = Path(__file__).parent

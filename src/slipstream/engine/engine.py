@@ -214,6 +214,11 @@ class Engine:
             self._doubt.look(self.stats.acceptance)
         return emissions
 
+    def hurry(self) -> None:
+        """Let a patient step end soon, because there is something else to do; any thread may ask."""
+        if self._rounds is not None:
+            self._rounds.hurry()
+
     def _run_cycle(self) -> list[Emission] | None:
         """Let the device run ahead, where it may; None if this step is an ordinary one."""
         if self._pipeline is None:
@@ -221,11 +226,6 @@ class Engine:
         requests = list(self._scheduler.running)
         with self._ending_on_failure(requests):
             return self._pipeline.advance(self._simulated, self.stats)
-
-    def hurry(self) -> None:
-        """Let a patient step end soon, because there is something else to do; any thread may ask."""
-        if self._rounds is not None:
-            self._rounds.hurry()
 
     def _run_plan(self, plan: Sequence[Scheduled], patience_s: float) -> list[Emission]:
         """Run one step, in one call where the kernels can, else part by part; one without work does nothing."""

@@ -3,7 +3,8 @@
 The chance comes from the draft's own confidence, set right by what was kept before; the time from measured passes. A
 node whose row costs c seconds pays if its chance p of being kept satisfies p >= c * (tokens a second); another level of
 the draft pays if the chains it would go on from are likely enough together. If drafting cut so gains nothing over
-passes without drafts, which are measured too, it rests and is tried again after 16 passes, then after 32, up to 512.
+passes without drafts, which are measured too, it rests and is tried again after 16 passes, then after 32 and 64, over
+many requests after up to 512.
 Whatever is decided here, the text is the same: the one rule chooses every token, and drafts only save passes.
 
 Plain values in, plain values out: no clock and no torch.
@@ -24,14 +25,15 @@ _MEMORY = 0.98  # of costs, per pass
 _CALIBRATION_MEMORY = 0.998  # of what was kept, per pass
 _GAIN_MEMORY = 0.99  # of what drafting gained, per pass that drafted
 _HOPE, _HOPE_WEIGHT = 0.4, 8.0  # tokens a request gained before anything was seen, and the passes that counts for
-_REST_WEIGHT = 24.0  # passes that what was gained before a rest counts for when drafting is tried again
+_REST_WEIGHT, _MANY_REST_WEIGHT = 6.0, 24.0  # passes that gains before a rest count for when drafting is tried again
+_OLD_WEIGHT = 1.0  # the same for what it cost
 _GOES_ON = 0.7  # share of kept tokens whose successor is kept too
 _LEARNING_PASSES = 12
 _MEASURED_PASSES = 16.0  # from which the clock is asked, too
 _PROBE_EVERY = 64
 _PROBE_PASSES = 4
 _SHORTEST_REST = 16
-_LONGEST_REST = 512
+_LONGEST_REST, _MANY_LONGEST_REST = 64, 512  # few requests may gain much, as soon as a text drafts well
 _WORTH_IT = 0.03  # tokens more than a plain pass gives, as a share of those, below which drafting rests
 _CLEAR = 0.1  # the same, above which drafting is plainly right
 _PLAIN_MEMORY = 0.75  # of what plain passes take, per plain pass
@@ -170,6 +172,11 @@ class _Drafted:
             usual = min(seconds, 2 * mean.value) if mean.weight > 2 else seconds  # one that lost its core tells nothing
             mean.add(usual, _MEMORY)
 
+    def make_way(self, gain_weight: float) -> None:
+        for mean in (self.rows, self.check_s, self.level_s, self.follow_s, self.other_s):
+            mean.weight = min(mean.weight, _OLD_WEIGHT)
+        self.gain.weight = min(self.gain.weight, gain_weight)
+
 
 @dataclass
 class _Costs:
@@ -193,6 +200,8 @@ class _Costs:
     probe_every: int = _SHORTEST_REST
 
     def add(self, seen: DraftedPass) -> None:
+        if self.resting and self.probing == 0:
+            self._make_way(len(seen.chains))
         rows, emitted = seen.rows, seen.emitted
         check_s, cycle_s = self._usual(seen, rows)
         self.weight = _MEMORY * self.weight + 1
@@ -214,6 +223,18 @@ class _Costs:
         if variance > _MIN_VARIANCE:
             covariance = self.rows_check_s / self.weight - self.rows * self.check_s / self.weight**2
             self.row_s = max(covariance / variance, 0.0)
+
+    def _make_way(self, num_requests: int) -> None:
+        """Let old costs count for little: the machine may have been busy when drafting last seemed not to pay."""
+        share = min(1.0, _OLD_WEIGHT / self.weight)
+        self.weight *= share
+        self.rows *= share
+        self.rows_squared *= share
+        self.check_s *= share
+        self.rows_check_s *= share
+        self.cycle_s *= share
+        self.emitted *= share
+        self.drafted.make_way(_MANY_REST_WEIGHT if num_requests >= _MANY else _REST_WEIGHT)
 
     def _usual(self, seen: DraftedPass, rows: int) -> tuple[float, float]:
         """Return what a pass took to check and as a whole; one that lost its core for a while says nothing of rows."""
@@ -263,7 +284,8 @@ class _Costs:
         gain = self.gain(num_requests)
         gains = gain > _WORTH_IT
         if self.passes >= self.probe_from + _PROBE_PASSES:  # rests that prove right last longer
-            self.probe_after = _SHORTEST_REST if gains else min(2 * self.probe_after, _LONGEST_REST)
+            longest = _MANY_LONGEST_REST if num_requests >= _MANY else _LONGEST_REST
+            self.probe_after = _SHORTEST_REST if gains else min(2 * self.probe_after, longest)
             # Where the gain is not clear, plain passes are looked at often, and so they are at first.
             self.probe_every = min(2 * self.probe_every, _PROBE_EVERY) if gain > _CLEAR else _SHORTEST_REST
             self.probe_from = self.passes + (self.probe_every if gains else self.probe_after)
@@ -271,7 +293,6 @@ class _Costs:
         elif not gains and not self.resting and self.probing is None:
             self.resting, self.probe_from = True, self.passes + self.probe_after
         if self.resting:
-            self.drafted.gain.weight = min(self.drafted.gain.weight, _REST_WEIGHT)
             self.drafted.emitted, self.drafted.cycle_s = _Mean(), _Mean()
 
     @property
@@ -339,6 +360,12 @@ class ChainController:
                 index = _class_of(math.exp(score))
                 self._offered[index] += 1
                 self._kept[index] += place < chain.kept
+
+    def begin_text(self) -> None:
+        """Take in that another text begins: where one is written at a time, drafting that rests is tried at once."""
+        alone = self._costs.get(_size_class(1))
+        if alone is not None and alone.resting and alone.probing is None:
+            alone.probe_from = alone.passes
 
     def record(self, seen: DraftedPass) -> None:
         """Take in a whole pass."""

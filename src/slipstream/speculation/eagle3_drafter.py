@@ -26,7 +26,7 @@ from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeBatch, TreeShape
 
 _REST = 256  # tokens the draft may be late with while drafting does not pay: most answers end before that
-_MANY = 1_000  # passes: where nothing is learned, each is as good as the one before
+_UNTOLD = 1_000  # passes: where nothing is learned, each is cut as the one before
 _LEFT_BYTES = 64 * 2**20  # of states that requests may leave behind for those that begin with their pages
 
 
@@ -196,7 +196,7 @@ class Eagle3Drafter:
                 self._followers[request_id] = (Follower.start(feedback_D, num_features, _REST + self.max_nodes), held)
         followers = [self._followers[request_id][0] for request_id in pages]
         if self._pace is None:
-            return followers, Reach(self.max_nodes - 1, passes=_MANY)
+            return followers, Reach(self.max_nodes - 1, passes=_UNTOLD)
         reach = self._pace.start(len(pages), self.max_nodes - 1)
         if not reach.follows and any(follower.late >= _REST for follower in followers):
             return followers, Reach(reach.depth, reach.cut, follows=True)

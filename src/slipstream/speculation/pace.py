@@ -50,6 +50,7 @@ class Pace:
         self._started, self._chains = None, {}
         if started is None:  # a prompt's pass came between: how long the round before took will not be known
             self._previous = None
+            self._controller.begin_text()
         if started is None or len(kept) != self._num_requests or set(chains) != set(kept):
             self._controller.learn(_chains(chains, kept))
             return
