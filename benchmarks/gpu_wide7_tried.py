@@ -72,9 +72,9 @@ def candidates(tuning: Tuning, product: Product) -> list[WideConfig]:
     made = [WideConfig(n, pair, step, warps, stages, tma=True) for n, pair, warps, stages in tiles]
     today = tuning.wide_linear_config(product.key, product.rows, product.shape.outputs, order)
     made += [] if today is None else [dataclasses.replace(today, later=False)]
-    new = [dataclasses.replace(config, apart=fp8, together=True) for config in made]
+    new = [dataclasses.replace(config, together=True) for config in made]
     new += [
-        WideConfig(n, pair, step, warps, stages, tma=True, later=order.split_k > 1, apart=fp8, stream=True)
+        WideConfig(n, pair, step, warps, stages, tma=True, later=order.split_k > 1, together=fp8, stream=True)
         for n, pair, warps, stages in (STREAMED_GATED if silu else STREAMED)[product.rows]
         if silu or not pair or product.shape.outputs >= LEAST_PAIRED
     ]

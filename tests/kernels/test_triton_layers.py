@@ -119,7 +119,7 @@ def test_sums_of_codes_left_to_norm_and_rotation_change_no_bits(generator):
         linear.pack(OPS.prepare(weight))
         shapes.add(f"fp8:{weight.out_features}:{weight.in_features}")
     tuned = {"linear": {shape: LinearConfig(64, 32, 2, 4, 2) for shape in shapes}, "fp8_dot": True}
-    tiles = WideConfig(64, False, 32, 4, 2, later=True, apart=True)
+    tiles = WideConfig(64, False, 32, 4, 2, later=True, together=True)
     left = triton_ops(wide_linear={few_rows_name(shape): tiles for shape in shapes}, **tuned)
     expected = run(model, triton_ops(**tuned), [20, 18])
     assert torch.isfinite(expected).all()

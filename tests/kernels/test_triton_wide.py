@@ -48,19 +48,11 @@ def assert_bits_of_narrow_tiles(narrow: Products, all_rows: Products, format: st
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize(("tma", "serial"), [(False, False), (True, False), (False, True)])
-def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, serial, generator):
-    all_rows = products(wide(pair=pair, tma=tma, serial=serial))
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, together, generator):
+    all_rows = products(wide(pair=pair, tma=tma, together=together))
     assert_bits_of_narrow_tiles(products({}), all_rows, format, generator)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("changes", [{"together": True}, {"apart": True}, {"apart": True, "tma": True}])
-def test_tiles_that_come_together_and_fp8_sums_kept_apart_give_the_bits_of_narrow_tiles(
-    format, pair, changes, generator
-):
-    assert_bits_of_narrow_tiles(products({}), products(wide(pair=pair, **changes)), format, generator)
 
 
 def test_fp8_that_matrix_units_do_not_read_gives_the_bits_of_narrow_tiles(generator):
@@ -68,9 +60,11 @@ def test_fp8_that_matrix_units_do_not_read_gives_the_bits_of_narrow_tiles(genera
     assert_bits_of_narrow_tiles(narrow, all_rows, "fp8_per_channel", generator)
 
 
-@pytest.mark.parametrize(("apart", "fp8_dot"), [(False, True), (True, True), (False, False)])
-def test_stretches_of_codes_that_are_added_later_give_the_bits_of_a_product_that_adds_them(apart, fp8_dot, generator):
-    narrow, left = products({}, fp8_dot), products(wide(later=True, apart=apart), fp8_dot)
+@pytest.mark.parametrize(("together", "fp8_dot"), [(False, True), (True, True), (False, False)])
+def test_stretches_of_codes_that_are_added_later_give_the_bits_of_a_product_that_adds_them(
+    together, fp8_dot, generator
+):
+    narrow, left = products({}, fp8_dot), products(wide(later=True, together=together), fp8_dot)
     weight = weight_of("fp8_per_channel", narrow, generator)
     x = numbers(160, INPUTS, generator=generator, dtype=torch.bfloat16)
     residual = numbers(160, OUTPUTS, generator=generator, dtype=torch.bfloat16)

@@ -166,7 +166,7 @@ class Products:
             return None
         pieces = row_pieces(num_rows)
         wide = fitted(wide, pieces, kind, silu, self._tuning.shared_bytes)
-        wide = replace(wide, later=wide.later and narrow.split_k > 1 and not wide.serial)
+        wide = replace(wide, later=wide.later and narrow.split_k > 1)
         return WideLaunch(
             wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
             self._tuning.instruction,

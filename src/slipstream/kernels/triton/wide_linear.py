@@ -21,7 +21,7 @@ class WideLaunch:
     Args:
         config: tiles that fit the pass (see `fitted`).
         pieces: widths of the two pieces of the token tile; the second may be 0.
-        splits: the stretches columns are cut in, each a program's unless one program takes all.
+        splits: the stretches columns are cut in, each a program's.
         stretch: the columns of one of them.
         counters: zeros, as in `slipstream.kernels.triton.linear.Launch`.
         dependent: whether the kernel may start while the one before it drains.
@@ -40,7 +40,7 @@ class WideLaunch:
         """Return programs over outputs, tokens and stretches of columns."""
         outputs = num_outputs // 2 if silu else num_outputs
         width = self.config.block_n * (2 if self.config.pair and not silu else 1)
-        return -(-outputs // width), -(-num_rows // sum(self.pieces)), 1 if self.config.serial else self.splits
+        return -(-outputs // width), -(-num_rows // sum(self.pieces)), self.splits
 
 
 def row_pieces(num_rows: int) -> tuple[int, int]:
@@ -54,10 +54,10 @@ def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, s
 
     With SiLU a program needs the pair: tiles of its own are cut in gates and the rows `up`.
     """
-    most_sums = 80 if config.serial else 160  # one that adds up stretches keeps two of every number
+    most_sums = 160
     if silu and not config.pair:
         config = replace(config, pair=True, block_n=max(config.block_n // 2, 64))
-    apart = config.apart and kind == "fp8"
+    apart = config.together and kind == "fp8"
     if apart:  # these sums, and beside them one piece's of the step
         assert config.block_k <= 128, "matrix units make FP8 sums whole every 128 columns"
         most_sums = most_sums * 7 // 5
@@ -110,11 +110,10 @@ def multiply_wide(
         num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
         residual_stride(epilogue), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        SPLITS=1 if config.later else launch.splits, SERIAL=config.serial, LATER=config.later,
+        SPLITS=1 if config.later else launch.splits, LATER=config.later,
         EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        AHEAD=config.ahead, TOGETHER=config.together or config.apart, APART=config.apart and kind == "fp8",
-        PDL=launch.dependent,
+        AHEAD=config.ahead, TOGETHER=config.together, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
@@ -176,7 +175,7 @@ _MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp
 def variants(architecture: str) -> list[Variant]:
     """List what ships: each format's tiles by format and by shape, for 96, 160 and 256 rows, whole and split.
 
-    And tiles by format that leave their sums for later, those of FP8 having kept a step's apart.
+    And tiles by format that leave their sums for later.
     """
     tuning = read_tuning(architecture)
     shipped: dict[str, Variant] = {}
@@ -190,8 +189,9 @@ def variants(architecture: str) -> list[Variant]:
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
             shipped[f"{variant.name} {used}"] = variant
         if name in ("dense", "fp8"):
-            later = replace(config, later=True, apart=kind == "fp8" and architecture.startswith("sm_"))
-            later = fitted(later, row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes)
+            later = fitted(
+                replace(config, later=True), row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes
+            )
             shipped[f"{name} {later}"] = _variant(f"wide {kind} 160 rows", kind, later, row_pieces(160), silu=False)
     return list(shipped.values())
 
@@ -208,10 +208,10 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
     }  # fmt: skip
     constants = {
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "SPLITS": 1 if silu or config.later else 4, "SERIAL": config.serial, "LATER": config.later and not silu,
+        "SPLITS": 1 if silu or config.later else 4, "LATER": config.later and not silu,
         "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
         "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead,
-        "TOGETHER": config.together or config.apart, "APART": config.apart and kind == "fp8", "PDL": False,
+        "TOGETHER": config.together, "PDL": False,
     }  # fmt: skip
     tiles = (
         f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', later' if config.later else ', split'}"

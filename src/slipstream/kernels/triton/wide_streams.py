@@ -2,7 +2,7 @@
 
 What `slipstream.kernels.triton.wide_tiles` computes, in its order, for products that leave their stretches for later or
 have one. The warp that asks does not wait for its inputs before it asks for weights: while the kernel before drains,
-the first tiles of them come in. It has not run on a GPU yet.
+the first tiles of them come in.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
