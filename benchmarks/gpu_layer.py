@@ -107,7 +107,7 @@ class Layers:
         self.case = case
         self.target: Target = random_target(spec, torch.bfloat16, device)
         if case.format == "fp8":
-            _pack(self.target, TritonOps(device))
+            pack_layers(self.target, TritonOps(device))
         self._pages = -(-case.context // PAGE)
         self._kv = filled_cache(self.target.kv_shape, most_rows * self._pages, PAGE, torch.bfloat16, device)
         self._device = device
@@ -153,7 +153,7 @@ class Layers:
         return paged_context(ops, self._kv, table, queries)
 
 
-def _pack(target: Target, ops: TritonOps) -> None:
+def pack_layers(target: Target, ops: TritonOps) -> None:
     """Turn a target's blocks into FP8, rounded as the hardware does: quick, and as good as any to be timed."""
     for layer in target.layers:
         for linear in (m for m in layer.modules() if isinstance(m, Linear)):

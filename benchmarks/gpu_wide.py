@@ -147,8 +147,6 @@ def candidates(tuning: Tuning, case: Case) -> list[WideConfig]:
                 continue
             ways = (True, False) if both and step_bytes == STEP_BYTES[0] else (True,)
             found += [WideConfig(block_n, pair, block_k, warps, stages, tma) for tma in ways]
-            if narrow.split_k > 1 and tiles >= 48 and not pair:
-                found.append(WideConfig(block_n, pair, block_k, warps, stages, tma=True, serial=True))
     most, pieces = tuning.shared_bytes, row_pieces(case.rows[0])
     return list({fitted(config, pieces, case.format, shape.silu, most): config for config in reversed(found)}.values())
 
@@ -235,7 +233,7 @@ def best_of(tuning: Tuning, case: Case, configs: list[WideConfig], device: torch
 def short(config: WideConfig) -> str:
     """Return a configuration in a word."""
     tiles = f"{'2x' if config.pair else ''}{config.block_n}x{config.block_k}"
-    ways = f"{'' if config.tma else '-ptr'}{'-serial' if config.serial else ''}{'' if config.ahead else '-now'}"
+    ways = f"{'' if config.tma else '-ptr'}{'' if config.ahead else '-now'}"
     return f"{tiles}/w{config.num_warps}s{config.num_stages}{ways}"
 
 

@@ -1,10 +1,10 @@
 """Triton's interpreter, where there is no GPU: imported before any module with kernels, since it decides what they are.
 
-Five things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
+Six things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
 arrays, which numpy 2.4 no longer does by itself; floats are rounded to nearest even, not cut; bfloat16 is multiplied
-as numbers, not as the 16-bit words it is kept in; a product is summed in steps of 16, as instructions do; and a fused
-multiply-add is rounded once. What it lacks is added as its documentation says: products of MXFP4 blocks
-(`tl.dot_scaled`).
+as numbers, not as the 16-bit words it is kept in; a product is summed in steps of 16, as instructions do; one of FP8
+is whole, and added, after as many columns as it says; and a fused multiply-add is rounded once. What it lacks is added
+as its documentation says: products of MXFP4 blocks (`tl.dot_scaled`).
 
 Products of fewer columns than compile for sm_90 are refused. And every address is checked, as a GPU would not: a kernel
 that reads or writes outside the tensors it was given fails.
@@ -46,18 +46,26 @@ def _use_interpreter():
         numbers = words.view(floats[source]).to(floats[target])
         return numbers.view(WORDS[target.primitive_bitwidth]).numpy().view(f"u{target.primitive_bitwidth // 8}")
 
+    def added(one, other):
+        return interpreter.TensorHandle(one.data + other.data, one.dtype)
+
     def dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
         least = 32 if a.dtype.primitive_bitwidth == 8 else INSTRUCTION
         if a.data.shape[1] < least:
             raise ValueError(f"a product on a GPU has at least {least} columns, not {a.data.shape[1]}")
+        whole = max_num_imprecise_acc if a.dtype.is_floating() and a.dtype.primitive_bitwidth == 8 else 0
         if a.dtype.is_floating() and a.dtype.primitive_bitwidth < 32:
             a, b = (interpreter.TensorHandle(_float32(x, convert, tl), tl.float32) for x in (a, b))
+        total = None
         for k in range(0, a.data.shape[1], INSTRUCTION):
             columns = slice(k, k + INSTRUCTION)
             left = interpreter.TensorHandle(a.data[:, columns], a.dtype)
             right = interpreter.TensorHandle(b.data[columns], b.dtype)
+            if whole and k % whole == 0:
+                total = d if total is None else added(total, d)
+                d = interpreter.TensorHandle(np.zeros_like(d.data), d.dtype)
             d = dot(self, left, right, d, input_precision, max_num_imprecise_acc)
-        return d
+        return d if total is None else added(total, d)
 
     def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, fast_math, a_packed, b_packed, d):
         assert a_format == b_format == ir.ScaleDotElemTypeTY.E2M1 and a_packed and b_packed

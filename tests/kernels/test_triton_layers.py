@@ -108,6 +108,24 @@ def test_sums_left_to_norm_and_rotation_change_no_bits(kind, generator):
     assert torch.equal(run(model, left, [20, 18]), run(model, triton_ops(linear=linear), [20, 18]))
 
 
+def test_sums_of_codes_left_to_norm_and_rotation_change_no_bits(generator):
+    model = make_target(generator, num_layers=2, intermediate_size=128).to(torch.bfloat16).to(DEVICE)
+    model.rotary.fill(DEVICE)
+    linears = [m for layer in model.layers for m in layer.modules() if type(m).__name__ == "Linear"]
+    shapes = set()
+    for linear in linears:
+        weight = quantized("fp8_per_channel", sum(linear.parts.values()), linear.in_features, generator)
+        weight.scales["scale"] = weight.scales["scale"] * linear.in_features**-0.5
+        linear.pack(OPS.prepare(weight))
+        shapes.add(f"fp8:{weight.out_features}:{weight.in_features}")
+    tuned = {"linear": {shape: LinearConfig(64, 32, 2, 4, 2) for shape in shapes}, "fp8_dot": True}
+    tiles = WideConfig(64, False, 32, 4, 2, later=True, together=True)
+    left = triton_ops(wide_linear={few_rows_name(shape): tiles for shape in shapes}, **tuned)
+    expected = run(model, triton_ops(**tuned), [20, 18])
+    assert torch.isfinite(expected).all()
+    assert torch.equal(run(model, left, [20, 18]), expected)
+
+
 def test_blocks_of_another_make_run_one_operation_at_a_time_and_say_so(generator, caplog):
     class Doubling(torch.nn.Module):
         def forward(self, hidden_TD, ctx):

@@ -6,9 +6,9 @@ from triton_samples import numbers, quantized, small_tuning
 
 from interpreted import DEVICE
 from slipstream.kernels.triton.linear import Epilogue
-from slipstream.kernels.triton.norm_rope import Norm, rms_norm
+from slipstream.kernels.triton.norm_rope import Norm, norm_codes, rms_norm
 from slipstream.kernels.triton.products import Products
-from slipstream.kernels.triton.stretches import add_stretches
+from slipstream.kernels.triton.stretches import add_stretches, add_stretches_to_codes
 from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
 from slipstream.kernels.triton.wide_linear import fitted, row_pieces
 from slipstream.quant.packed import PackedWeight
@@ -48,15 +48,39 @@ def assert_bits_of_narrow_tiles(narrow: Products, all_rows: Products, format: st
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize(("tma", "serial"), [(False, False), (True, False), (False, True)])
-def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, serial, generator):
-    all_rows = products(wide(pair=pair, tma=tma, serial=serial))
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_program_for_all_rows_gives_the_bits_of_narrow_tiles(format, pair, tma, together, generator):
+    all_rows = products(wide(pair=pair, tma=tma, together=together))
     assert_bits_of_narrow_tiles(products({}), all_rows, format, generator)
 
 
 def test_fp8_that_matrix_units_do_not_read_gives_the_bits_of_narrow_tiles(generator):
     narrow, all_rows = (products(tiles, fp8_dot=False) for tiles in ({}, wide()))
     assert_bits_of_narrow_tiles(narrow, all_rows, "fp8_per_channel", generator)
+
+
+@pytest.mark.parametrize(("together", "fp8_dot"), [(False, True), (True, True), (False, False)])
+def test_stretches_of_codes_that_are_added_later_give_the_bits_of_a_product_that_adds_them(
+    together, fp8_dot, generator
+):
+    narrow, left = products({}, fp8_dot), products(wide(later=True, together=together), fp8_dot)
+    weight = weight_of("fp8_per_channel", narrow, generator)
+    x = numbers(160, INPUTS, generator=generator, dtype=torch.bfloat16)
+    residual = numbers(160, OUTPUTS, generator=generator, dtype=torch.bfloat16)
+    norm = Norm(numbers(OUTPUTS, generator=generator, dtype=torch.bfloat16), 1e-5)
+    for count in (20, 160):
+        rows = narrow.rows_for(weight, x[:count])
+        expected = narrow.multiply(rows, weight, Epilogue(residual_TN=residual[:count]))
+        sums = left.stretches(rows, weight)
+        hidden, codes, scale = add_stretches_to_codes(sums, residual[:count], norm, "fp8", dependent=False)
+        expected_codes, expected_scale = norm_codes(expected, norm, "fp8", dependent=False)
+        assert torch.equal(hidden, expected)
+        assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+        assert torch.equal(scale, expected_scale)
+        assert torch.equal(
+            add_stretches(sums, residual[:count], norm, dependent=False)[1], rms_norm(expected, norm, False)
+        )
 
 
 @pytest.mark.parametrize("pair", [False, True])

@@ -18,9 +18,9 @@ from slipstream.kernels.triton import norm_rope
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.linear import Epilogue, FoldedNorm, Rows
 from slipstream.kernels.triton.narrow_products import squares_of
-from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite
+from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite, Stretches
 from slipstream.kernels.triton.products import Products, Weight
-from slipstream.kernels.triton.stretches import add_stretches
+from slipstream.kernels.triton.stretches import add_stretches, add_stretches_to_codes
 
 
 class Blocks:
@@ -108,7 +108,7 @@ class Blocks:
         if own.q_norm is None and self._products.folds_rope(weight, num_rows, rows.dtype, write):
             q = self._products.multiply(rows, weight, Epilogue(bias, rope=write)).view(num_rows, heads[0], -1)
         else:
-            qkv = self._products.stretches(rows, weight) if bias is None else None
+            qkv: Tensor | Stretches | None = self._products.stretches(rows, weight) if bias is None else None
             if qkv is None:
                 qkv = self._products.multiply(rows, weight, Epilogue(bias))
             qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
@@ -124,10 +124,13 @@ class Blocks:
         if state.squares_TB is not None:
             return x_TD, Rows(x_TD, None, x_TD.dtype, FoldedNorm(norm.weight_D, norm.eps, state.squares_TB))
         codes = self._products.wants(weight)
-        if state.parts_STD is not None and codes is None:
-            x_TD, normed_TD = add_stretches(state.parts_STD, x_TD, norm, dependent)
+        if state.sums is not None and codes is None:
+            x_TD, normed_TD = add_stretches(state.sums, x_TD, norm, dependent)
             assert normed_TD is not None, "a norm was asked for"
             return x_TD, self._products.rows_for(weight, normed_TD)
+        if state.sums is not None and codes is not None:
+            x_TD, codes_TD, scale_T = add_stretches_to_codes(state.sums, x_TD, norm, codes, dependent)
+            return x_TD, Rows(codes_TD, scale_T, x_TD.dtype)
         x_TD = self._whole(state)
         if codes is None:
             return x_TD, self._products.rows_for(weight, norm_rope.rms_norm(x_TD, norm, dependent))
@@ -135,9 +138,9 @@ class Blocks:
 
     def _whole(self, state: "_State") -> Tensor:
         """Return the hidden states with whatever is still to be added."""
-        if state.parts_STD is None:
+        if state.sums is None:
             return state.hidden_TD
-        return add_stretches(state.parts_STD, state.hidden_TD, None, self._products.dependent)[0]
+        return add_stretches(state.sums, state.hidden_TD, None, self._products.dependent)[0]
 
     def _project(self, linear: Any, inputs: "_Unprojected", residual_TN: Tensor, following: Weight | None) -> "_State":
         """Multiply and add the residual; leave sums of squares if the `following` product applies its norm itself."""
@@ -146,9 +149,9 @@ class Blocks:
             rows = self._products.rows_for(weight, x_TD)
         else:
             rows = Rows(x_TD, None, x_TD.dtype, maxima_TB=inputs.maxima_TB)
-        parts_STD = self._products.stretches(rows, weight) if linear.bias is None else None
-        if parts_STD is not None:
-            return _State(residual_TN, parts_STD=parts_STD)
+        sums = self._products.stretches(rows, weight) if linear.bias is None else None
+        if sums is not None:
+            return _State(residual_TN, sums=sums)
         squares_TB = None
         folds = following is not None and self._products.folds_norm(following, len(x_TD))
         if folds and self._products.leaves_squares(weight, len(x_TD)):
@@ -162,12 +165,12 @@ class _State:
     """What goes from product to norm: hidden states, and their sums of squares if a product has left them.
 
     Args:
-        parts_STD: sums of a product's stretches that are still to be added to the hidden states.
+        sums: those of a product's stretches that are still to be added to the hidden states.
     """
 
     hidden_TD: Tensor
     squares_TB: Tensor | None = None
-    parts_STD: Tensor | None = None
+    sums: Stretches | None = None
 
 
 @dataclass(frozen=True)

@@ -115,15 +115,24 @@ def added_stretches(at, stride, real, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def scaled_sums(sums, x_scale_ptr, w_scale_ptr, row, at, real):
+    """Turn a row's sums of codes into numbers, as a product's end does; without scales they are numbers."""
+    if x_scale_ptr is not None:
+        sums *= tl.load(x_scale_ptr + row) * tl.load(w_scale_ptr + at, mask=real, other=0.0)
+    return sums
+
+
+@triton.jit
 def _rope_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    qkv_stride, part_stride, slot_stride, eps,
+    x_scale_ptr, w_scale_ptr, qkv_stride, part_stride, slot_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TAKEN: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Take TAKEN heads of one token: rotate queries, or rotate keys and write them, or write values.
 
-    With SPLITS heads are float32 sums of so many stretches, `part_stride` apart, and are added and rounded first.
+    With SPLITS heads are float32 sums of so many stretches, `part_stride` apart, and are added and rounded first; sums
+    of codes have scales.
     """
     wait_then_let_start(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -133,7 +142,8 @@ def _rope_kernel(
     real = (at < WIDTH) & (head >= 0)
     source = qkv_ptr + token * qkv_stride + head * WIDTH
     dtype = q_ptr.dtype.element_ty
-    x = added_stretches(source + at, part_stride, real, SPLITS).to(dtype)
+    x = added_stretches(source + at, part_stride, real, SPLITS)
+    x = scaled_sums(x, x_scale_ptr, w_scale_ptr, token, head * WIDTH + at, real).to(dtype)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if first >= HEADS + GROUPS:
         target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * WIDTH + at
@@ -141,7 +151,10 @@ def _rope_kernel(
     else:
         mate = tl.where(at < HALF, at + HALF, at - HALF)
         turned = at < 2 * HALF
-        partner = added_stretches(source + mate, part_stride, turned & real, SPLITS).to(dtype)
+        partner = added_stretches(source + mate, part_stride, turned & real, SPLITS)
+        partner = scaled_sums(
+            partner, x_scale_ptr, w_scale_ptr, token, head * WIDTH + mate, turned & real
+        ).to(dtype)  # fmt: skip
         if QK_NORM:
             x_f32 = x.to(tl.float32)
             rstd = tl.rsqrt(tl.sum(x_f32 * x_f32, 1) / WIDTH + eps)[:, None]
@@ -187,26 +200,42 @@ class RopeWrite:
     layer: KvLayer
 
 
+@dataclass(frozen=True)
+class Stretches:
+    """Float32 sums [S, T, N] of a product's stretches of columns, still to be added in their order.
+
+    Args:
+        scales: of the rows [T] and of the outputs [N], if these are sums of codes.
+    """
+
+    parts_STN: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
+
+
 def rope_and_write(
-    qkv: Tensor, write: RopeWrite, qk_norm: tuple[Norm, Norm] | None, dtype: torch.dtype, dependent: bool
+    qkv: Tensor | Stretches, write: RopeWrite, qk_norm: tuple[Norm, Norm] | None, dtype: torch.dtype, dependent: bool
 ) -> Tensor:
     """Return rotated queries [T, H, d], having written rotated keys, and values, into their slots.
 
     Args:
-        qkv: numbers [T, C], or float32 sums [S, T, C] of a product's stretches, still to be added.
+        qkv: numbers [T, C], or what is still to be added up to them.
         qk_norm: norms of each head's query and key before they are rotated.
         dtype: the numbers' type, to which sums are rounded.
     """
     (num_heads, num_groups), rope, layer = write.heads, write.rope, write.layer
     width = layer.keys_SGd.shape[2]
     assert layer.keys_SGd.stride() == layer.values_SGd.stride() and layer.keys_SGd.stride(1) == width
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    if isinstance(qkv, Stretches):
+        scales, qkv = qkv.scales or scales, qkv.parts_STN
     num_tokens, splits = qkv.shape[-2], len(qkv) if qkv.dim() == 3 else 1
     q = torch.empty(num_tokens, num_heads, width, dtype=dtype, device=qkv.device)
     norms = qk_norm or (Norm(q, 0.0), Norm(q, 0.0))
     taken = _heads_taken(num_heads, num_groups)
     _rope_kernel[(num_tokens, (num_heads + 2 * num_groups) // taken)](
         qkv, q, layer.keys_SGd, layer.values_SGd, rope.slots_T, rope.positions_T, rope.cos_Pr, rope.sin_Pr,
-        norms[0].weight_D, norms[1].weight_D, qkv.stride(-2), qkv.stride(0), layer.keys_SGd.stride(0), norms[0].eps,
+        norms[0].weight_D, norms[1].weight_D, *scales, qkv.stride(-2), qkv.stride(0), layer.keys_SGd.stride(0),
+        norms[0].eps,
         HEADS=num_heads, GROUPS=num_groups, TAKEN=taken, WIDTH=width, HALF=rope.cos_Pr.shape[1],
         BLOCK=triton.next_power_of_2(width), SPLITS=splits, QK_NORM=qk_norm is not None, PDL=dependent,
         num_warps=1 if taken < 4 else 4,
@@ -258,6 +287,7 @@ def variants(architecture: str) -> list[Variant]:
     }  # fmt: skip
     silu = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32", "x_stride": "i32"}
     heads = {"HEADS": 32, "GROUPS": 8, "TAKEN": 8, "WIDTH": 128, "HALF": 64, "BLOCK": 128, "PDL": False}
+    scales = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32"}
 
     def whole(signature: dict[str, str]) -> tuple[str, ...]:
         return tuple(name for name, kind in signature.items() if kind != "fp32")
@@ -269,8 +299,12 @@ def variants(architecture: str) -> list[Variant]:
     ]  # fmt: skip
     ropes = [
         Variant(f"rope, qk norm {on}, {splits} stretches", _rope_kernel, {**rope, "qkv_ptr": pointer},
-                {**heads, "SPLITS": splits, "QK_NORM": on}, 4, 2, divisible=whole(rope))
+                {**heads, **dict.fromkeys(scales), "SPLITS": splits, "QK_NORM": on}, 4, 2, divisible=whole(rope))
         for on, splits, pointer in ((False, 1, "*bf16"), (True, 1, "*bf16"), (False, 2, "*fp32"))
     ]  # fmt: skip
+    ropes.append(
+        Variant("rope, 2 stretches of codes", _rope_kernel, {**rope, "qkv_ptr": "*fp32", **scales},
+                {**heads, "SPLITS": 2, "QK_NORM": False}, 4, 2, divisible=(*whole(rope), *scales))
+    )  # fmt: skip
     return [*norms, *ropes, Variant("silu_mul", _silu_mul_kernel, silu, {"BLOCK": 1024, "PDL": False}, 4, 2,
                                     divisible=whole(silu))]  # fmt: skip

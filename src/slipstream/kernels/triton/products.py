@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.kernels.triton import mxfp4, nibble_linear, quantize
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, token_tile
 from slipstream.kernels.triton.narrow_products import MOST_ROWS, MOST_WHOLE_ROWS, multiply_narrow, rope_fits
-from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
+from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite, Stretches
 from slipstream.kernels.triton.quantize import Codes
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning
 from slipstream.kernels.triton.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
@@ -134,18 +134,26 @@ class Products:
         wide = replace(wide, config=replace(wide.config, later=False))
         return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide, rows.dtype)
 
-    def stretches(self, rows: Rows, weight: Weight) -> Tensor | None:
+    def stretches(self, rows: Rows, weight: Weight) -> Stretches | None:
         """Return the float32 sums of each stretch of columns [S, T, N], if they are left to the kernel that follows.
 
         It then adds them in their order and rounds (`slipstream.kernels.triton.stretches`). None: `multiply` does.
         """
         num_rows = rows.values_TK.shape[0]
-        if isinstance(weight, PackedWeight) or self._is_narrow(num_rows):
+        if self._is_narrow(num_rows):
             return None
-        launch = self._wide_launch(weight, "dense", num_rows, silu=False)
+        if not isinstance(weight, PackedWeight):
+            kind, weight_NK, scales = "dense", weight, None
+        elif weight.format.removesuffix(SUFFIX) in _FP8 and rows.scale_T is not None:
+            kind, weight_NK = "fp8" if self._tuning.fp8_dot else "fp8_upcast", weight.codes
+            scales = (rows.scale_T, weight.scales["scale"])
+        else:
+            return None
+        launch = self._wide_launch(weight_NK, kind, num_rows, silu=False)
         if launch is None or not launch.config.later:
             return None
-        return multiply_wide(rows.values_TK, weight, None, "dense", Epilogue(), launch, rows.dtype)
+        parts_STN = multiply_wide(rows.values_TK, weight_NK, None, kind, Epilogue(), launch, rows.dtype)
+        return Stretches(parts_STN, scales)
 
     def _wide_launch(self, weight_NK: Tensor, kind: str, num_rows: int, *, silu: bool) -> WideLaunch | None:
         """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
@@ -158,7 +166,7 @@ class Products:
             return None
         pieces = row_pieces(num_rows)
         wide = fitted(wide, pieces, kind, silu, self._tuning.shared_bytes)
-        wide = replace(wide, later=wide.later and narrow.split_k > 1 and not wide.serial)
+        wide = replace(wide, later=wide.later and narrow.split_k > 1)
         return WideLaunch(
             wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
             self._tuning.instruction,

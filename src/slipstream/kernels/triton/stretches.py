@@ -13,16 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
-from slipstream.kernels.triton.norm_rope import Norm, added_stretches, pair_sums
+from slipstream.kernels.triton.norm_rope import Norm, Stretches, added_stretches, pair_sums, scaled_sums
+from slipstream.kernels.triton.quantize import CODE_DTYPES, Codes, encode, row_scale
 from slipstream.kernels.triton.variants import Variant
 
 
 @triton.jit
 def _add_kernel(
-    parts_ptr, residual_ptr, weight_ptr, hidden_ptr, normed_ptr, width, part_stride, residual_stride, eps,
-    BLOCK: tl.constexpr, LEVELS: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    parts_ptr, residual_ptr, weight_ptr, hidden_ptr, normed_ptr, x_scale_ptr, w_scale_ptr, scale_ptr, width,
+    part_stride, residual_stride, eps,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Finish a row of hidden states, and normalise it."""
+    """Finish a row of hidden states, and normalise it; with CODES what is normalised is stored as codes and a scale."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -30,6 +33,7 @@ def _add_kernel(
     dtype = hidden_ptr.dtype.element_ty
     residual = tl.load(residual_ptr + row * residual_stride + at, mask=real, other=0.0).to(tl.float32)
     total = added_stretches(parts_ptr + row * width + at, part_stride, real, SPLITS)
+    total = scaled_sums(total, x_scale_ptr, w_scale_ptr, row, at, real)
     hidden = (total.to(dtype).to(tl.float32) + residual).to(dtype)
     tl.store(hidden_ptr + row * width + at, hidden, mask=real)
     if NORM:
@@ -39,24 +43,50 @@ def _add_kernel(
         rstd = tl.rsqrt(tl.sum(tl.reshape(squares, (1,)), 0) / width + eps)
         # Rounded where torch rounds: after the norm, and after the weight.
         normed = ((x * rstd).to(dtype).to(tl.float32) * weight).to(dtype)
-        tl.store(normed_ptr + row * width + at, normed, mask=real)
+        if CODES == "none":
+            tl.store(normed_ptr + row * width + at, normed, mask=real)
+        else:
+            numbers = normed.to(tl.float32)
+            scale = row_scale(tl.max(tl.abs(numbers), 0), CODES)
+            tl.store(scale_ptr + row, scale)
+            codes = encode(numbers, tl.broadcast_to(scale, [BLOCK]), CODES)
+            tl.store(normed_ptr + row * width + at, codes, mask=real)
 
 
 def add_stretches(
-    parts_STD: Tensor, residual_TD: Tensor, norm: Norm | None, dependent: bool
+    sums: Stretches, residual_TD: Tensor, norm: Norm | None, dependent: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return a product's rows with their residual, and these normalised if there is a norm."""
-    splits, num_rows, width = parts_STD.shape
-    hidden = torch.empty(num_rows, width, dtype=residual_TD.dtype, device=residual_TD.device)
+    hidden = torch.empty(sums.parts_STN.shape[1:], dtype=residual_TD.dtype, device=residual_TD.device)
     normed = None if norm is None else torch.empty_like(hidden)
+    _launch(sums, residual_TD, norm, (hidden, hidden if normed is None else normed, None), "none", dependent)
+    return hidden, normed
+
+
+def add_stretches_to_codes(
+    sums: Stretches, residual_TD: Tensor, norm: Norm, codes: Codes, dependent: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a product's rows with their residual, and these normalised: codes [T, D] and their scales [T]."""
+    hidden = torch.empty(sums.parts_STN.shape[1:], dtype=residual_TD.dtype, device=residual_TD.device)
+    codes_TD = torch.empty(hidden.shape, dtype=CODE_DTYPES[codes], device=hidden.device)
+    scale_T = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    _launch(sums, residual_TD, norm, (hidden, codes_TD, scale_T), codes, dependent)
+    return hidden, codes_TD, scale_T
+
+
+def _launch(
+    sums: Stretches, residual_TD: Tensor, norm: Norm | None, outs: tuple[Tensor, Tensor, Tensor | None], codes: str,
+    dependent: bool,
+) -> None:  # fmt: skip
+    splits, num_rows, width = sums.parts_STN.shape
     block = triton.next_power_of_2(width)
     _add_kernel[(num_rows,)](
-        parts_STD, residual_TD, hidden if norm is None else norm.weight_D, hidden,
-        hidden if normed is None else normed, width, parts_STD.stride(0), residual_TD.stride(0),
+        sums.parts_STN, residual_TD, outs[0] if norm is None else norm.weight_D, *outs[:2],
+        *(sums.scales or (None, None)), outs[2], width, sums.parts_STN.stride(0), residual_TD.stride(0),
         0.0 if norm is None else norm.eps, BLOCK=block, LEVELS=block.bit_length() - 1, SPLITS=splits,
-        NORM=norm is not None, PDL=dependent, num_warps=8 if width > 1024 else 4, **launch_options(dependent),
+        NORM=norm is not None, CODES=codes, PDL=dependent, num_warps=8 if width > 1024 else 4,
+        **launch_options(dependent),
     )  # fmt: skip
-    return hidden, normed
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -66,8 +96,16 @@ def variants(architecture: str) -> list[Variant]:
         "normed_ptr": "*bf16", "width": "i32", "part_stride": "i32", "residual_stride": "i32", "eps": "fp32",
     }  # fmt: skip
     divisible = tuple(name for name, kind in signature.items() if kind != "fp32")
-    return [
+    constants = {"BLOCK": 4096, "LEVELS": 12, "CODES": "none", "PDL": False}
+    absent = {"x_scale_ptr": None, "w_scale_ptr": None, "scale_ptr": None}
+    found = [
         Variant(f"add {splits} stretches, norm {norm}", _add_kernel, signature,
-                {"BLOCK": 4096, "LEVELS": 12, "SPLITS": splits, "NORM": norm, "PDL": False}, 8, 2, divisible=divisible)
+                {**constants, **absent, "SPLITS": splits, "NORM": norm}, 8, 2, divisible=divisible)
         for splits, norm in ((2, True), (4, True), (8, True), (4, False))
     ]  # fmt: skip
+    codes = {**signature, "normed_ptr": "*fp8e4nv", **dict.fromkeys(absent, "*fp32")}
+    found.append(
+        Variant("add 4 stretches of codes, norm to codes", _add_kernel, codes,
+                {**constants, "SPLITS": 4, "NORM": True, "CODES": "fp8"}, 8, 2, divisible=(*divisible, *absent))
+    )  # fmt: skip
+    return found

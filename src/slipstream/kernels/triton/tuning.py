@@ -46,9 +46,13 @@ class WideConfig:
         block_n: weight rows of a tile.
         pair: whether a program takes two tiles, which share the rows it loads.
         tma: whether tiles are fetched by the copy engine (NVIDIA from sm_90 on).
-        serial: whether a program takes all stretches of its tile, one after another, instead of one each.
         later: whether stretches' sums are left for the kernel that follows, where it can add them.
         ahead: whether programs ask for the first lines of their weights before the inputs are there.
+        together: whether all tiles of a step are waited for before the first is multiplied, and not one after another
+            (sm_90). The products of an FP8 step, of 128 columns at most, are then whole before they are added to the
+            sums: the same bits there, and instructions that need not wait for one another.
+        stream: whether one warp asks for tiles and the others multiply them (`wide_streams`, sm_90), where a product
+            has one stretch and no residual, or leaves its stretches for later.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
 
@@ -58,9 +62,10 @@ class WideConfig:
     num_warps: int
     num_stages: int
     tma: bool = False
-    serial: bool = False
     later: bool = False
     ahead: bool = True
+    together: bool = False
+    stream: bool = False
     from_rows: int = 17
 
 

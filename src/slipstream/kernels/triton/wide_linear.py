@@ -21,7 +21,7 @@ class WideLaunch:
     Args:
         config: tiles that fit the pass (see `fitted`).
         pieces: widths of the two pieces of the token tile; the second may be 0.
-        splits: the stretches columns are cut in, each a program's unless one program takes all.
+        splits: the stretches columns are cut in, each a program's.
         stretch: the columns of one of them.
         counters: zeros, as in `slipstream.kernels.triton.linear.Launch`.
         dependent: whether the kernel may start while the one before it drains.
@@ -40,7 +40,7 @@ class WideLaunch:
         """Return programs over outputs, tokens and stretches of columns."""
         outputs = num_outputs // 2 if silu else num_outputs
         width = self.config.block_n * (2 if self.config.pair and not silu else 1)
-        return -(-outputs // width), -(-num_rows // sum(self.pieces)), 1 if self.config.serial else self.splits
+        return -(-outputs // width), -(-num_rows // sum(self.pieces)), self.splits
 
 
 def row_pieces(num_rows: int) -> tuple[int, int]:
@@ -54,10 +54,14 @@ def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, s
 
     With SiLU a program needs the pair: tiles of its own are cut in gates and the rows `up`.
     """
-    most_sums = 80 if config.serial else 160  # one that adds up stretches keeps two of every number
+    most_sums = 160
     if silu and not config.pair:
         config = replace(config, pair=True, block_n=max(config.block_n // 2, 64))
-    while config.block_n * (1 + config.pair) * sum(pieces) > most_sums * 32 * config.num_warps:
+    apart = config.together and kind == "fp8"
+    if apart:  # these sums, and beside them one piece's of the step
+        assert config.block_k <= 128, "matrix units make FP8 sums whole every 128 columns"
+        most_sums = most_sums * 7 // 5
+    while config.block_n * ((1 + config.pair) * sum(pieces) + apart * pieces[0]) > most_sums * 32 * config.num_warps:
         if config.pair and not silu:
             config = replace(config, pair=False)
         elif config.block_n > 64:
@@ -84,7 +88,7 @@ def multiply_wide(
     config, (first, second), silu = launch.config, launch.pieces, epilogue.silu
     grid = launch.grid(num_rows, num_outputs, silu)
     if config.later:
-        assert epilogue == Epilogue() and kind == "dense", "only plain sums are left for later"
+        assert epilogue == Epilogue() and kind != "int8", "only plain float32 sums are left for later"
         y = partial = torch.empty(grid[2], num_rows, num_outputs, dtype=torch.float32, device=x_TK.device)
     else:
         y = torch.empty(num_rows, num_outputs // 2 if silu else num_outputs, dtype=out_dtype, device=x_TK.device)
@@ -95,6 +99,9 @@ def multiply_wide(
         partial = torch.empty(size, dtype=torch.int32 if kind == "int8" else torch.float32, device=y.device)
     x_scale, w_scale = scales or (x_TK, x_TK)
     tma = config.tma and _fits_copy_engine(x_TK) and _fits_copy_engine(weight_NK)
+    if config.stream and tma and _streams(kind, epilogue, launch):
+        _stream(x_TK, weight_NK, (x_scale, w_scale), kind, y, launch, grid)
+        return y
     tiles = [_tiles(x_TK, first, config, tma), _tiles(x_TK, second or 16, config, tma),
              _tiles(weight_NK, config.block_n, config, tma)]  # fmt: skip
     wide_kernel[grid](
@@ -103,14 +110,51 @@ def multiply_wide(
         num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
         residual_stride(epilogue), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        SPLITS=1 if config.later else launch.splits, SERIAL=config.serial, LATER=config.later,
+        SPLITS=1 if config.later else launch.splits, LATER=config.later,
         EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        AHEAD=config.ahead, PDL=launch.dependent,
+        AHEAD=config.ahead, TOGETHER=config.together, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
+
+
+def _streams(kind: str, epilogue: Epilogue, launch: WideLaunch) -> bool:
+    """Tell whether a product can be multiplied by warps of two kinds."""
+    plain = epilogue.bias_N is None and epilogue.residual_TN is None
+    return kind in ("dense", "fp8") and plain and (launch.config.later or launch.splits == 1)
+
+
+def _stream(
+    x_TK: Tensor, weight_NK: Tensor, scales: tuple[Tensor, Tensor], kind: str, y: Tensor, launch: WideLaunch,
+    grid: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """Multiply by warps of two kinds; `y` gets numbers, or the sums of stretches."""
+    # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
+
+    from slipstream.kernels.triton.wide_streams import stream_kernel
+
+    config, (first, second) = launch.config, launch.pieces
+    types = {torch.bfloat16: bfloat16, torch.float16: float16, torch.float8_e4m3fn: float8e4nv}
+
+    def tiles(rows: Tensor, count: int) -> Any:  # triton has no types of its own
+        shape = [count, config.block_k]
+        layout = NVMMASharedLayout.get_default_for(shape, types[rows.dtype])
+        return Tiles(rows, list(rows.shape), [rows.stride(0), 1], shape, layout)
+
+    silu = y.shape[-1] != weight_NK.shape[0]
+    # Two programs of four multiplying warps share a processor's registers.
+    few = {"maxnreg": 128} if config.num_warps == 4 else {}
+    stream_kernel[grid](
+        tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
+        x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
+        FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
+        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, PDL=launch.dependent,
+        num_warps=config.num_warps, **few, **launch_options(launch.dependent),
+    )  # fmt: skip
 
 
 def _fits_copy_engine(x_TK: Tensor) -> bool:
@@ -129,7 +173,10 @@ _MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp
 
 
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: each format's tiles by format and by shape, for 96, 160 and 256 rows, whole and split."""
+    """List what ships: each format's tiles by format and by shape, for 96, 160 and 256 rows, whole and split.
+
+    And tiles by format that leave their sums for later.
+    """
     tuning = read_tuning(architecture)
     shipped: dict[str, Variant] = {}
     for name, config in tuning.wide_linear.items():
@@ -141,11 +188,11 @@ def variants(architecture: str) -> list[Variant]:
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
             shipped[f"{variant.name} {used}"] = variant
-        if name == "dense":
+        if name in ("dense", "fp8"):
             later = fitted(
                 replace(config, later=True), row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes
             )
-            shipped[f"{later}"] = _variant("wide dense 160 rows", kind, later, row_pieces(160), silu=False)
+            shipped[f"{name} {later}"] = _variant(f"wide {kind} 160 rows", kind, later, row_pieces(160), silu=False)
     return list(shipped.values())
 
 
@@ -161,9 +208,10 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
     }  # fmt: skip
     constants = {
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "SPLITS": 1 if silu or config.later else 4, "SERIAL": config.serial, "LATER": config.later and not silu,
+        "SPLITS": 1 if silu or config.later else 4, "LATER": config.later and not silu,
         "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
-        "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead, "PDL": False,
+        "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead,
+        "TOGETHER": config.together, "PDL": False,
     }  # fmt: skip
     tiles = (
         f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', later' if config.later else ', split'}"

@@ -27,10 +27,12 @@ def _zeros(N: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _dot(w, x, acc, KIND: tl.constexpr, COPIED: tl.constexpr):
-    """Add the product of weights [N, K] and rows [M, K] to sums [N, M], as `linear` does."""
+    """Add the product of weights [N, K] and rows [M, K] to sums [N, M], as `linear` does; without sums return it."""
     x = tl.trans(x)
     show_copies(COPIED)
-    if KIND == "int8":
+    if acc is None:
+        acc = tl.dot(w, x, out_dtype=tl.float32)
+    elif KIND == "int8":
         acc = tl.dot(w, x, acc, out_dtype=tl.int32)
     elif KIND == "fp8":
         K: tl.constexpr = w.shape[1]
@@ -189,7 +191,7 @@ def _finish_piece(
 def _stretch(
     x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Multiply one stretch of columns, `steps` tiles long: the first piece of the rows and the rest, by both tiles."""
     REST: tl.constexpr = SECOND if SECOND > 0 else 16
@@ -199,16 +201,47 @@ def _stretch(
         k = (split * steps + step) * BLOCK_K
         w = _tile(w_tiles, n_first, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
         x = _tile(x_first, m_first, M, x_stride, k, K, FIRST, BLOCK_K, TMA, EVEN_K)
-        one = _dot(w, x, one, KIND, PDL and not TMA)
-        if SECOND > 0:
-            rest = _tile(x_second, m_first + FIRST, M, x_stride, k, K, SECOND, BLOCK_K, TMA, EVEN_K)
-            one_rest = _dot(w, rest, one_rest, KIND, PDL and not TMA)
-        if PAIR:
-            w = _tile(w_tiles, n_second, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
-            two = _dot(w, x, two, KIND, PDL and not TMA)
+        if TOGETHER:
+            rest, w_other = x, w
             if SECOND > 0:
-                two_rest = _dot(w, rest, two_rest, KIND, PDL and not TMA)
+                rest = _tile(x_second, m_first + FIRST, M, x_stride, k, K, SECOND, BLOCK_K, TMA, EVEN_K)
+            if PAIR:
+                w_other = _tile(w_tiles, n_second, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+            one, one_rest = _by_pieces(w, x, rest, one, one_rest, SECOND, KIND, PDL and not TMA)
+            if PAIR:
+                two, two_rest = _by_pieces(w_other, x, rest, two, two_rest, SECOND, KIND, PDL and not TMA)
+        else:
+            one = _dot(w, x, one, KIND, PDL and not TMA)
+            if SECOND > 0:
+                rest = _tile(x_second, m_first + FIRST, M, x_stride, k, K, SECOND, BLOCK_K, TMA, EVEN_K)
+                one_rest = _dot(w, rest, one_rest, KIND, PDL and not TMA)
+            if PAIR:
+                w = _tile(w_tiles, n_second, N, K, k, K, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+                two = _dot(w, x, two, KIND, PDL and not TMA)
+                if SECOND > 0:
+                    two_rest = _dot(w, rest, two_rest, KIND, PDL and not TMA)
     return one, one_rest, two, two_rest
+
+
+@triton.jit
+def _by_pieces(w, x, rest, sums, sums_rest, SECOND: tl.constexpr, KIND: tl.constexpr, COPIED: tl.constexpr):
+    """Add the products of a weight tile with both pieces of the rows to their sums.
+
+    A step's FP8 products are whole before they are added, a piece's while the next is multiplied. Where the compiler
+    does that addition, each piece is waited for, and in wide tiles each instruction of it.
+    """
+    if KIND == "fp8":
+        part = _dot(w, x, None, KIND, COPIED)
+        if SECOND > 0:
+            part_rest = _dot(w, rest, None, KIND, COPIED)
+        sums += part
+        if SECOND > 0:
+            sums_rest += part_rest
+    else:
+        sums = _dot(w, x, sums, KIND, COPIED)
+        if SECOND > 0:
+            sums_rest = _dot(w, rest, sums_rest, KIND, COPIED)
+    return sums, sums_rest
 
 
 @triton.jit
@@ -245,9 +278,9 @@ def wide_kernel(
     x_first, x_second, w_tiles, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr,
     counter_ptr, M, N, K, steps, x_stride, residual_stride, y_stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, SERIAL: tl.constexpr, LATER: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
+    SPLITS: tl.constexpr, LATER: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
     KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up.
 
@@ -268,19 +301,8 @@ def wide_kernel(
     wait_for_inputs(PDL)
     one, one_rest, two, two_rest = _stretch(
         x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
-        FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL,
+        FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL, TOGETHER,
     )  # fmt: skip
-    if SERIAL:
-        for other in range(1, SPLITS):
-            more, more_rest, next_two, next_rest = _stretch(
-                x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, other, steps,
-                FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL,
-            )  # fmt: skip
-            one += more
-            one_rest += more_rest
-            two += next_two
-            two_rest += next_rest
-    KEPT: tl.constexpr = 1 if SERIAL else SPLITS
     finished = not LATER
     TILES: tl.constexpr = 2 if PAIR else 1
     AFTER_ONE: tl.constexpr = BLOCK_N * FIRST
@@ -292,21 +314,21 @@ def wide_kernel(
         _leave_pieces(one, one_rest, partial_ptr, m_first, n_first, split, M, N, FIRST, SECOND, BLOCK_N)
         if PAIR:
             _leave_pieces(two, two_rest, partial_ptr, m_first, n_second, split, M, N, FIRST, SECOND, BLOCK_N)
-    elif KEPT > 1:
+    elif SPLITS > 1:
         own = at + split * stride
         _keep_pieces(one, one_rest, partial_ptr, own, FIRST, SECOND, BLOCK_N)
         if PAIR:
             _keep_pieces(two, two_rest, partial_ptr, own + AFTER_REST, FIRST, SECOND, BLOCK_N)
-        finished = arrived_last(counter_ptr + tile, KEPT)
+        finished = arrived_last(counter_ptr + tile, SPLITS)
     if finished:
         _finish_piece(
             one, two, partial_ptr, at, stride, m_first, n_first, n_second, x_scale_ptr, w_scale_ptr, bias_ptr,
-            residual_ptr, y_ptr, M, N, residual_stride, y_stride, FIRST, BLOCK_N, PAIR, AFTER_REST, KEPT, KIND, SILU,
+            residual_ptr, y_ptr, M, N, residual_stride, y_stride, FIRST, BLOCK_N, PAIR, AFTER_REST, SPLITS, KIND, SILU,
             HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
         if SECOND > 0:
             _finish_piece(
                 one_rest, two_rest, partial_ptr, at + AFTER_ONE, stride, m_second, n_first, n_second, x_scale_ptr,
                 w_scale_ptr, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride, REST, BLOCK_N, PAIR,
-                AFTER_REST, KEPT, KIND, SILU, HAS_BIAS, HAS_RESIDUAL,
+                AFTER_REST, SPLITS, KIND, SILU, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Compile the products whose warps are of two kinds for sm_90, as they ship, and print one JSON line for each.
+
+A program of its own: kernels compile only where Triton's interpreter was not chosen.
+"""
+
+import json
+import re
+import sys
+
+import triton
+from compile_kernels import TARGETS, _stack
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from slipstream.kernels.triton.launch import launch_options
+from slipstream.kernels.triton.tuning import WideConfig, few_rows_name, read_tuning
+from slipstream.kernels.triton.wide_linear import fitted, row_pieces
+from slipstream.kernels.triton.wide_streams import stream_kernel
+
+FEW, MANY = (32, 40, 64), (96, 128, 160, 192, 256)
+"""Rows of every width a token tile has."""
+GATED = ("28672:4096",)
+"""The shape whose outputs are gates and the rows `up`."""
+WAIT = "griddepcontrol.wait"
+Case = tuple[str, WideConfig, tuple[int, int], bool]
+
+
+def shipped() -> dict[Case, None]:
+    """Return what streams: format, tiles, pieces of the rows, whether with SiLU."""
+    tuning, found = read_tuning("sm_90"), {}
+    for name, config in tuning.wide_linear.items():
+        shape, few = name.partition("/")[0], name == few_rows_name(name.partition("/")[0])
+        format, _, outputs = shape.partition(":")
+        for num_rows in (FEW if few else MANY) if config.stream else ():
+            pieces, silu = row_pieces(num_rows), outputs in GATED
+            found[format, fitted(config, pieces, format, silu, tuning.shared_bytes), pieces, silu] = None
+    return found
+
+
+def compiled(format: str, config: WideConfig, pieces: tuple[int, int], silu: bool) -> dict[str, object]:
+    type, element = ("fp8e4nv", gl.float8e4nv) if format == "fp8" else ("bf16", gl.bfloat16)
+    (first, second), warps, stages, later = pieces, config.num_warps, config.num_stages, config.later
+
+    def tiles(rows: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, config.block_k], element)
+        return f"tensordesc<{type}[{rows}, {config.block_k}],{layout!r}>"
+
+    signature = {
+        "x_first": tiles(first), "x_second": tiles(second or 16), "w_tiles": tiles(config.block_n),
+        "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "y_ptr": "*fp32" if later else "*bf16", "M": "i32", "N": "i32",
+        "steps": "i32", "y_stride": "i32", "part_stride": "i32",
+    }  # fmt: skip
+    constants = {
+        "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
+        "STAGES": stages, "LATER": later, "FP8": format == "fp8", "SILU": silu, "PDL": True, "num_warps": warps,
+    }  # fmt: skip
+    names = stream_kernel.arg_names
+    divisible = ("x_scale_ptr", "w_scale_ptr", "y_ptr", "N", "y_stride", "part_stride")
+    source = GluonASTSource(
+        stream_kernel,
+        {name: signature.get(name, "constexpr") for name in names},
+        constants,
+        {(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
+    )
+    options = {"num_warps": warps, **launch_options(dependent=False), **({"maxnreg": 128} if warps == 4 else {})}
+    found = triton.compile(source, target=TARGETS["sm_90"], options=options)
+    ptx = found.asm["ptx"]
+    asks = [match.start() for match in re.finditer(r"cp\.async\.bulk\.tensor\S*global", ptx)]
+    first_wait = min(m.start() for m in re.finditer(WAIT, ptx) if m.start() > asks[0])
+    row_tiles = 1 + (second > 0)
+    return {
+        "name": f"{format} {first}+{second} rows {config}",
+        "shared": found.metadata.shared,
+        "spills": _stack(found.asm["cubin"]),
+        "matrix": len(re.findall(rf"wgmma\S*\.{'e4m3' if format == 'fp8' else 'bf16'}", ptx)),
+        "asked_before_inputs": sum(ask < first_wait for ask in asks),
+        "asked_after": sum(ask > first_wait for ask in asks),
+        "weights": stages * (1 + config.pair),
+        "rows": row_tiles * stages,
+        "step": row_tiles + 1 + config.pair,
+        "folded": len(re.findall(r"fma\.rn\.f32", ptx)),
+    }
+
+
+def main() -> None:
+    for case in shipped():
+        sys.stdout.write(json.dumps({**compiled(*case)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
