@@ -5,8 +5,8 @@
 First every streamed or joined product that is configured is multiplied over rows of every width a token tile has, and
 must give the bits of narrow tiles and of rows alone. Then the kernels that add stretches, rotate, and find the best
 entry are timed as they were and as they are, alone (what they read lies in the shared cache, as after a product) and in
-whole layers. Then tiles of the draft's own products are tried as `gpu_wide7.py` does. FOLDER gets `sm_90.json` with
-those that are faster. What fails is said and skipped.
+whole layers, where products also let the kernel after them start late (`spread`). Then tiles of the draft's own
+products are tried as `gpu_wide7.py` does. FOLDER gets `sm_90.json` with what is faster. What fails is said and skipped.
 """
 
 import argparse
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 import gpu_small8_before as before
-from gpu_rows import said
+from gpu_rows import Layers, said
+from gpu_rows_tried import with_wide
 from gpu_tune import LLAMA, Shape, graph_seconds, random_weight, starting_tuning, write_tuning
 from gpu_wide7 import Task, compile_layer, compile_one, layers_of, short, time_product
 from gpu_wide7_tried import FEW, MANY, PASSES, Product, candidates, with_tiles
@@ -214,9 +215,12 @@ def time_small(device: torch.device) -> list[str]:
     return lines
 
 
-def time_layers(tuning: Tuning, device: torch.device) -> list[str]:
-    """Time whole layers with the kernels that were and those that are; return the lines of the table."""
-    lines = []
+def time_layers(tuning: Tuning, device: torch.device, deadline: float) -> tuple[Tuning, list[str]]:
+    """Time whole layers with the kernels that were and those that are, then with products that let the next wait.
+
+    Returns the tuning in which those are set that make a layer faster, and the lines of the table.
+    """
+    best, lines = tuning, []
     for format in ("dense", "fp8"):
         try:
             layers = layers_of(format)(LAYERS, CONTEXT, 40, device)
@@ -229,17 +233,52 @@ def time_layers(tuning: Tuning, device: torch.device) -> list[str]:
                     with with_warps(warps):
                         us, out = layers.us(tuning, case)
                     say += f", {us:6.1f} with {warps} warps{'' if torch.equal(out, expected) else ' OTHER BITS'}"
+                print(f"layer {format:5} {num_rows:3} rows: {say}", flush=True)
+                if time.monotonic() < deadline:
+                    best, found = spread(layers, best, format, num_rows, expected)
+                    say += found
                 with as_before():
-                    say += f", before again {layers.us(tuning, case)[0]:6.1f}"
-                say += f", now again {layers.us(tuning, case)[0]:6.1f}"
+                    say += f"; before again {layers.us(tuning, case)[0]:6.1f}"
                 lines.append(f"layer {format:5} {num_rows:3} rows: {say}")
-                print(lines[-1], flush=True)
         except Exception as error:  # noqa: BLE001 - one failing format must not end the run
             lines.append(f"layer {format} failed: {said(error)}")
             print(lines[-1], flush=True)
         layers = None
         torch.cuda.empty_cache()
-    return lines
+    return best, lines
+
+
+def spread(layers: Layers, tuning: Tuning, format: str, num_rows: int, expected: Tensor) -> tuple[Tuning, str]:
+    """Let the kernels after products start late, one product after the other; return what makes layers faster."""
+    first, _ = layers.us(tuning, PASSES[num_rows])
+    best, score = tuning, first
+    for name in spread_names(format, num_rows):
+        config = best.wide_linear.get(name)
+        if config is None:
+            continue
+        changed = with_wide(name, dataclasses.replace(config, spread=not config.spread))(best)
+        us, out = layers.us(changed, PASSES[num_rows])
+        print(f"  spread {name:24} {us:6.1f} us{'' if torch.equal(out, expected) else ' OTHER BITS'}", flush=True)
+        if us < score * 0.997 and torch.equal(out, expected):
+            best, score = changed, us
+    again, _ = layers.us(tuning, PASSES[num_rows])
+    kept = [name for name, config in best.wide_linear.items() if config != tuning.wide_linear.get(name)]
+    return best, f"; spread {first:6.1f} (again {again:6.1f}) -> {score:6.1f} ({', '.join(kept) or 'none'})"
+
+
+def spread_names(format: str, num_rows: int) -> list[str]:
+    """Return the names of a layer's products, in the order they are tried."""
+    shapes = {shape.name: shape for shape in LLAMA}
+    return [Product(format, shapes[name], num_rows).name for name in ("down", "qkv", "o", "gate_up")]
+
+
+def compile_spread(task: tuple[Tuning, str, int]) -> str:
+    """Run a layer whose products all let the next kernel start late; return what went wrong."""
+    tuning, format, num_rows = task
+    for name in spread_names(format, num_rows):
+        if name in tuning.wide_linear:
+            tuning = with_wide(name, dataclasses.replace(tuning.wide_linear[name], spread=True))(tuning)
+    return compile_layer((tuning, format, PASSES[num_rows]))
 
 
 def draft_candidates(tuning: Tuning, product: Product) -> list[WideConfig]:
@@ -290,20 +329,23 @@ def main() -> None:
     ]
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 15)) as pool:
         whole = pool.map_async(compile_layer, [(tuning, f, c) for f in ("dense", "fp8") for c in PASSES.values()], 1)
+        late = pool.map_async(compile_spread, [(tuning, f, rows) for f in ("dense", "fp8") for rows in PASSES], 1)
         small = [(way, number) for way in ("now", "before") for number in range(9)]
         small += [(str(warps), number) for warps in WARPS for number in range(3)]
         smaller = pool.map_async(compile_small, small, 1)
         checked = run_all(check_widths, widths, pool, 30.0)
         compiled = run_all(compile_one, tasks, pool, 20.0)
         with contextlib.suppress(multiprocessing.TimeoutError):
-            errors = [*whole.get(timeout=15.0), *smaller.get(timeout=5.0)]
+            errors = [*whole.get(timeout=15.0), *smaller.get(timeout=5.0), *late.get(timeout=5.0)]
             print("".join(f"  {error}\n" for error in errors if error), end="", flush=True)
     fine = {(product, config) for (_, product, config), ok in zip(tasks, compiled, strict=True) if ok}
     tried = {product: [c for c in configs if (product, c) in fine] for product, configs in tried.items()}
     table = [f"bits over rows of every width: {sum(checked)} of {len(checked)} configurations right"]
     table += time_small(device)
-    table += time_layers(tuning, device)
-    best, lines = tune_draft(tuning, tried, started + arguments.seconds)
+    best, lines = time_layers(tuning, device, started + 0.7 * arguments.seconds)
+    table += lines
+    write_tuning(best, arguments.out)
+    best, lines = tune_draft(best, tried, started + arguments.seconds)
     write_tuning(best, arguments.out)
     print("\n".join([*table, *lines]))
     print(f"{time.monotonic() - started:.0f} s", flush=True)

@@ -52,7 +52,8 @@ def compiled(format: str, config: WideConfig, pieces: tuple[int, int], silu: boo
     }  # fmt: skip
     constants = {
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "STAGES": stages, "LATER": later, "FP8": format == "fp8", "SILU": silu, "PDL": True, "num_warps": warps,
+        "STAGES": stages, "LATER": later, "FP8": format == "fp8", "SILU": silu, "SPREAD": config.spread, "PDL": True,
+        "num_warps": warps,
     }  # fmt: skip
     names = stream_kernel.arg_names
     divisible = ("x_scale_ptr", "w_scale_ptr", "y_ptr", "N", "y_stride", "part_stride")

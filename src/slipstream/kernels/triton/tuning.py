@@ -53,6 +53,8 @@ class WideConfig:
             sums: the same bits there, and instructions that need not wait for one another.
         stream: whether one warp asks for tiles and the others multiply them (`wide_streams`, sm_90), where a product
             has one stretch and no residual, or leaves its stretches for later.
+        spread: whether the next kernel may start when the columns are multiplied, and not at once: a product of few
+            programs leaves processors idle, and rows that start early crowd there.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
 
@@ -66,6 +68,7 @@ class WideConfig:
     ahead: bool = True
     together: bool = False
     stream: bool = False
+    spread: bool = False
     from_rows: int = 17
 
 

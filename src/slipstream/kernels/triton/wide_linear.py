@@ -113,7 +113,7 @@ def multiply_wide(
         SPLITS=1 if config.later else launch.splits, LATER=config.later,
         EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        AHEAD=config.ahead, TOGETHER=config.together, PDL=launch.dependent,
+        AHEAD=config.ahead, TOGETHER=config.together, SPREAD=config.spread, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
@@ -152,8 +152,8 @@ def _stream(
         tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
         x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, PDL=launch.dependent,
-        num_warps=config.num_warps, **few, **launch_options(launch.dependent),
+        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, SPREAD=config.spread,
+        PDL=launch.dependent, num_warps=config.num_warps, **few, **launch_options(launch.dependent),
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
         "SPLITS": 1 if silu or config.later else 4, "LATER": config.later and not silu,
         "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
         "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead,
-        "TOGETHER": config.together, "PDL": False,
+        "TOGETHER": config.together, "SPREAD": config.spread, "PDL": False,
     }  # fmt: skip
     tiles = (
         f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', later' if config.later else ', split'}"
