@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_small8.py --out FOLDER [--seconds 62]
 
 First every streamed or joined product that is configured is multiplied over rows of every width a token tile has, and
-must give the bits of narrow tiles and of rows alone. Then the kernels that add stretches, rotate, and find the best
+must give the bits of eight rows alone. Then the kernels that add stretches, rotate, and find the best
 entry are timed as they were and as they are, alone (what they read lies in the shared cache, as after a product) and in
 whole layers, where products also let the kernel after them start late (`spread`). Then tiles of the draft's own
 products are tried as `gpu_wide7.py` does. FOLDER gets `sm_90.json` with what is faster. What fails is said and skipped.
@@ -27,22 +27,27 @@ import gpu_small8_before as before
 from gpu_rows import Layers, said
 from gpu_rows_tried import with_wide
 from gpu_tune import LLAMA, Shape, graph_seconds, random_weight, starting_tuning, write_tuning
-from gpu_wide7 import Task, compile_layer, compile_one, layers_of, short, time_product
+from gpu_wide7 import Task, compile_one, layers_of, short, time_product
 from gpu_wide7_tried import FEW, MANY, PASSES, Product, candidates, with_tiles
 from slipstream.kernels.ops import KvLayer, RowSampling
 from slipstream.kernels.triton import norm_rope, sample, stretches
 from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite, Stretches
-from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton.products import Products, Weight
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning, WideConfig
 from slipstream.quant.packed import PackedWeight
 
-WIDTHS = {True: (17, 32, 33, 40, 48, 64), False: (65, 96, 100, 128, 160, 192, 256)}
+WIDTHS = {True: (17, 33, 40, 64), False: (65, 100, 128, 160, 192, 256)}
 DRAFT = [shape for shape in LLAMA if shape.name in ("draft qkv", "draft fc")]
 HEADS, GROUPS, WIDTH, HIDDEN, VOCABULARY, DRAFTED = 32, 8, 128, 4096, 128256, 32000
 LAUNCHES, LAYERS, CONTEXT, WARPS, DEPENDENT = 40, 6, 1152, (4, 16), True
 Named = tuple[str, Callable[[], tuple[Tensor, ...]]]
 Width = tuple[Tuning, str, WideConfig]
+
+
+def alone(products: Products, weight: Weight, x: Tensor, silu: bool) -> Tensor:
+    """Return the product of a few rows."""
+    return products.multiply(products.rows_for(weight, x), weight, Epilogue(silu=silu))
 
 
 def check_widths(task: Width) -> str:
@@ -65,22 +70,16 @@ def check_widths(task: Width) -> str:
             weight = random_weight(format, shape, device)
             weight = narrow.prepare(weight) if isinstance(weight, PackedWeight) else weight
             x = torch.randn(256, shape.inputs, device=device).bfloat16()
-            residual = torch.randn(256, shape.outputs, device=device).bfloat16()
+            expected = torch.cat([alone(narrow, weight, x[at : at + 8], silu) for at in range(0, 256, 8)])
             for count in WIDTHS[bool(few)]:
                 rows = new.rows_for(weight, x[:count])
-                end = Epilogue(silu=silu, residual_TN=residual[:count] if config.later else None)
-                few_end = Epilogue(silu=silu, residual_TN=residual[:8] if config.later else None)
                 sums = new.stretches(rows, weight) if config.later else None
-                if config.later and sums is None:
-                    wrong.append(f"{count} rows leave no stretches")
-                    continue
                 if sums is None:
-                    out = new.multiply(rows, weight, end)
+                    wrong += [f"{count} rows, which leave no stretches"] if config.later else []
+                    out = new.multiply(rows, weight, Epilogue(silu=silu))
                 else:
-                    out = stretches.add_stretches(sums, residual[:count], None, new.dependent)[0]
-                alone = narrow.multiply(narrow.rows_for(weight, x[:8]), weight, few_end)
-                if not torch.equal(out, narrow.multiply(rows, weight, end)) or not torch.equal(out[:8], alone):
-                    wrong.append(f"{count} rows")
+                    out = stretches.add_stretches(sums, torch.zeros_like(expected[:count]), None, new.dependent)[0]
+                wrong += [] if torch.equal(out, expected[:count]) else [f"{count} rows"]
             torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - anything a compiler may raise is worth a line
         return f"{name} {short(config)}: {said(error)}"
@@ -272,13 +271,19 @@ def spread_names(format: str, num_rows: int) -> list[str]:
     return [Product(format, shapes[name], num_rows).name for name in ("down", "qkv", "o", "gate_up")]
 
 
-def compile_spread(task: tuple[Tuning, str, int]) -> str:
-    """Run a layer whose products all let the next kernel start late; return what went wrong."""
-    tuning, format, num_rows = task
+def compile_pass(task: tuple[Tuning, str, int, bool]) -> str:
+    """Run a layer as configured, or with products that all let the next kernel start late; say what went wrong."""
+    tuning, format, num_rows, late = task
     for name in spread_names(format, num_rows):
-        if name in tuning.wide_linear:
+        if late and name in tuning.wide_linear:
             tuning = with_wide(name, dataclasses.replace(tuning.wide_linear[name], spread=True))(tuning)
-    return compile_layer((tuning, format, PASSES[num_rows]))
+    try:
+        with torch.no_grad():
+            layers_of(format)(1, 64, 40, torch.device("cuda")).pass_of(tuning, PASSES[num_rows])()
+            torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 - said again where it is timed
+        return f"layer {task[1:]}: {said(error)}"
+    return ""
 
 
 def draft_candidates(tuning: Tuning, product: Product) -> list[WideConfig]:
@@ -328,15 +333,15 @@ def main() -> None:
         if ":" in name and (config.stream or config.together)
     ]
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 15)) as pool:
-        whole = pool.map_async(compile_layer, [(tuning, f, c) for f in ("dense", "fp8") for c in PASSES.values()], 1)
-        late = pool.map_async(compile_spread, [(tuning, f, rows) for f in ("dense", "fp8") for rows in PASSES], 1)
+        passes = [(tuning, f, rows, late) for f in ("dense", "fp8") for rows in PASSES for late in (False, True)]
+        whole = pool.map_async(compile_pass, passes, 1)
         small = [(way, number) for way in ("now", "before") for number in range(9)]
         small += [(str(warps), number) for warps in WARPS for number in range(3)]
         smaller = pool.map_async(compile_small, small, 1)
         checked = run_all(check_widths, widths, pool, 30.0)
         compiled = run_all(compile_one, tasks, pool, 20.0)
         with contextlib.suppress(multiprocessing.TimeoutError):
-            errors = [*whole.get(timeout=15.0), *smaller.get(timeout=5.0), *late.get(timeout=5.0)]
+            errors = [*whole.get(timeout=15.0), *smaller.get(timeout=5.0)]
             print("".join(f"  {error}\n" for error in errors if error), end="", flush=True)
     fine = {(product, config) for (_, product, config), ok in zip(tasks, compiled, strict=True) if ok}
     tried = {product: [c for c in configs if (product, c) in fine] for product, configs in tried.items()}
