@@ -1,6 +1,6 @@
 """Check and time on this GPU what is new between the products of 40 and 160 rows, and tiles for the draft's products.
 
-    PYTHONPATH=src python benchmarks/gpu_small8.py --out FOLDER [--seconds 62]
+    PYTHONPATH=src python benchmarks/gpu_small8.py --out FOLDER [--seconds 64]
 
 First every streamed or joined product that is configured is multiplied over rows of every width a token tile has, and
 must give the bits of eight rows alone. Then the kernels that add stretches, rotate, and find the best
@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -86,22 +86,26 @@ def check_widths(task: Width) -> str:
     return f"{name} {short(config)}: OTHER BITS over {', '.join(wrong)}" if wrong else ""
 
 
-def run_all(function: Callable[[Any], str], tasks: list[Any], pool: Pool, seconds: float) -> list[bool]:
-    """Run tasks in the pool's processes; return which went well, and print what went wrong, or did not end."""
-    started = time.monotonic()
-    pending = [pool.apply_async(function, (task,)) for task in tasks]
-    fine = []
-    for task, result in zip(tasks, pending, strict=True):
-        try:
-            error = result.get(timeout=max(seconds - (time.monotonic() - started), 0.1))
-        except Exception as failure:  # noqa: BLE001 - a process that died or hangs is worth a line
-            error = f"{task[1:]} did not end: {said(failure)}"
-        if error:
-            print(f"  {error}", flush=True)
-        fine.append(not error)
-    name = function.__name__
-    print(f"{name}: {sum(fine)} of {len(tasks)} fine after {time.monotonic() - started:.0f} s", flush=True)
-    return fine
+class Work:
+    """Tasks of one kind in the pool's processes, which begin at once."""
+
+    def __init__(self, function: Callable[[Any], str], tasks: Sequence[Any], pool: Pool) -> None:
+        self._name, self._tasks = function.__name__, tasks
+        self._pending = [pool.apply_async(function, (task,)) for task in tasks]
+
+    def results(self, deadline: float) -> list[bool]:
+        """Return which tasks went well; print what went wrong, or did not end."""
+        fine = []
+        for task, result in zip(self._tasks, self._pending, strict=True):
+            try:
+                error = result.get(timeout=max(deadline - time.monotonic(), 0.1))
+            except Exception as failure:  # noqa: BLE001 - a process that died or hangs is worth a line
+                error = f"{task[1:]} did not end: {said(failure)}"
+            if error:
+                print(f"  {error}", flush=True)
+            fine.append(not error)
+        print(f"{self._name}: {sum(fine)} of {len(fine)} fine", flush=True)
+        return fine
 
 
 @contextlib.contextmanager
@@ -319,7 +323,7 @@ def main() -> None:
     """Check, time, and write the configuration."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=62.0, help="try no further product after so long")
+    parser.add_argument("--seconds", type=float, default=64.0, help="try no further product after so long")
     arguments = parser.parse_args()
     started = time.monotonic()
     device = torch.device("cuda")
@@ -334,20 +338,20 @@ def main() -> None:
     ]
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 15)) as pool:
         passes = [(tuning, f, rows, late) for f in ("dense", "fp8") for rows in PASSES for late in (False, True)]
-        whole = pool.map_async(compile_pass, passes, 1)
         small = [(way, number) for way in ("now", "before") for number in range(9)]
         small += [(str(warps), number) for warps in WARPS for number in range(3)]
-        smaller = pool.map_async(compile_small, small, 1)
-        checked = run_all(check_widths, widths, pool, 30.0)
-        compiled = run_all(compile_one, tasks, pool, 20.0)
-        with contextlib.suppress(multiprocessing.TimeoutError):
-            errors = [*whole.get(timeout=15.0), *smaller.get(timeout=5.0)]
-            print("".join(f"  {error}\n" for error in errors if error), end="", flush=True)
+        whole, checks = Work(compile_pass, passes, pool), Work(check_widths, widths, pool)
+        products, kernels = Work(compile_one, tasks, pool), Work(compile_small, small, pool)
+        checked = checks.results(started + 45.0)
+        whole.results(started + 45.0)
+        compiled = products.results(started + 45.0)
+        kernels.results(started + 45.0)
+        print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
     fine = {(product, config) for (_, product, config), ok in zip(tasks, compiled, strict=True) if ok}
     tried = {product: [c for c in configs if (product, c) in fine] for product, configs in tried.items()}
     table = [f"bits over rows of every width: {sum(checked)} of {len(checked)} configurations right"]
     table += time_small(device)
-    best, lines = time_layers(tuning, device, started + 0.7 * arguments.seconds)
+    best, lines = time_layers(tuning, device, started + 0.85 * arguments.seconds)
     table += lines
     write_tuning(best, arguments.out)
     best, lines = tune_draft(best, tried, started + arguments.seconds)
