@@ -19,8 +19,8 @@ MAX_K = 16
 """More than so many entries of a row are found by torch."""
 _BLOCK = 2048
 _MANY_BLOCKS = 2048
-"""From so many blocks of all rows on, a program takes `_TAKEN` finer ones: there are programs enough for the device."""
-_FINE, _TAKEN = 1024, 8
+"""From so many blocks of all rows on, a program takes `_TAKEN` of them: there are programs enough for the device."""
+_TAKEN = 4
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def _best(
     device, num_blocks = logits_LV.device, triton.cdiv(vocab, _BLOCK)
     several = k == 1 and not with_sums and num_rows * num_blocks >= _MANY_BLOCKS
     if several:
-        num_blocks = triton.cdiv(vocab, _FINE * _TAKEN)
+        num_blocks = triton.cdiv(vocab, _BLOCK * _TAKEN)
     values = torch.empty(num_rows, num_blocks * k, dtype=torch.float32, device=device)
     entries = torch.empty(num_rows, num_blocks * k, dtype=torch.int32, device=device)
     sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
@@ -229,7 +229,7 @@ def _best(
     drawn = (logits_LV, ids, sampling.temperature_L, sampling.seed_L, sampling.position_L, values, entries)
     if several:
         _best_of_blocks_kernel[(num_rows, num_blocks)](
-            *drawn, vocab, logits_LV.stride(0), BLOCK=_FINE, TAKEN=_TAKEN, HAS_IDS=token_ids_V is not None,
+            *drawn, vocab, logits_LV.stride(0), BLOCK=_BLOCK, TAKEN=_TAKEN, HAS_IDS=token_ids_V is not None,
             PDL=dependent, num_warps=8, **launch_options(dependent),
         )  # fmt: skip
     else:
@@ -268,7 +268,7 @@ def variants(architecture: str) -> list[Variant]:
     several = {name: kind for name, kind in block.items() if name != "sums_ptr"}
     shipped += [
         Variant(f"best 1{' of a draft' if ids else ''}, several blocks", _best_of_blocks_kernel, several,
-                {"BLOCK": _FINE, "TAKEN": _TAKEN, "HAS_IDS": ids, "PDL": False}, 8, 2)
+                {"BLOCK": _BLOCK, "TAKEN": _TAKEN, "HAS_IDS": ids, "PDL": False}, 8, 2)
         for ids in (False, True)
     ]  # fmt: skip
     perturbed = {**rows, "out_ptr": "*fp32", "V": "i32", "stride": "i32"}

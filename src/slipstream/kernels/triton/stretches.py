@@ -17,8 +17,6 @@ from slipstream.kernels.triton.norm_rope import Norm, Stretches, added_stretches
 from slipstream.kernels.triton.quantize import CODE_DTYPES, Codes, encode, row_scale
 from slipstream.kernels.triton.variants import Variant
 
-_WARPS = 8  # of rows of more than 1,024 numbers
-
 
 @triton.jit
 def _add_kernel(
@@ -87,9 +85,16 @@ def _launch(
         sums.parts_STN, residual_TD, outs[0] if norm is None else norm.weight_D, *outs[:2],
         *(sums.scales or (None, None)), outs[2], width, sums.parts_STN.stride(0), residual_TD.stride(0),
         0.0 if norm is None else norm.eps, BLOCK=block, LEVELS=block.bit_length() - 1, SPLITS=splits,
-        NORM=norm is not None, CODES=codes, PDL=dependent, num_warps=_WARPS if width > 1024 else 4,
+        NORM=norm is not None, CODES=codes, PDL=dependent, num_warps=_num_warps(width, codes),
         **launch_options(dependent),
     )  # fmt: skip
+
+
+def _num_warps(width: int, codes: str) -> int:
+    """Return the warps of a row; more for codes, whose row is read and gone over twice."""
+    if width <= 1024:
+        return 4
+    return 8 if codes == "none" else 16
 
 
 def variants(architecture: str) -> list[Variant]:

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.linear import Epilogue, residual_stride
-from slipstream.kernels.triton.tuning import WideConfig, few_rows_name, read_tuning
+from slipstream.kernels.triton.tuning import FEW_ROWS, FEWER_ROWS, WideConfig, read_tuning
 from slipstream.kernels.triton.variants import Matrix, Variant
 from slipstream.kernels.triton.wide_tiles import wide_kernel
 
@@ -113,7 +113,7 @@ def multiply_wide(
         SPLITS=1 if config.later else launch.splits, LATER=config.later,
         EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        AHEAD=config.ahead, TOGETHER=config.together, SPREAD=config.spread, PDL=launch.dependent,
+        AHEAD=config.ahead, TOGETHER=config.together, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
@@ -152,8 +152,8 @@ def _stream(
         tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
         x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, SPREAD=config.spread,
-        PDL=launch.dependent, num_warps=config.num_warps, **few, **launch_options(launch.dependent),
+        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, PDL=launch.dependent,
+        num_warps=config.num_warps, **few, **launch_options(launch.dependent),
     )  # fmt: skip
 
 
@@ -172,8 +172,15 @@ _POINTERS = {"dense": "bf16", "int8": "i8", "fp8": "fp8e4nv", "fp8_upcast": "fp8
 _MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp8_upcast": "bf16"}
 
 
+_PASSES = {  # rows, and whether SiLUs come of them, that what ships is compiled for: by the rows a name ends in
+    str(FEWER_ROWS): ((32, False), (32, True)),
+    str(FEW_ROWS): ((40, False), (64, True)),
+    "": ((96, False), (160, False), (160, True), (256, True)),
+}
+
+
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: each format's tiles by format and by shape, for 96, 160 and 256 rows, whole and split.
+    """List what ships: each format's tiles by format and by shape, for 32 to 256 rows, whole and split.
 
     And tiles by format that leave their sums for later.
     """
@@ -182,8 +189,7 @@ def variants(architecture: str) -> list[Variant]:
     for name, config in tuning.wide_linear.items():
         format = name.partition(":")[0]
         kind = "fp8_upcast" if format == "fp8" and not tuning.fp8_dot else format
-        many = ((96, False), (160, False), (160, True), (256, True))
-        for num_rows, silu in ((40, False), (64, True)) if name == few_rows_name(name.partition("/")[0]) else many:
+        for num_rows, silu in _PASSES[name.partition("/")[2]]:
             pieces = row_pieces(num_rows)
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
@@ -211,7 +217,7 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
         "SPLITS": 1 if silu or config.later else 4, "LATER": config.later and not silu,
         "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
         "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead,
-        "TOGETHER": config.together, "SPREAD": config.spread, "PDL": False,
+        "TOGETHER": config.together, "PDL": False,
     }  # fmt: skip
     tiles = (
         f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', later' if config.later else ', split'}"

@@ -200,8 +200,8 @@ def _finish(
 def stream_kernel(
     x_first, x_second, w_tiles, x_scale_ptr, w_scale_ptr, y_ptr, M, N, steps, y_stride, part_stride,
     FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, LATER: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr,
-    SPREAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, LATER: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by one weight tile or a pair, over one stretch of columns."""
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
@@ -225,7 +225,7 @@ def stream_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    if PDL and not SPREAD:
+    if PDL:
         gdc_launch_dependents()
     # A group of four warps takes 64 weight rows; two groups share a tile of 64 by halves of the rows.
     DOWN: gl.constexpr = num_warps if 16 * num_warps <= BLOCK_N else 4
@@ -242,8 +242,6 @@ def stream_kernel(
         ],
         [1], [24],
     )  # fmt: skip
-    if PDL and SPREAD:
-        gdc_launch_dependents()
     EACH: gl.constexpr = 4 if LATER else 8
     LANES: gl.constexpr = BLOCK_N // EACH if BLOCK_N // EACH < 32 else 32
     STORED: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [num_warps, 1], [1, 0])

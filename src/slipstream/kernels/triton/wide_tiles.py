@@ -12,7 +12,7 @@ likewise; with SiLU they are gates and the rows `up` of the same outputs. Column
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.launch import arrived_last, let_next_start, show_copies, wait_for_previous
+from slipstream.kernels.triton.launch import arrived_last, show_copies, wait_for_inputs
 from slipstream.kernels.triton.linear import prefetch_rows
 
 
@@ -280,7 +280,7 @@ def wide_kernel(
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, LATER: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
     KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
-    TOGETHER: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
+    TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up.
 
@@ -298,13 +298,11 @@ def wide_kernel(
         _ask_ahead(w_ptr, n_first, split * steps * BLOCK_K, N, K, BLOCK_N)
         if PAIR:
             _ask_ahead(w_ptr, n_second, split * steps * BLOCK_K, N, K, BLOCK_N)
-    let_next_start(PDL and not SPREAD)
-    wait_for_previous(PDL)
+    wait_for_inputs(PDL)
     one, one_rest, two, two_rest = _stretch(
         x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
         FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL, TOGETHER,
     )  # fmt: skip
-    let_next_start(PDL and SPREAD)
     finished = not LATER
     TILES: tl.constexpr = 2 if PAIR else 1
     AFTER_ONE: tl.constexpr = BLOCK_N * FIRST
