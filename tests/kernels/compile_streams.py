@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from slipstream.kernels.triton.launch import launch_options
-from slipstream.kernels.triton.tuning import WideConfig, few_rows_name, read_tuning
+from slipstream.kernels.triton.tuning import WideConfig, read_tuning
 from slipstream.kernels.triton.wide_linear import fitted, row_pieces
 from slipstream.kernels.triton.wide_streams import stream_kernel
 
@@ -29,7 +29,7 @@ def shipped() -> dict[Case, None]:
     """Return what streams: format, tiles, pieces of the rows, whether with SiLU."""
     tuning, found = read_tuning("sm_90"), {}
     for name, config in tuning.wide_linear.items():
-        shape, few = name.partition("/")[0], name == few_rows_name(name.partition("/")[0])
+        shape, few, _ = name.partition("/")
         format, _, outputs = shape.partition(":")
         for num_rows in (FEW if few else MANY) if config.stream else ():
             pieces, silu = row_pieces(num_rows), outputs in GATED

@@ -11,6 +11,7 @@ from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
 from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, cycle_ops
 from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.triton import sample
 from slipstream.models.context import KvCache
 from tiny import tiny_draft, tiny_target
 
@@ -96,6 +97,25 @@ def test_the_token_proposed_is_that_of_the_best_entry(warm, generator):
     token = OPS.propose(logits, ids, sampling, chain[:, 2])
     assert torch.equal(token, TORCH.propose(logits, ids, sampling, torch.empty_like(token)))
     assert torch.equal(chain[:, 2], token) and not chain[:, [0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("warm", [0.0, 0.7])
+def test_a_program_that_takes_several_blocks_finds_what_one_for_each_finds(warm, generator, monkeypatch):
+    logits = numbers(6, 20000, generator=generator, dtype=torch.bfloat16).clamp(max=2.0)  # the best come many times
+    logits[1] = float("-inf")
+    logits[2, 1:] = float("-inf")
+    logits[3, :9000] = float("nan")
+    logits[4] = float("nan")
+    logits[5, 8192:] = 3.0
+    rows = torch.arange(6, device=DEVICE)
+    sampling = RowSampling(torch.full((6,), warm, device=DEVICE), rows + 11, rows)
+    apart = OPS.choose(logits, sampling.temperature_L, sampling.seed_L, sampling.position_L)
+    monkeypatch.setattr(sample, "_MANY_BLOCKS", 1)
+    assert torch.equal(OPS.choose(logits, sampling.temperature_L, sampling.seed_L, sampling.position_L), apart)
+    ids = torch.randperm(50000, generator=generator)[:20000].sort().values.to(DEVICE)
+    several = OPS.propose(logits, ids, sampling, torch.empty_like(rows))
+    monkeypatch.undo()
+    assert torch.equal(OPS.propose(logits, ids, sampling, torch.empty_like(rows)), several)
 
 
 def test_a_backend_without_such_kernels_leaves_them_to_torch():

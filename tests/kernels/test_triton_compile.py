@@ -71,7 +71,7 @@ def test_attention_folds_no_product_into_a_sum():
     assert all(row["folded"] == 0 for row in rows), rows
 
 
-WEIGHTS = {"w_ptr", "w_scale_ptr"}
+WEIGHTS = {"w_ptr", "w_scale_ptr", "weight_ptr"}
 DESCRIPTION = {"starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr"}
 EARLY_READERS = {  # beside weights: what these read was written before the kernel before them began
     "attention 16 rows": DESCRIPTION,

@@ -123,6 +123,40 @@ def scaled_sums(sums, x_scale_ptr, w_scale_ptr, row, at, real):
 
 
 @triton.jit
+def _turn_halves(
+    row_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, x_scale_ptr, w_scale_ptr,
+    token, first, head, part_stride, slot_stride,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """What `_rope_kernel` does, for heads that turn whole: each number is read once, and all are asked for at once."""
+    at = tl.arange(0, HALF)[None, :]
+    real = (at < HALF) & (head >= 0)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    source = head * (2 * HALF) + at
+    x = added_stretches(row_ptr + source, part_stride, real, SPLITS)
+    y = added_stretches(row_ptr + source + HALF, part_stride, real, SPLITS)
+    cos, sin = tl.load(cos_ptr + position * HALF + at), tl.load(sin_ptr + position * HALF + at)
+    dtype = q_ptr.dtype.element_ty
+    x = scaled_sums(x, x_scale_ptr, w_scale_ptr, token, source, real).to(dtype)
+    y = scaled_sums(y, x_scale_ptr, w_scale_ptr, token, source + HALF, real).to(dtype)
+    if first < HEADS + GROUPS:
+        one, other = x.to(tl.float32), y.to(tl.float32)
+        x = (one * cos - other * sin).to(dtype)
+        y = (other * cos + one * sin).to(dtype)
+    if first < HEADS:
+        target = q_ptr + token * (HEADS * 2 * HALF) + source
+        tl.store(target, x)
+        tl.store(target + HALF, y)
+    else:
+        target = keys_ptr + slot * slot_stride + source - HEADS * 2 * HALF
+        if first >= HEADS + GROUPS:
+            target = values_ptr + slot * slot_stride + source - (HEADS + GROUPS) * 2 * HALF
+        tl.store(target, x.to(keys_ptr.dtype.element_ty))
+        tl.store(target + HALF, y.to(keys_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _rope_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     x_scale_ptr, w_scale_ptr, qkv_stride, part_stride, slot_stride, eps,
@@ -138,6 +172,12 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TAKEN
     head = (first + tl.arange(0, TAKEN))[:, None]
+    if WIDTH == 2 * HALF and BLOCK == WIDTH and not QK_NORM:
+        _turn_halves(
+            qkv_ptr + token * qkv_stride, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
+            x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride, HEADS, GROUPS, HALF, SPLITS,
+        )  # fmt: skip
+        return
     at = tl.arange(0, BLOCK)[None, :]
     real = (at < WIDTH) & (head >= 0)
     source = qkv_ptr + token * qkv_stride + head * WIDTH

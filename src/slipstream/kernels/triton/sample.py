@@ -18,6 +18,9 @@ from slipstream.kernels.triton.variants import Variant
 MAX_K = 16
 """More than so many entries of a row are found by torch."""
 _BLOCK = 2048
+_MANY_BLOCKS = 2048
+"""From so many blocks of all rows on, a program takes `_TAKEN` of them: there are programs enough for the device."""
+_TAKEN = 4
 
 
 @triton.jit
@@ -46,17 +49,65 @@ def _gumbel(seed, position, token):
 @triton.jit
 def _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride, HAS_IDS: tl.constexpr):
     """Return logits / T + noise of entries [n] of a row, at T = 0 the logits; -inf past the vocabulary."""
-    real = entry < V
-    logits = tl.load(logits_ptr + row * stride + entry, mask=real, other=float("-inf")).to(tl.float32)
+    logits = _logits(logits_ptr, row, entry, V, stride)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        if HAS_IDS:
-            token = tl.load(ids_ptr + entry, mask=real, other=0).to(tl.int32)
-        else:
-            token = entry
-        noise = _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), token)
-        logits = tl.div_rn(logits, tl.zeros_like(logits) + temperature) + noise
+        logits = _perturbed(logits, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V, HAS_IDS)
     return logits
+
+
+@triton.jit
+def _logits(logits_ptr, row, entry, V, stride):
+    """Return the logits of entries [n] of a row, -inf past the vocabulary."""
+    return tl.load(logits_ptr + row * stride + entry, mask=entry < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _perturbed(logits, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V, HAS_IDS: tl.constexpr):
+    """Return logits / T + noise."""
+    if HAS_IDS:
+        token = tl.load(ids_ptr + entry, mask=entry < V, other=0).to(tl.int32)
+    else:
+        token = entry
+    noise = _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), token)
+    return tl.div_rn(logits, tl.zeros_like(logits) + temperature) + noise
+
+
+@triton.jit
+def _better(value, at, score, entry):
+    """Put scores that are better, or the first, into their places."""
+    better = (score > value) | (value != value)
+    return tl.where(better, score, value), tl.where(better, entry, at)
+
+
+@triton.jit
+def _best_of_blocks_kernel(
+    logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, value_ptr, entry_ptr, V, stride,
+    BLOCK: tl.constexpr, TAKEN: tl.constexpr, HAS_IDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Leave the best value and entry of TAKEN blocks side by side, as `_best_of_block_kernel` does of one.
+
+    Without noise all are asked for at once: one block to a program is too little to keep the memory busy.
+    """
+    wait_for_inputs(PDL)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = group * (TAKEN * BLOCK) + tl.arange(0, BLOCK)
+    value, at = tl.full([BLOCK], float("nan"), tl.float32), first
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        for block in range(TAKEN):
+            entry = first + block * BLOCK
+            score = _logits(logits_ptr, row, entry, V, stride)
+            score = _perturbed(score, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V, HAS_IDS)
+            value, at = _better(value, at, score, entry)
+    else:
+        for block in tl.static_range(TAKEN):
+            entry = first + block * BLOCK
+            value, at = _better(value, at, _logits(logits_ptr, row, entry, V, stride), entry)
+    best = tl.max(value, 0)
+    cell = row * tl.num_programs(1) + group
+    tl.store(value_ptr + cell, best)
+    tl.store(entry_ptr + cell, tl.min(tl.where((value == best) & (at < V), at, V - 1), 0))
 
 
 @triton.jit
@@ -164,19 +215,28 @@ def _best(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return scores and entries of each row's best; where `tokens_L` takes the best one's token, tokens for entries."""
     num_rows, vocab = logits_LV.shape
+    with_sums = token_ids_V is not None and tokens_L is None
     device, num_blocks = logits_LV.device, triton.cdiv(vocab, _BLOCK)
+    several = k == 1 and not with_sums and num_rows * num_blocks >= _MANY_BLOCKS
+    if several:
+        num_blocks = triton.cdiv(vocab, _BLOCK * _TAKEN)
     values = torch.empty(num_rows, num_blocks * k, dtype=torch.float32, device=device)
     entries = torch.empty(num_rows, num_blocks * k, dtype=torch.int32, device=device)
     sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     scores_LK = torch.empty(num_rows, k, dtype=torch.float32, device=device)
     best_LK = torch.empty(num_rows, k, dtype=torch.int64, device=device)
-    with_sums = token_ids_V is not None and tokens_L is None
     ids, copies = best_LK if token_ids_V is None else token_ids_V, best_LK if tokens_L is None else tokens_L
-    _best_of_block_kernel[(num_rows, num_blocks)](
-        logits_LV, ids, sampling.temperature_L, sampling.seed_L, sampling.position_L, values, entries, sums, vocab,
-        logits_LV.stride(0), BLOCK=_BLOCK, K=k, HAS_IDS=token_ids_V is not None, SUMS=with_sums, PDL=dependent,
-        num_warps=8, **launch_options(dependent),
-    )  # fmt: skip
+    drawn = (logits_LV, ids, sampling.temperature_L, sampling.seed_L, sampling.position_L, values, entries)
+    if several:
+        _best_of_blocks_kernel[(num_rows, num_blocks)](
+            *drawn, vocab, logits_LV.stride(0), BLOCK=_BLOCK, TAKEN=_TAKEN, HAS_IDS=token_ids_V is not None,
+            PDL=dependent, num_warps=8, **launch_options(dependent),
+        )  # fmt: skip
+    else:
+        _best_of_block_kernel[(num_rows, num_blocks)](
+            *drawn, sums, vocab, logits_LV.stride(0), BLOCK=_BLOCK, K=k, HAS_IDS=token_ids_V is not None,
+            SUMS=with_sums, PDL=dependent, num_warps=8, **launch_options(dependent),
+        )  # fmt: skip
     _best_of_all_kernel[(num_rows,)](
         values, entries, sums, ids, scores_LK, best_LK, copies, num_blocks, copies.stride(0),
         BLOCKS=triton.next_power_of_2(num_blocks * k), K=k, SUMS=with_sums, TOKENS=tokens_L is not None, PDL=dependent,
@@ -205,5 +265,11 @@ def variants(architecture: str) -> list[Variant]:
             Variant(f"{name}, rows", _best_of_all_kernel, final,
                     {"BLOCKS": 64 * triton.next_power_of_2(k), "TOKENS": tokens, **fixed}, 4, 2),
         ]  # fmt: skip
+    several = {name: kind for name, kind in block.items() if name != "sums_ptr"}
+    shipped += [
+        Variant(f"best 1{' of a draft' if ids else ''}, several blocks", _best_of_blocks_kernel, several,
+                {"BLOCK": _BLOCK, "TAKEN": _TAKEN, "HAS_IDS": ids, "PDL": False}, 8, 2)
+        for ids in (False, True)
+    ]  # fmt: skip
     perturbed = {**rows, "out_ptr": "*fp32", "V": "i32", "stride": "i32"}
     return [*shipped, Variant("perturb", _perturb_kernel, perturbed, {"BLOCK": _BLOCK, "PDL": False}, 8, 2)]

@@ -26,10 +26,12 @@ def _add_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Finish a row of hidden states, and normalise it; with CODES what is normalised is stored as codes and a scale."""
-    wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < width
+    if NORM:
+        weight = tl.load(weight_ptr + at, mask=real, other=0.0)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
     dtype = hidden_ptr.dtype.element_ty
     residual = tl.load(residual_ptr + row * residual_stride + at, mask=real, other=0.0).to(tl.float32)
     total = added_stretches(parts_ptr + row * width + at, part_stride, real, SPLITS)
@@ -38,11 +40,10 @@ def _add_kernel(
     tl.store(hidden_ptr + row * width + at, hidden, mask=real)
     if NORM:
         x = hidden.to(tl.float32)
-        weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(tl.float32)
         squares = pair_sums(tl.reshape(x * x, (1, BLOCK)), LEVELS)
         rstd = tl.rsqrt(tl.sum(tl.reshape(squares, (1,)), 0) / width + eps)
         # Rounded where torch rounds: after the norm, and after the weight.
-        normed = ((x * rstd).to(dtype).to(tl.float32) * weight).to(dtype)
+        normed = ((x * rstd).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
         if CODES == "none":
             tl.store(normed_ptr + row * width + at, normed, mask=real)
         else:
@@ -84,9 +85,16 @@ def _launch(
         sums.parts_STN, residual_TD, outs[0] if norm is None else norm.weight_D, *outs[:2],
         *(sums.scales or (None, None)), outs[2], width, sums.parts_STN.stride(0), residual_TD.stride(0),
         0.0 if norm is None else norm.eps, BLOCK=block, LEVELS=block.bit_length() - 1, SPLITS=splits,
-        NORM=norm is not None, CODES=codes, PDL=dependent, num_warps=8 if width > 1024 else 4,
+        NORM=norm is not None, CODES=codes, PDL=dependent, num_warps=_num_warps(width, codes),
         **launch_options(dependent),
     )  # fmt: skip
+
+
+def _num_warps(width: int, codes: str) -> int:
+    """Return the warps of a row; more for codes, whose row is read and gone over twice."""
+    if width <= 1024:
+        return 4
+    return 8 if codes == "none" else 16
 
 
 def variants(architecture: str) -> list[Variant]:

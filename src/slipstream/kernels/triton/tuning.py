@@ -15,7 +15,7 @@ from slipstream.errors import KernelError
 
 MOST_WIDE_ROWS = 256
 """A token tile holds no more; passes of more rows have several, and fill the device with other tiles."""
-FEW_ROWS = 64
+FEWER_ROWS, FEW_ROWS = 32, 64
 """Up to so many rows a token tile is narrow, and what is best for hundreds is not for them."""
 Json = dict[str, Any]
 """A parsed configuration file; its fields are checked when the dataclasses below are built."""
@@ -127,7 +127,8 @@ class Tuning:
             `linear`'s.
         wide: tiles of passes with more than 256 rows, by format; without `wide_linear` those with more than 64.
         wide_linear: tiles of passes with up to 256 rows that one program takes, by "format:N:K" or by format; of those
-            with up to 64 rows by "format:N:K/64" only, and other passes have the narrow tiles.
+            with up to 64 rows by "format:N:K/64" only, or, with up to 32, by "format:N:K/32" where there is one, and
+            other passes have the narrow tiles.
         programs: how many programs keep the device's memory busy; products are split over K until there are as many.
         shared_bytes: what a program's tiles in flight may take of the fast memory; 0: configurations fit as they are.
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
@@ -191,6 +192,8 @@ class Tuning:
             return None
         few = num_rows <= FEW_ROWS
         config = self.wide_linear.get(few_rows_name(shape) if few else shape)
+        if num_rows <= FEWER_ROWS:
+            config = self.wide_linear.get(few_rows_name(shape, FEWER_ROWS), config)
         if config is None and not few:
             config = self.wide_linear.get(shape.partition(":")[0])
             if config is not None and 4 * narrow.split_k * -(-num_outputs // config.block_n) < self.programs:
@@ -212,9 +215,9 @@ class Tuning:
         return replace(config, num_stages=max(min(config.num_stages, most), 1))
 
 
-def few_rows_name(shape: str) -> str:
-    """Return the name under which a "format:N:K" has tiles for few rows."""
-    return f"{shape}/{FEW_ROWS}"
+def few_rows_name(shape: str, most: int = FEW_ROWS) -> str:
+    """Return the name under which a "format:N:K" has tiles for so many rows at the most."""
+    return f"{shape}/{most}"
 
 
 def _with_order_of(narrow: LinearConfig, tiles: LinearConfig) -> LinearConfig:

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.linear import Epilogue, residual_stride
-from slipstream.kernels.triton.tuning import WideConfig, few_rows_name, read_tuning
+from slipstream.kernels.triton.tuning import FEW_ROWS, FEWER_ROWS, WideConfig, read_tuning
 from slipstream.kernels.triton.variants import Matrix, Variant
 from slipstream.kernels.triton.wide_tiles import wide_kernel
 
@@ -172,8 +172,15 @@ _POINTERS = {"dense": "bf16", "int8": "i8", "fp8": "fp8e4nv", "fp8_upcast": "fp8
 _MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp8_upcast": "bf16"}
 
 
+_PASSES = {  # rows, and whether SiLUs come of them, that what ships is compiled for: by the rows a name ends in
+    str(FEWER_ROWS): ((32, False), (32, True)),
+    str(FEW_ROWS): ((40, False), (64, True)),
+    "": ((96, False), (160, False), (160, True), (256, True)),
+}
+
+
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: each format's tiles by format and by shape, for 96, 160 and 256 rows, whole and split.
+    """List what ships: each format's tiles by format and by shape, for 32 to 256 rows, whole and split.
 
     And tiles by format that leave their sums for later.
     """
@@ -182,8 +189,7 @@ def variants(architecture: str) -> list[Variant]:
     for name, config in tuning.wide_linear.items():
         format = name.partition(":")[0]
         kind = "fp8_upcast" if format == "fp8" and not tuning.fp8_dot else format
-        many = ((96, False), (160, False), (160, True), (256, True))
-        for num_rows, silu in ((40, False), (64, True)) if name == few_rows_name(name.partition("/")[0]) else many:
+        for num_rows, silu in _PASSES[name.partition("/")[2]]:
             pieces = row_pieces(num_rows)
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)

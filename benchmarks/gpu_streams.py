@@ -1,6 +1,6 @@
 """Try what is new in products of 40 and 160 rows on this GPU: each product beside the vendor's library, then layers.
 
-    PYTHONPATH=src python benchmarks/gpu_wide7.py --out FOLDER [--seconds 100] [--formats fp8,dense] [--start FILE]
+    PYTHONPATH=src python benchmarks/gpu_streams.py --out FOLDER [--seconds 100] [--formats fp8,dense] [--start FILE]
 
 The products of a Llama-8B layer and both heads are timed as they are configured, by torch, and with each candidate; a
 candidate counts only if its bits are those of today. The fastest of each then take their places in whole layers with
@@ -23,8 +23,8 @@ from torch import Tensor
 from gpu_layer import pack_layers
 from gpu_rows import Layers, said
 from gpu_rows_tried import Case
+from gpu_streams_tried import FEW, MANY, PASSES, SHAPES, Product, candidates, with_tiles
 from gpu_tune import Shape, copies_of, graph_seconds, random_weight, starting_tuning, write_tuning
-from gpu_wide7_tried import FEW, MANY, PASSES, SHAPES, Product, candidates, with_tiles
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.linear import Epilogue, Rows
 from slipstream.kernels.triton.ops import TritonOps
@@ -127,7 +127,7 @@ def short(config: WideConfig | None) -> str:
     """Return tiles in a word."""
     if config is None:
         return "narrow tiles"
-    on = [name for name in ("stream", "together", "later") if getattr(config, name)]
+    on = [name for name in ("stream", "together", "later", "spread") if getattr(config, name)]
     tiles = f"{'2x' if config.pair else ''}{config.block_n}x{config.block_k}/w{config.num_warps}s{config.num_stages}"
     return "-".join([tiles, *(() if config.tma else ("ptr",)), *on])
 

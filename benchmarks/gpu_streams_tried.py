@@ -1,13 +1,13 @@
-"""What `gpu_wide7.py` tries: tiles of products over 160 and 40 rows, with the settings that are new."""
+"""What `gpu_streams.py` tries: tiles of products over 160 and 40 rows, with the settings that are new."""
 
 import dataclasses
 
 from gpu_rows_tried import Case, with_wide
 from gpu_tune import LLAMA, Shape
-from slipstream.kernels.triton.tuning import LinearConfig, Tuning, WideConfig, few_rows_name
+from slipstream.kernels.triton.tuning import FEW_ROWS, LinearConfig, Tuning, WideConfig, few_rows_name
 from slipstream.kernels.triton.wide_linear import fitted, row_pieces
 
-SHAPES = [shape for shape in LLAMA if not shape.name.startswith("draft") or shape.name == "draft lm_head"]
+SHAPES = LLAMA
 MANY, FEW = 160, 40
 PASSES: dict[int, Case] = {MANY: (40, 4), FEW: (40, 1)}
 Tile = tuple[int, bool, int, int]
@@ -52,7 +52,7 @@ class Product:
     @property
     def name(self) -> str:
         """What its tiles go by in a configuration."""
-        return few_rows_name(self.key) if self.rows == FEW else self.key
+        return few_rows_name(self.key) if self.rows <= FEW_ROWS else self.key
 
     def order(self, tuning: Tuning) -> LinearConfig:
         """Return the configuration that fixes the order of its columns."""
