@@ -29,7 +29,6 @@ from gpu_rows_tried import ALL, Case
 from gpu_tune import replayed_us, starting_tuning, write_tuning
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
-from slipstream.kernels.triton.attention_blocks import SPLITS_IN_GROUP
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.tuning import AttentionConfig, Tuning
 
@@ -41,17 +40,14 @@ Times = dict[tuple[int, Case], float]
 BOUNDS = {1152: 4096, 1408: 4096, 10240: 16384}  # keys of a request, and the bound on them a graph is captured for
 LAYERS = {1152: 4, 1408: 4, 10240: 2}
 ALONE: dict[int, tuple[Case, ...]] = {1408: ALL[2:], 10240: ALL[2:]}
-CONFIGURED = "as configured"
-THREE: Fields = {"even_programs": 396, "even_stages": 2, "even_registers": 168, "even_ahead": 1, "even_streamed": 5}
+CONFIGURED = "each request's own"
+THREE: Fields = {"even_programs": 396, "even_keys": 0, "even_stages": 2, "even_registers": 168}
 CANDIDATES: dict[str, Fields] = {  # programs are 132 processors times those that fit one
     "two stages, 3 a processor": THREE,
     "three stages, 3 a processor": {**THREE, "even_stages": 3},
     "three stages, 2 a processor": {**THREE, "even_programs": 264, "even_stages": 3, "even_registers": 0},
     "four stages, 2 a processor": {**THREE, "even_programs": 264, "even_stages": 4, "even_registers": 0},
     "two stages, 4 a processor": {**THREE, "even_programs": 528, "even_registers": 128},
-    "two stages, 3, none ahead": {**THREE, "even_ahead": 0},
-    "two stages, 3, two ahead": {**THREE, "even_ahead": 2},
-    "two stages, 3, merged by four": {**THREE, "even_streamed": 0},
     "two stages, 3, twice the programs": {**THREE, "even_programs": 792},
 }
 CONTEXTS = (1500, 2046, 2048, 2049, 64, 3, 255, 256, 257, 320, 1023, 1030, 5000)
@@ -282,18 +278,14 @@ def time_layers(tunings: dict[str, Tuning], deadline: float) -> dict[str, Times]
     return found
 
 
-def chosen(times: Times, before: Times, fields: Fields, group: int) -> Fields:
-    """Return a candidate's fields, but for few requests left as configured where it is slower for them.
-
-    Args:
-        group: keys of a group.
-    """
-    even_from = 0
-    for keys, requests in itertools.product(BOUNDS, (1, 8)):
-        few = [us / before[key] for key, us in times.items() if (key[0], key[1][0]) == (keys, requests)]
-        if statistics.mean(few) > 1.002:
-            even_from = max(even_from, requests * GROUPS * BOUNDS[keys] // group + 1)
-    return {**fields, "even_from": even_from}
+def chosen(times: Times, before: Times, fields: Fields) -> Fields:
+    """Return a candidate's fields, from the bound on keys on from which it is faster."""
+    even_keys = 0
+    for bound in sorted(set(BOUNDS.values())):
+        ratios = [us / before[key] for key, us in times.items() if BOUNDS[key[0]] == bound]
+        if statistics.mean(ratios) > 0.995:
+            even_keys = bound + 1
+    return {**fields, "even_keys": even_keys}
 
 
 def main() -> None:
@@ -304,7 +296,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="the configuration to start from, if not the one that ships")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    tuning = starting_tuning(arguments.start, torch.device("cuda"))
+    tuning = with_fields(starting_tuning(arguments.start, torch.device("cuda")), {"even_programs": 0})
     print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(torch.device('cuda')) / 1e12:.3f} TB/s", flush=True)
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 15)) as pool:
         names = checked(tuning, pool)
@@ -316,8 +308,7 @@ def main() -> None:
     if CONFIGURED in layers:
         best = min(layers, key=lambda name: score(layers[name], layers[CONFIGURED]))
         if best != CONFIGURED:
-            group = SPLITS_IN_GROUP * tuning.attention.split
-            fields = chosen(layers[best], layers[CONFIGURED], CANDIDATES[best], group)
+            fields = chosen(layers[best], layers[CONFIGURED], CANDIDATES[best])
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_tuning(with_fields(tuning, fields), arguments.out)
     listed = {

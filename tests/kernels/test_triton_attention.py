@@ -166,7 +166,7 @@ def test_programs_that_share_all_requests_evenly_leave_the_same_bits(counts, bef
     batch = dataclasses.replace(batch, max_queries=max(counts))
     config = dataclasses.replace(small_tuning().attention, programs=1, compact=programs == 6)
     expected = triton_ops(attention=config).attention(q, layer, batch, 0.2, None)
-    even = dataclasses.replace(config, even_programs=programs, even_streamed=4 if programs == 40 else 0)
+    even = dataclasses.replace(config, even_programs=programs)
     assert torch.equal(triton_ops(attention=even).attention(q, layer, batch, 0.2, None), expected)
 
 

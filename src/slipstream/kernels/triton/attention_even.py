@@ -15,12 +15,13 @@ from slipstream.kernels.triton.attention_blocks import (
     DESCRIPTION,
     add_block,
     hide,
-    key_offsets,
     merge,
     nothing,
 )
-from slipstream.kernels.triton.attention_splits import finish_tile, load_queries, prefetch_block, store_result
+from slipstream.kernels.triton.attention_splits import finish_tile, load_queries, store_result
 from slipstream.kernels.triton.launch import arrived_last_at, let_next_start, wait_for_previous
+
+_STREAMED = tl.constexpr(5)  # stages in which the last of a request's programs reads its results
 
 
 @triton.jit
@@ -166,8 +167,8 @@ def even_kernel(
     counter_ptr, maxima_ptr, num_requests, num_results, slot_stride, pages_stride, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, IN_GROUP: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, BULK: tl.constexpr,
-    COMPACT: tl.constexpr, STREAMED: tl.constexpr, MAXIMA: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, IN_GROUP: tl.constexpr, EARLY: tl.constexpr, COMPACT: tl.constexpr, MAXIMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to this program's part of the groups of all requests, for its head of keys.
 
@@ -176,8 +177,7 @@ def even_kernel(
 
     Args:
         QUERIES: queries of a request at the most, or a larger power of two.
-        AHEAD: blocks that are asked for before the inputs are there, with EARLY.
-        EARLY, BULK, COMPACT, MAXIMA: see `splits_kernel`.
+        EARLY, COMPACT, MAXIMA: see `splits_kernel`.
     """
     let_next_start(PDL)
     if not EARLY:
@@ -208,10 +208,6 @@ def even_kernel(
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         page = _pages(pages_at, start, tl.maximum(end, 1), BLOCK, PAGE, False)
         if EARLY:
-            for block in tl.static_range(AHEAD if PDL else 0):
-                key = tl.minimum(start + block * BLOCK, tl.maximum(end, 1) - 1)
-                at = key_offsets(pages_at, slot_stride, key, tl.maximum(end, 1), BLOCK, PAGE)
-                prefetch_block(k_ptr + group * WIDTH, v_ptr + group * WIDTH, at, WIDTH, BULK)
             wait_for_previous(PDL)
         q = _queries_at(q_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, D, ROWS)
         _attend_part(
@@ -232,5 +228,5 @@ def even_kernel(
                 finish_tile(
                     out_ptr, maxima_ptr, sums_ptr, partial_ptr, cell, num_results, group, q_first, last_token, 0,
                     tl.cdiv(_at(ends_R, one, REQUESTS), SPLIT), HEADS, REPEATS, WIDTH, D, ROWS, IN_GROUP, True, COMPACT,
-                    MAXIMA, PDL, STREAMED,
+                    MAXIMA, PDL, _STREAMED,
                 )  # fmt: skip
