@@ -49,10 +49,12 @@ CHECKED: tuple[Case, ...] = ((2, 2), (5, 4), (17, 1), (33, 1), (36, 4), (24, 4),
 class Layers:
     """Llama-8B's layers on the device, run over requests that have a context each."""
 
-    def __init__(self, num_layers: int, context: int, most_requests: int, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, context: int, most_requests: int, device: torch.device, bound: int = BOUND
+    ) -> None:
         spec = dataclasses.replace(LLAMA_8B, num_layers=num_layers, vocab_size=64)
         self.target = random_target(spec, torch.bfloat16, device)
-        self._context, self._device, self._pool = context, device, None
+        self._context, self._device, self._pool, self._bound = context, device, None, bound
         self._pages = -(-context // PAGE)
         kv_pages = most_requests * self._pages
         self._kv = filled_cache(self.target.kv_shape, kv_pages, PAGE, torch.bfloat16, device)
@@ -78,7 +80,7 @@ class Layers:
     def _laid_out(self, ops: TritonOps, requests: int, nodes: int) -> PagedContext:
         first = self._context - 4
         index = torch.arange(first, first + nodes, device=self._device).repeat(requests)
-        bound = max(BOUND, -(-self._context // BOUND) * BOUND)
+        bound = max(self._bound, -(-self._context // BOUND) * BOUND)
         table = torch.zeros(requests, bound // PAGE, dtype=torch.int32, device=self._device)
         own = self._order[: requests * self._pages].view(requests, self._pages)
         table[:, : self._pages] = own.to(self._device)

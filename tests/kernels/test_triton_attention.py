@@ -148,3 +148,45 @@ def test_the_largest_magnitude_of_every_head_is_left_if_there_is_room_for_it(cou
     torch.testing.assert_close(out, REFERENCE.attention(q, layer, batch, 0.2, None), rtol=2e-2, atol=2e-2)
     assert torch.equal(maxima, out.float().abs().amax(2))
     assert not launch.counters.any()
+
+
+EVEN_CASES = [
+    ([2, 4, 1], [70, 100, 20], (8, 2, 32)),
+    ([1, 1], [520, 70], (6, 2, 16)),
+    ([1, 0, 3, 0, 1], [3, 40, 300, 0, 129], (4, 2, 16)),  # some requests bring no query
+    ([4] * 7, [124, 125, 128, 252, 256, 10, 383], (8, 2, 16)),  # around the borders of groups, which have 128 keys
+    ([2, 3], [40, 130], (9, 3, 24)),  # heads that are padded
+]
+
+
+@pytest.mark.parametrize("programs", [1, 6, 40])
+@pytest.mark.parametrize(("counts", "before", "shape"), EVEN_CASES, ids=str)
+def test_programs_that_share_all_requests_evenly_leave_the_same_bits(counts, before, shape, programs, generator):
+    q, layer, batch = sample(counts, before, 16, shape, generator, torch.bfloat16)
+    batch = dataclasses.replace(batch, max_queries=max(counts))
+    config = dataclasses.replace(small_tuning().attention, programs=1, compact=programs == 6)
+    expected = triton_ops(attention=config).attention(q, layer, batch, 0.2, None)
+    even = dataclasses.replace(config, even_programs=programs)
+    assert torch.equal(triton_ops(attention=even).attention(q, layer, batch, 0.2, None), expected)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_programs_that_share_all_requests_evenly_see_a_trees_ancestors_alone(page_size, generator):
+    q, layer, batch = sample([4, 2], [70, 260], page_size, (8, 2, 16), generator)
+    ancestors = batch.ancestors_T.clone()
+    ancestors[2] &= ~2  # the third query is a sibling of the second
+    batch = dataclasses.replace(batch, ancestors_T=ancestors, max_queries=4)
+    even = triton_ops(attention=dataclasses.replace(small_tuning().attention, programs=1, even_programs=6))
+    got = even.attention(q, layer, batch, 0.25, None)
+    torch.testing.assert_close(got, REFERENCE.attention(q, layer, batch, 0.25, None), rtol=1e-5, atol=1e-5)
+
+
+def test_evenly_shared_programs_leave_maxima_and_counters_as_the_others_do(generator):
+    q, layer, batch = sample([2, 4, 1], [100, 70, 20], 16, (8, 2, 32), generator, torch.bfloat16)
+    batch = dataclasses.replace(batch, max_queries=4)
+    config = dataclasses.replace(small_tuning().attention, programs=1, even_programs=10)
+    launch = AttentionLaunch(config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=False)
+    maxima = torch.full(q.shape[:2], float("nan"), device=DEVICE)
+    out = attention(q, layer, batch, 0.2, None, launch, maxima)
+    assert torch.equal(maxima, out.float().abs().amax(2))
+    assert not launch.counters.any()

@@ -24,6 +24,7 @@ from slipstream.kernels.triton.attention_blocks import (
     merge,
     nothing,
 )
+from slipstream.kernels.triton.attention_even import even_kernel
 from slipstream.kernels.triton.attention_splits import splits_kernel
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
@@ -179,19 +180,45 @@ def attention(
         return out
     num_splits = max(-(-most_keys // config.split), 1)
     shares, whole = _shares(config, num_groups * num_requests, num_splits)
+    num_results = -(-num_splits // SPLITS_IN_GROUP)
+    even = whole and one_tile and window is None and rows == _NARROW_ROWS
+    even = even and _is_even(config, most_keys, batch.page_size)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
-    cells = num_tiles * num_groups * num_splits * rows
+    num_results = num_results if even else num_splits
+    cells = num_tiles * num_groups * num_results * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
+    shape |= {"EARLY": early, "MAXIMA": maxima_TH is not None}
+    early_options = _early_options(config, width * layer.keys_SGd.element_size(), whole)
+    shape["COMPACT"] = _compact_rows(config, repeats, rows) if most_queries == 1 else 0
+    shared = (
+        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
+        sums if maxima_TH is None else maxima_TH, num_requests,
+    )  # fmt: skip
+    if even:
+        del shape["HAS_WINDOW"]
+        shape |= _even_options(config, most_queries, tokens)
+        grid = (num_groups, max(config.even_programs // num_groups, 1))
+        even_kernel[grid](*shared, num_results, *strides[:3], **shape)
+        return out
     shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
     splits_kernel[(num_groups, num_tiles, shares)](
-        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
-        sums if maxima_TH is None else maxima_TH, num_requests, num_splits, *strides,
-        WHOLE=whole, ONE=one_tile, EARLY=early, MAXIMA=maxima_TH is not None,
-        **_early_options(config, width * layer.keys_SGd.element_size(), whole),
-        COMPACT=_compact_rows(config, repeats, rows) if most_queries == 1 else 0, **shape,
-    )  # fmt: skip
+        *shared, num_results, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
+    )
     return out
+
+
+def _is_even(config: AttentionConfig, most_keys: int, page_size: int) -> bool:
+    """Tell whether programs that take groups share those of all requests evenly; blocks and pages must fit."""
+    fits = config.block % page_size == 0 or page_size % config.block == 0
+    return config.even_programs > 0 and config.even_keys <= most_keys and fits
+
+
+def _even_options(config: AttentionConfig, most_queries: int, tokens: int) -> dict[str, int]:
+    """Return what the programs have of their own that share all requests' groups."""
+    options = {"QUERIES": 1 if most_queries == 1 else triton.next_power_of_2(tokens)}
+    options |= {"num_warps": config.num_warps, "num_stages": config.even_stages or config.num_stages}
+    return options | ({"maxnreg": config.even_registers} if config.even_registers else {})
 
 
 def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, bool]:
@@ -240,11 +267,15 @@ def variants(architecture: str) -> list[Variant]:
         "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
     }  # fmt: skip
     split = {**pointers, **shared, **numbers, "num_splits": "i32"}
+    even = {**pointers, **shared, **{name: kind for name, kind in numbers.items() if name != "window"}}
+    even["num_results"] = "i32"
     kinds = (  # rows, kernel, its arguments, whether programs take groups, whether a tile has one query
         (_NARROW_ROWS, splits_kernel, split, False, False),
         (_NARROW_ROWS, splits_kernel, split, False, True),
         (_NARROW_ROWS, splits_kernel, split, True, False),
         (_NARROW_ROWS, splits_kernel, split, True, True),
+        (_NARROW_ROWS, even_kernel, even, True, False),
+        (_NARROW_ROWS, even_kernel, even, True, True),
         (config.rows_wide, splits_kernel, split, True, False),
         (config.rows_wide, _attention_kernel, {**pointers, **numbers}, True, False),
     )
@@ -266,8 +297,13 @@ def variants(architecture: str) -> list[Variant]:
                 constants |= _early_options(config, 2 * width, whole)
                 constants["COMPACT"] = _compact_rows(config, repeats, rows) if one else 0
                 options = _split_options(config, rows, whole)
+            if kernel is even_kernel:
+                options = _even_options(config, 1 if one else rows // repeats, rows // repeats)
+                constants |= {name: options.pop(name) for name in ("QUERIES", "AHEAD", "STREAMED")}
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
             registers = options.pop("maxnreg", 0)
-            how = ", serial" if serial else f"{', groups' if whole else ''}{', one query' if one else ''}"
+            taken = ", all groups" if kernel is even_kernel else ", groups" if whole else ""
+            how = ", serial" if serial else f"{taken}{', one query' if one else ''}"
             name = f"attention {rows} rows, heads of {width}{how}"
             shipped.append(
                 Variant(

@@ -6,7 +6,7 @@ so they depend on the row's own keys alone.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
+# ruff: noqa: ANN001, ANN201, PLR0913
 
 import triton
 import triton.language as tl
@@ -40,7 +40,7 @@ def find_request(starts_ptr, tile, num_requests, TOKENS: tl.constexpr, REQUESTS:
 
 
 @triton.jit
-def _hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constexpr):
+def hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constexpr):
     """Return scores with -inf where a row does not see a key; signs make the masks, which are numbers, not predicates.
 
     AMD keeps a predicate of every element in scalar registers, of which there are few.
@@ -54,11 +54,34 @@ def _hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constex
 
 
 @triton.jit
-def key_offsets(pages_at, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr):
-    """Return where in the cache the keys from `start` on lie; past the end, where the last one does."""
+def key_offsets(
+    pages_at, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr, CACHED: tl.constexpr = False
+):
+    """Return where in the cache the keys from `start` on lie; past the end, where the last one does.
+
+    Args:
+        CACHED: pages are read through the nearest cache, which only who has waited for the kernel before may do.
+    """
     key = tl.minimum(start + tl.arange(0, BLOCK), end - 1)
-    page = tl.load(pages_at + key // PAGE, cache_modifier=".cg").to(tl.int64)
+    if CACHED:
+        page = tl.load(pages_at + key // PAGE).to(tl.int64)
+    else:
+        page = tl.load(pages_at + key // PAGE, cache_modifier=".cg").to(tl.int64)
     return (page * PAGE + key % PAGE) * slot_stride
+
+
+@triton.jit
+def add_block(best, total, acc, scores, v, BLOCK: tl.constexpr):
+    """Add a block's values, weighted by its scores, which are powers of two."""
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weight = tl.exp2(scores - pivot[:, None]).to(v.dtype)
+    shrink = tl.exp2(best - pivot)
+    # The sum is a product with ones: its order is the matrix instruction's, not that of however many warps there are.
+    ones = tl.full([BLOCK, 16], 1.0, tl.float32).to(v.dtype)
+    total = tl.dot(weight, ones, total * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weight, v, acc * shrink[:, None], input_precision="ieee")
+    return new_best, total, acc
 
 
 @triton.jit
@@ -66,8 +89,7 @@ def attend_block(
     best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, end, scale, window,
     WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the BLOCK keys at the offsets `at`; those past the end are hidden. Scores are powers of two."""
-    dtype = v_ptr.dtype.element_ty
+    """Add the BLOCK keys at the offsets `at`; those past the end are hidden."""
     column = tl.arange(0, D)
     if D != WIDTH:
         column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
@@ -75,16 +97,8 @@ def attend_block(
     v = tl.load(v_ptr + at[:, None] + column[None, :])
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
     if MASKED:
-        scores = _hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, window, HAS_WINDOW)
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weight = tl.exp2(scores - pivot[:, None]).to(dtype)
-    shrink = tl.exp2(best - pivot)
-    # The sum is a product with ones: its order is the matrix instruction's, not that of however many warps there are.
-    ones = tl.full([BLOCK, 16], 1.0, tl.float32).to(dtype)
-    total = tl.dot(weight, ones, total * shrink[:, None], input_precision="ieee")
-    acc = tl.dot(weight, v, acc * shrink[:, None], input_precision="ieee")
-    return new_best, total, acc
+        scores = hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, window, HAS_WINDOW)
+    return add_block(best, total, acc, scores, v, BLOCK)
 
 
 @triton.jit

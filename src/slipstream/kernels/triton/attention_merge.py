@@ -121,3 +121,16 @@ def merge_compact(
         best, total, acc = _merge_group(best, total, acc, four_2, ROWS, D, WHOLE)
         best, total, acc = _merge_group(best, total, acc, four_3, ROWS, D, WHOLE)
     return total, acc
+
+
+@triton.jit
+def merge_streamed(sums_at, part_at, count, real, ROWS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr):
+    """Return sums [ROWS] and values [ROWS, D] of the first `count` stored results of groups, merged in their order.
+
+    They pass through fast memory, STAGES - 1 of them asked for at a time.
+    """
+    best, total, acc = nothing(ROWS, D)
+    for place in tl.range(0, count, num_stages=STAGES):
+        best_s, total_s, acc_s = _stored(sums_at, part_at, place, 0, count, real, ROWS, D)
+        best, total, acc = merge(best, total, acc, best_s, total_s, acc_s)
+    return total, acc

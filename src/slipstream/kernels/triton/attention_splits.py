@@ -18,7 +18,7 @@ from slipstream.kernels.triton.attention_blocks import (
     merge,
     nothing,
 )
-from slipstream.kernels.triton.attention_merge import merge_compact, merge_stored
+from slipstream.kernels.triton.attention_merge import merge_compact, merge_stored, merge_streamed
 from slipstream.kernels.triton.launch import (
     arrived_last,
     let_next_start,
@@ -29,7 +29,7 @@ from slipstream.kernels.triton.launch import (
 
 
 @triton.jit
-def _prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
+def prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
     """Ask for the keys and values at these offsets; BULK: of the copy engine, a request each."""
     ITEM: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     if BULK:
@@ -42,14 +42,16 @@ def _prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
 
 
 @triton.jit
-def _store(best, total, acc, sums_at, part_at, place, real, ROWS: tl.constexpr, D: tl.constexpr):
+def store_result(best, total, acc, sums_at, part_at, place, real, ROWS: tl.constexpr, D: tl.constexpr):
+    """Store a result: its maximum, its sum and its values."""
     tl.store(sums_at + place * (2 * ROWS), best, mask=real)
     tl.store(sums_at + place * (2 * ROWS) + ROWS, total, mask=real)
     tl.store(part_at + place * (ROWS * D), acc, mask=real[:, None])
 
 
 @triton.jit
-def _queries(q_at, WIDTH: tl.constexpr, D: tl.constexpr):
+def load_queries(q_at, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Return the queries at these places, zero beyond the width."""
     if D == WIDTH:
         q = tl.load(q_at)
     else:
@@ -66,15 +68,15 @@ def _attend_splits(
 ):  # fmt: skip
     """Attend to the splits from_split..to_split, whose first keys are `at`; store the result of each, or of groups."""
     if WHOLE:
-        q = _queries(q_at, WIDTH, D)
+        q = load_queries(q_at, WIDTH, D)
     best, _, acc = nothing(ROWS, D)
     group_best, group_total, group_acc = nothing(ROWS, D)
     total = tl.zeros([ROWS, 16], tl.float32)
     for start in range(from_split * SPLIT, tl.minimum(to_split * SPLIT, end), BLOCK):
         if not WHOLE:  # read along with the keys: before so short a loop they would hold the keys up
-            q = _queries(q_at, WIDTH, D)
+            q = load_queries(q_at, WIDTH, D)
         here = at
-        at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE)
+        at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE, True)
         best, total, acc = attend_block(
             best, total, acc, q, k_at, v_at, here, own, ancestors, start, end, scale, window,
             WIDTH, D, BLOCK, HAS_WINDOW, True,
@@ -85,11 +87,11 @@ def _attend_splits(
                 group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best, sums, acc)
                 if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):
                     place = split // IN_GROUP - first_split // IN_GROUP
-                    _store(group_best, group_total, group_acc, sums_at, part_at, place, real, ROWS, D)
+                    store_result(group_best, group_total, group_acc, sums_at, part_at, place, real, ROWS, D)
                     group_best, group_total, group_acc = nothing(ROWS, D)
             else:
                 place = split - first_split // IN_GROUP * IN_GROUP
-                _store(best, sums, acc, sums_at, part_at, place, real, ROWS, D)
+                store_result(best, sums, acc, sums_at, part_at, place, real, ROWS, D)
             best, sums, acc = nothing(ROWS, D)
             total = tl.zeros([ROWS, 16], tl.float32)
 
@@ -162,7 +164,7 @@ def splits_kernel(
     at = key_offsets(pages_at, slot_stride, first_key, end, BLOCK, PAGE)
     if EARLY:
         if PDL and busy and not WHOLE:
-            _prefetch_block(k_at, v_at, at, WIDTH, BULK)
+            prefetch_block(k_at, v_at, at, WIDTH, BULK)
         # Programs past a context's end leave at once, to make room; the first of a tile waits even so, that whoever
         # waits for this kernel has waited for those before.
         if busy | (tl.program_id(2) == 0):
@@ -180,19 +182,25 @@ def splits_kernel(
             WIDTH, D, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE,
         )  # fmt: skip
         if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):
-            _finish_tile(
+            finish_tile(
                 out_ptr, maxima_ptr, sums_ptr, partial_ptr, cell, num_splits, group, q_first, last_token, first_split,
                 last_split, HEADS, REPEATS, WIDTH, D, ROWS, IN_GROUP, WHOLE, COMPACT, MAXIMA, PDL,
             )  # fmt: skip
 
 
 @triton.jit
-def _finish_tile(
+def finish_tile(
     out_ptr, maxima_ptr, sums_ptr, partial_ptr, cell, num_splits, group, q_first, last_token, first_split, last_split,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     IN_GROUP: tl.constexpr, WHOLE: tl.constexpr, COMPACT: tl.constexpr, MAXIMA: tl.constexpr, PDL: tl.constexpr,
+    STREAMED: tl.constexpr = 0,
 ):  # fmt: skip
-    """Merge the results of a tile, and store its outputs."""
+    """Merge the results of a tile, and store its outputs.
+
+    Args:
+        STREAMED: if not 0, results are those of groups from the first on, and pass through fast memory in so many
+            stages.
+    """
     row, column = tl.arange(0, COMPACT if COMPACT else ROWS), tl.arange(0, D)
     real = q_first + row // REPEATS <= last_token
     token = tl.minimum(q_first + row // REPEATS, last_token).to(tl.int64)
@@ -203,6 +211,9 @@ def _finish_tile(
         sums, acc = merge_compact(
             sums_at, part_at, first_split, last_split, real, COMPACT, ROWS, D, IN_GROUP, WHOLE, PDL
         )
+    elif STREAMED:
+        count = tl.cdiv(last_split, IN_GROUP)
+        sums, acc = merge_streamed(sums_at, part_at, count, real, ROWS, D, STREAMED)
     else:
         sums, acc = merge_stored(sums_at, part_at, first_split, last_split, real, ROWS, D, IN_GROUP, WHOLE)
     out = (acc / tl.where(sums == 0.0, 1.0, sums)[:, None]).to(out_ptr.dtype.element_ty)

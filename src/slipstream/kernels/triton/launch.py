@@ -99,6 +99,16 @@ def arrived_last(counter_ptr, num_programs):
     return last
 
 
+@triton.jit
+def arrived_last_at(counters, num_programs, mask):
+    """Count this program in at several counters at once; tell as 1 where it is last, and set those back to zero."""
+    tl.debug_barrier()
+    before = tl.atomic_add(counters, 1, mask=mask, sem="acq_rel", scope="gpu")
+    last = mask & (before == num_programs - 1)
+    tl.store(counters, 0, mask=last)
+    return last.to(tl.int32)
+
+
 def launch_options(dependent: bool, instruction: int = 0) -> dict[str, Any]:
     """Return the launch's further arguments: CUDA alone knows dependent launches, AMD alone a choice of instructions.
 

@@ -85,6 +85,12 @@ class AttentionConfig:
         bulk: whether the copy engine is asked for a program's first keys and values (NVIDIA from sm_90 on).
         compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
             results at a time.
+        even_programs: where programs take groups and narrow tiles hold each request's queries, as many programs (those
+            that run at a time) share all requests' groups evenly; 0: a request's programs share its own. That changes
+            no bits.
+        even_keys: but for passes whose bound on keys is lower.
+        even_stages: stages of those; 0: `num_stages`.
+        even_registers: see `group_registers`.
     """
 
     split: int = 256
@@ -100,6 +106,10 @@ class AttentionConfig:
     share: int = 1
     bulk: bool = False
     compact: bool = False
+    even_programs: int = 0
+    even_keys: int = 0
+    even_stages: int = 0
+    even_registers: int = 0
 
 
 @dataclass(frozen=True)
