@@ -29,6 +29,7 @@ from gpu_rows_tried import ALL, Case
 from gpu_tune import replayed_us, starting_tuning, write_tuning
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.attention_blocks import SPLITS_IN_GROUP
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.tuning import AttentionConfig, Tuning
 
@@ -41,7 +42,7 @@ BOUNDS = {1152: 4096, 1408: 4096, 10240: 16384}  # keys of a request, and the bo
 LAYERS = {1152: 4, 1408: 4, 10240: 2}
 ALONE: dict[int, tuple[Case, ...]] = {1408: ALL[2:], 10240: ALL[2:]}
 CONFIGURED = "each request's own"
-THREE: Fields = {"even_programs": 396, "even_keys": 0, "even_stages": 2, "even_registers": 168}
+THREE: Fields = {"even_programs": 396, "even_from": 0, "even_stages": 2, "even_registers": 168}
 CANDIDATES: dict[str, Fields] = {  # programs are 132 processors times those that fit one
     "two stages, 3 a processor": THREE,
     "three stages, 3 a processor": {**THREE, "even_stages": 3},
@@ -278,14 +279,17 @@ def time_layers(tunings: dict[str, Tuning], deadline: float) -> dict[str, Times]
     return found
 
 
-def chosen(times: Times, before: Times, fields: Fields) -> Fields:
-    """Return a candidate's fields, from the bound on keys on from which it is faster."""
-    even_keys = 0
-    for bound in sorted(set(BOUNDS.values())):
-        ratios = [us / before[key] for key, us in times.items() if BOUNDS[key[0]] == bound]
-        if statistics.mean(ratios) > 0.995:
-            even_keys = bound + 1
-    return {**fields, "even_keys": even_keys}
+def chosen(times: Times, before: Times, fields: Fields, group: int) -> Fields:
+    """Return a candidate's fields, from as many groups on as it is faster for, whatever the requests and keys.
+
+    Args:
+        group: keys of a group.
+    """
+    ratios: dict[int, list[float]] = {}
+    for key, us in times.items():
+        ratios.setdefault(key[1][0] * GROUPS * BOUNDS[key[0]] // group, []).append(us / before[key])
+    slower = [groups for groups, found in ratios.items() if statistics.mean(found) > 0.998]
+    return {**fields, "even_from": max(slower, default=-1) + 1}
 
 
 def main() -> None:
@@ -308,7 +312,8 @@ def main() -> None:
     if CONFIGURED in layers:
         best = min(layers, key=lambda name: score(layers[name], layers[CONFIGURED]))
         if best != CONFIGURED:
-            fields = chosen(layers[best], layers[CONFIGURED], CANDIDATES[best])
+            group = SPLITS_IN_GROUP * tuning.attention.split
+            fields = chosen(layers[best], layers[CONFIGURED], CANDIDATES[best], group)
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_tuning(with_fields(tuning, fields), arguments.out)
     listed = {

@@ -182,7 +182,7 @@ def attention(
     shares, whole = _shares(config, num_groups * num_requests, num_splits)
     num_results = -(-num_splits // SPLITS_IN_GROUP)
     even = whole and one_tile and window is None and rows == _NARROW_ROWS
-    even = even and _is_even(config, most_keys, batch.page_size)
+    even = even and _is_even(config, num_groups * num_requests * num_results, batch.page_size)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     num_results = num_results if even else num_splits
     cells = num_tiles * num_groups * num_results * rows
@@ -208,10 +208,10 @@ def attention(
     return out
 
 
-def _is_even(config: AttentionConfig, most_keys: int, page_size: int) -> bool:
+def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:
     """Tell whether programs that take groups share those of all requests evenly; blocks and pages must fit."""
     fits = config.block % page_size == 0 or page_size % config.block == 0
-    return config.even_programs > 0 and config.even_keys <= most_keys and fits
+    return config.even_programs > 0 and config.even_from <= most_groups and fits
 
 
 def _even_options(config: AttentionConfig, most_queries: int, tokens: int) -> dict[str, int]:

@@ -88,7 +88,7 @@ class AttentionConfig:
         even_programs: where programs take groups and narrow tiles hold each request's queries, as many programs (those
             that run at a time) share all requests' groups evenly; 0: a request's programs share its own. That changes
             no bits.
-        even_keys: but for passes whose bound on keys is lower.
+        even_from: but for passes with fewer groups than this, over all requests and heads, at the bound on keys.
         even_stages: stages of those; 0: `num_stages`.
         even_registers: see `group_registers`.
     """
@@ -107,7 +107,7 @@ class AttentionConfig:
     bulk: bool = False
     compact: bool = False
     even_programs: int = 0
-    even_keys: int = 0
+    even_from: int = 0
     even_stages: int = 0
     even_registers: int = 0
 
