@@ -10,7 +10,7 @@ from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, multiply, t
 from slipstream.kernels.triton.narrow_products import MOST_ROWS, MOST_WHOLE_ROWS, multiply_narrow, rope_fits
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite, Stretches
 from slipstream.kernels.triton.quantize import Codes
-from slipstream.kernels.triton.tuning import LinearConfig, Tuning
+from slipstream.kernels.triton.tuning import CHAIN_ROWS, LinearConfig, Tuning
 from slipstream.kernels.triton.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.scheme import by_row
@@ -214,6 +214,12 @@ class Products:
             config = self.configs[key] = self._tuning.linear_config(format, num_outputs, num_inputs, itemsize)
         return config
 
+    def _tuned(self, key: str, config: LinearConfig, num_rows: int) -> LinearConfig:
+        """Return the tiles of passes of so many rows, in the order of columns of the configuration given."""
+        if num_rows > MOST_ROWS:
+            return self._tuning.many_config(key, config)
+        return self._tuning.few_config(key, config) if num_rows <= CHAIN_ROWS else config
+
     def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
         key = f"{format}:{num_outputs}:{num_inputs}"
         config = self._narrow(key, format, num_outputs, num_inputs, itemsize)
@@ -225,7 +231,7 @@ class Products:
             fills = num_tiles * 2 >= self._tuning.programs and wide.num_warps >= 8 and wide.split_k == 1
             config, tile = wide, _wide_tile(num_rows, format, itemsize, fills)
         else:
-            config = self._tuning.many_config(key, config) if num_rows > 16 else config
+            config = self._tuned(key, config, num_rows)
             tile = token_tile(num_rows)
         if format == "fp8" and not self._is_narrow(num_rows):
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere

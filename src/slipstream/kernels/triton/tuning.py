@@ -15,6 +15,8 @@ from slipstream.errors import KernelError
 
 MOST_WIDE_ROWS = 256
 """A token tile holds no more; passes of more rows have several, and fill the device with other tiles."""
+CHAIN_ROWS = 4
+"""Up to so many rows, a chain's or fewer, a pass may have tiles of its own."""
 FEWER_ROWS, FEW_ROWS = 32, 64
 """Up to so many rows a token tile is narrow, and what is best for hundreds is not for them."""
 Json = dict[str, Any]
@@ -118,6 +120,7 @@ class Tuning:
 
     Args:
         linear: configurations by "format:N:K".
+        linear_few: tiles of passes with up to 4 rows, by "format:N:K", where others are better than `linear`'s.
         linear_many: tiles of passes with 17 to 64 rows, by "format:N:K" or by format, where others are better than
             `linear`'s.
         wide: tiles of passes with more than 256 rows, by format; without `wide_linear` those with more than 64.
@@ -138,6 +141,7 @@ class Tuning:
     architecture: str
     linear: dict[str, LinearConfig] = field(default_factory=dict)
     wide: dict[str, LinearConfig] = field(default_factory=dict)
+    linear_few: dict[str, LinearConfig] = field(default_factory=dict)
     linear_many: dict[str, LinearConfig] = field(default_factory=dict)
     wide_linear: dict[str, WideConfig] = field(default_factory=dict)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -166,6 +170,10 @@ class Tuning:
         while split_k < 8 and num_tiles * split_k < self.programs and num_steps >= 8 * split_k:
             split_k *= 2
         return LinearConfig(64, block_k, split_k, 4, self.num_stages)
+
+    def few_config(self, shape: str, narrow: LinearConfig) -> LinearConfig:
+        """Return the tiles of a "format:N:K" for a chain or less; the bits stay those of `narrow`."""
+        return _with_order_of(narrow, self.linear_few.get(shape, narrow))
 
     def many_config(self, shape: str, narrow: LinearConfig) -> LinearConfig:
         """Return the tiles of a "format:N:K" for a few dozen rows; the bits stay those of `narrow`."""
@@ -240,6 +248,7 @@ def parse_tuning(architecture: str, data: Json) -> Tuning:
             architecture,
             {shape: LinearConfig(**fields) for shape, fields in own.pop("linear", {}).items()},
             {format: LinearConfig(**fields) for format, fields in own.pop("wide", {}).items()},
+            {shape: LinearConfig(**fields) for shape, fields in own.pop("linear_few", {}).items()},
             {shape: LinearConfig(**fields) for shape, fields in own.pop("linear_many", {}).items()},
             {name: WideConfig(**fields) for name, fields in own.pop("wide_linear", {}).items()},
             AttentionConfig(**own.pop("attention", {})),
