@@ -44,3 +44,11 @@ def test_tiles_for_few_rows_stand_before_those_for_more():
 
     assert stages["without"] == {17: 4, 32: 4, 33: 4, 64: 4, 65: 3, 256: 3}
     assert stages["with"] == {17: 5, 32: 5, 33: 4, 64: 4, 65: 3, 256: 3}
+
+
+def test_a_chain_may_have_tiles_of_its_own_in_the_same_order_of_columns():
+    order, few = LinearConfig(64, 128, 4, 4, 6), LinearConfig(128, 256, 1, 4, 3, 0)
+    tuning = Tuning("any", linear={"d:8:8": order}, linear_few={"d:8:8": few})
+
+    assert tuning.few_config("d:8:8", order) == LinearConfig(128, 128, 4, 4, 3, 0)
+    assert tuning.few_config("d:16:8", order) == order

@@ -138,7 +138,8 @@ def variants(architecture: str) -> list[Variant]:
         ("fp8", (4096, 14336), "plain", False, "maxima", "squares"),
     ):
         itemsize = 2 if kind == "dense" else 1
-        fitted = tuning.fitted(tuning.linear_config(kind, *shape, itemsize), MOST_ROWS, itemsize, staged_rows=False)
+        config = tuning.linear_config(kind, *shape, itemsize)
+        few = tuning.few_config(f"{kind}:{shape[0]}:{shape[1]}", config)
         parts = shape[1] // SQUARED if norm else 256
         for rows in {"none": (MOST_ROWS,), "maxima": (1, MOST_ROWS), "norm": (1, 4, MOST_WHOLE_ROWS)}[codes]:
             how = f"{', norm' if norm else ''}{f', codes of {rows} rows' if codes != 'none' else ''}"
@@ -147,7 +148,9 @@ def variants(architecture: str) -> list[Variant]:
                 "ROWS": rows, "PARTS": parts, "LEVELS": parts.bit_length() - 1,
             }  # fmt: skip
             name = f"narrow {kind}, {end}{how}, {shape[0]} x {shape[1]}"
-            shipped.append(_variant(name, kind, fitted, folds))
+            for tiles, whose in ((config, ""), (few, ", few rows")) if few != config else ((config, ""),):
+                fitted = tuning.fitted(tiles, MOST_ROWS, itemsize, staged_rows=False)
+                shipped.append(_variant(f"{name}{whose}", kind, fitted, folds))
     return shipped
 
 
