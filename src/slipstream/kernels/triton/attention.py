@@ -299,7 +299,7 @@ def variants(architecture: str) -> list[Variant]:
                 options = _split_options(config, rows, whole)
             if kernel is even_kernel:
                 options = _even_options(config, 1 if one else rows // repeats, rows // repeats)
-                constants |= {name: options.pop(name) for name in ("QUERIES", "AHEAD", "STREAMED")}
+                constants["QUERIES"] = options.pop("QUERIES")
             constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
             registers = options.pop("maxnreg", 0)
             taken = ", all groups" if kernel is even_kernel else ", groups" if whole else ""

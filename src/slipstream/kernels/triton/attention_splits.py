@@ -29,7 +29,7 @@ from slipstream.kernels.triton.launch import (
 
 
 @triton.jit
-def prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
+def _prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
     """Ask for the keys and values at these offsets; BULK: of the copy engine, a request each."""
     ITEM: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     if BULK:
@@ -164,7 +164,7 @@ def splits_kernel(
     at = key_offsets(pages_at, slot_stride, first_key, end, BLOCK, PAGE)
     if EARLY:
         if PDL and busy and not WHOLE:
-            prefetch_block(k_at, v_at, at, WIDTH, BULK)
+            _prefetch_block(k_at, v_at, at, WIDTH, BULK)
         # Programs past a context's end leave at once, to make room; the first of a tile waits even so, that whoever
         # waits for this kernel has waited for those before.
         if busy | (tl.program_id(2) == 0):

@@ -108,12 +108,14 @@ def variants(architecture: str) -> list[Variant]:
     absent = {"x_scale_ptr": None, "w_scale_ptr": None, "scale_ptr": None}
     found = [
         Variant(f"add {splits} stretches, norm {norm}", _add_kernel, signature,
-                {**constants, **absent, "SPLITS": splits, "NORM": norm}, 8, 2, divisible=divisible)
+                {**constants, **absent, "SPLITS": splits, "NORM": norm}, _num_warps(4096, "none"), 2,
+                divisible=divisible)
         for splits, norm in ((2, True), (4, True), (8, True), (4, False))
     ]  # fmt: skip
     codes = {**signature, "normed_ptr": "*fp8e4nv", **dict.fromkeys(absent, "*fp32")}
     found.append(
         Variant("add 4 stretches of codes, norm to codes", _add_kernel, codes,
-                {**constants, "SPLITS": 4, "NORM": True, "CODES": "fp8"}, 8, 2, divisible=(*divisible, *absent))
+                {**constants, "SPLITS": 4, "NORM": True, "CODES": "fp8"}, _num_warps(4096, "fp8"), 2,
+                divisible=(*divisible, *absent))
     )  # fmt: skip
     return found
