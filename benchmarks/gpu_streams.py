@@ -1,4 +1,4 @@
-"""Try what is new in products of 40 and 160 rows on this GPU: each product beside the vendor's library, then layers.
+"""Choose how products of 40 and 160 rows wait and stream on this GPU: each beside the vendor's library, then layers.
 
     PYTHONPATH=src python benchmarks/gpu_streams.py --out FOLDER [--seconds 100] [--formats fp8,dense] [--start FILE]
 

@@ -1,4 +1,4 @@
-"""What `gpu_streams.py` tries: tiles of products over 160 and 40 rows, with the settings that are new."""
+"""What `gpu_streams.py` tries: tiles of products over 160 and 40 rows, waited for together or streamed."""
 
 import dataclasses
 
@@ -65,7 +65,7 @@ class Product:
 
 
 def candidates(tuning: Tuning, product: Product) -> list[WideConfig]:
-    """Return tiles worth trying: what today's would be with the new settings, and others."""
+    """Return tiles worth trying: those configured, waited for together or streamed, and others."""
     fp8, order, silu = product.format == "fp8", product.order(tuning), product.shape.silu
     step = 128 if fp8 else 64
     tiles = (GATED if silu else TILES)[product.format, product.rows]

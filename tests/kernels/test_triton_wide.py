@@ -9,7 +9,7 @@ from slipstream.kernels.triton.linear import Epilogue
 from slipstream.kernels.triton.norm_rope import Norm, norm_codes, rms_norm
 from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.stretches import add_stretches, add_stretches_to_codes
-from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
+from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, architecture_of, few_rows_name
 from slipstream.kernels.triton.wide_linear import fitted, row_pieces
 from slipstream.quant.packed import PackedWeight
 
@@ -149,3 +149,35 @@ def test_tiles_are_cut_until_their_sums_and_stages_fit(kind, silu, num_rows):
     step = (config.block_n * (2 if config.pair else 1) + sum(pieces)) * 128
     assert config.num_stages * step <= shared_bytes
     assert config.pair or not silu
+
+
+@pytest.mark.skipif(architecture_of(DEVICE) != "sm_90", reason="products are streamed on Hopper alone")
+@pytest.mark.parametrize("format", ["dense", "fp8_per_channel"])
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_streamed_products_give_the_bits_of_narrow_tiles(format, pair, splits, generator):
+    outputs, inputs = 256, 1024
+    kind, step = ("dense", 64) if format == "dense" else ("fp8", 128)
+    shape = f"{kind}:{outputs}:{inputs}"
+    tiles = WideConfig(64, pair, step, 4, 3, tma=True, later=splits > 1, together=kind == "fp8", stream=True)
+    linear = {shape: LinearConfig(64, step, splits, 4, 2)}
+    narrow, streamed = (
+        Products(small_tuning(linear=linear, wide_linear=wide_linear), DEVICE)
+        for wide_linear in ({}, {shape: tiles, few_rows_name(shape): tiles})
+    )
+    weight = numbers(outputs, inputs, generator=generator, dtype=torch.bfloat16)
+    if kind == "fp8":
+        weight = narrow.prepare(quantized(format, outputs, inputs, generator))
+    x = numbers(256, inputs, generator=generator, dtype=torch.bfloat16)
+    residual = numbers(256, outputs, generator=generator, dtype=torch.bfloat16)
+    for count in (20, 40, 100, 160, 256):
+        rows = narrow.rows_for(weight, x[:count])
+        if splits > 1:
+            sums = streamed.stretches(rows, weight)
+            assert sums is not None, "stretches are left to the kernel that follows"
+            got = add_stretches(sums, residual[:count], None, dependent=False)[0]
+            assert torch.equal(got, narrow.multiply(rows, weight, Epilogue(residual_TN=residual[:count]))), count
+        else:
+            for silu in (False, True):
+                got = streamed.multiply(rows, weight, Epilogue(silu=silu))
+                assert torch.equal(got, narrow.multiply(rows, weight, Epilogue(silu=silu))), (count, silu)
