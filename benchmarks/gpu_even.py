@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/gpu_even.py --out FOLDER [--seconds 60] [--start FILE]
 
 First the bits, in processes that compile: one query to four, alone, among 8 and among 40 requests, contexts around the
-borders of groups, each as programs of a request's own have it. Then attention alone, in a graph over several layers' caches
-with a small kernel before each: contexts spread around 1,408 keys, and 10,240 keys. Then whole decoder layers of
-Llama-8B's shape at 1,152, 1,408 and 10,240 keys: each request's own, and the best two. FOLDER gets `sm_90.json` with the
-best, to be put into kernels/triton/configs, and `even.json` with every time. A candidate that fails is skipped, and
+borders of groups, each as programs of a request's own have it. Then attention alone, in a graph over several layers'
+caches with a small kernel before each: contexts spread around 1,408 keys, and 10,240 keys. Then whole decoder layers of
+Llama-8B's shape at 1,152, 1,408 and 10,240 keys: each request's own, and the best two. FOLDER gets `sm_90.json` with
+the best, to be put into kernels/triton/configs, and `even.json` with every time. A candidate that fails is skipped, and
 said.
 """
 
