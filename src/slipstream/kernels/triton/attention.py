@@ -8,6 +8,7 @@ here, where there are many queries, else by the last of several (`attention_spli
 # ruff: noqa: ANN001, ANN202, PLR0913, SIM108
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -193,19 +194,64 @@ def attention(
     shape["COMPACT"] = _compact_rows(config, repeats, rows) if most_queries == 1 else 0
     shared = (
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
-        sums if maxima_TH is None else maxima_TH, num_requests,
+        sums if maxima_TH is None else maxima_TH,
     )  # fmt: skip
+    if (
+        not whole
+        and one_tile
+        and window is None
+        and rows == _NARROW_ROWS
+        and _is_quick(config, q_THd, layer, most_queries)
+    ):
+        quick = quick_options(config, most_queries, repeats)
+        _attend_quickly(shared, num_results, strides[:3], shape | quick, (num_groups, num_tiles, shares))
+        return out
     if even:
         del shape["HAS_WINDOW"]
         shape |= _even_options(config, most_queries, tokens)
         grid = (num_groups, max(config.even_programs // num_groups, 1))
-        even_kernel[grid](*shared, num_results, *strides[:3], **shape)
+        even_kernel[grid](*shared, num_requests, num_results, *strides[:3], **shape)
         return out
     shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
     splits_kernel[(num_groups, num_tiles, shares)](
-        *shared, num_results, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
+        *shared, num_requests, num_results, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
     )
     return out
+
+
+def _is_quick(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, most_queries: int) -> bool:
+    """Tell whether programs have one short chain from queries to outputs: a split must be a block, all BF16."""
+    types = {q_THd.dtype, layer.keys_SGd.dtype, layer.values_SGd.dtype}
+    fits = types == {torch.bfloat16} and q_THd.shape[2] in (64, 128) and layer.keys_SGd.stride(0) % 8 == 0
+    return _quick_warps(config, most_queries) > 0 and config.split == config.block and fits
+
+
+def _quick_warps(config: AttentionConfig, most_queries: int) -> int:
+    return config.quick_one if most_queries == 1 else config.quick_several
+
+
+def quick_options(config: AttentionConfig, most_queries: int, repeats: int) -> dict[str, int]:
+    """Return warps of such programs, rows of the tile they merge, and how many groups of results they read at once.
+
+    As many as registers hold: 5 groups of 4 rows by 4 warps.
+    """
+    warps = _quick_warps(config, most_queries)
+    rows = triton.next_power_of_2(repeats) if most_queries == 1 else _NARROW_ROWS
+    at_once = max(min(config.quick_groups, config.quick_groups * warps // rows), 1)
+    return {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once}
+
+
+def _attend_quickly(
+    shared: tuple[Tensor, ...], num_results: int, strides: tuple[int, int, float], shape: dict[str, Any],
+    grid: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """Attend by programs that have one short chain."""
+    # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
+    from slipstream.kernels.triton.attention_quick import quick_kernel
+
+    names = {*quick_kernel.arg_names, *launch_options(shape["PDL"])}
+    own = {name: value for name, value in shape.items() if name in names}
+    quick_kernel[grid](*shared, num_results, *strides, **own)
 
 
 def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:
