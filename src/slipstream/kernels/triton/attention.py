@@ -236,7 +236,7 @@ def quick_options(config: AttentionConfig, most_queries: int, repeats: int) -> d
     As many as registers hold: 5 groups of 4 rows by 4 warps.
     """
     warps = _quick_warps(config, most_queries)
-    rows = triton.next_power_of_2(repeats) if most_queries == 1 else _NARROW_ROWS
+    rows = max(triton.next_power_of_2(repeats), 4) if most_queries == 1 else _NARROW_ROWS
     at_once = max(min(config.quick_groups, config.quick_groups * warps // rows), 1)
     return {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once}
 
