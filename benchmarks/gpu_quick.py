@@ -33,17 +33,20 @@ PAGE, BOUND, CONTEXT, LONG = 16, 4096, 1152, 10240
 NUM_LAYERS, REPLAYS, TURNS, ANSWER_S = 8, 21, 3, 120
 TODAY = "as before"
 BEFORE: Fields = {"quick_one": 0, "quick_several": 0}
+FOUR: Fields = {"quick_one": 4, "quick_several": 4}
 BOTH: Fields = {"quick_one": 4, "quick_several": 8}
 SETTINGS: dict[str, Fields] = {
-    "4 warps": {"quick_one": 4, "quick_several": 4},
+    "4 warps": FOUR,
     "4 and 8 warps": BOTH,
     "8 warps": {"quick_one": 8, "quick_several": 8},
-    "2 warps": {"quick_one": 2, "quick_several": 2},
-    "4 and 8, 6 groups": {**BOTH, "quick_groups": 6},
+    "4 and 8, warm": {**BOTH, "quick_warm": True},
+    "4, warm, any registers": {**FOUR, "quick_warm": True, "quick_registers": 0},
+    "4, any registers": {**FOUR, "quick_registers": 0},
     "4 and 8, 8 groups": {**BOTH, "quick_groups": 8},
     "4 and 8, share 1": {**BOTH, "share": 1},
     "4 and 8, share 2": {**BOTH, "share": 2},
-    "4 for one query": {"quick_one": 4},
+    "4 and 8, warm, share 2": {**BOTH, "quick_warm": True, "share": 2},
+    "2 warps": {"quick_one": 2, "quick_several": 2, "quick_registers": 0},
     "4 and 8, 4224 programs": {**BOTH, "programs": 4224},
 }
 CONTEXTS = (1, 3, 63, 64, 65, 127, 255, 256, 257, 320, 1023, 1152, 1280, 1281, 1408, 1409, 1500, 2046, 2817, 4000)

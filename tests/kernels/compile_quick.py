@@ -38,13 +38,14 @@ def compiled(heads: int, groups: int, width: int, queries: int, maxima: bool) ->
     signature |= {"num_splits": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32"}
     names = quick_kernel.arg_names
     divisible = [name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION]
+    options = {"maxnreg": constants.pop("maxnreg"), **launch_options(dependent=True)}
     source = GluonASTSource(
         quick_kernel,
         {name: signature.get(name, "constexpr") for name in names},
         constants,
         {(names.index(name),): [["tt.divisibility", 16]] for name in (*divisible, "slot_stride")},
     )
-    options = {"num_warps": constants["num_warps"], **launch_options(dependent=True)}
+    options |= {"num_warps": constants["num_warps"]}
     found = triton.compile(source, target=TARGETS["sm_90"], options=options)
     ptx = found.asm["ptx"]
     return {

@@ -231,14 +231,12 @@ def _quick_warps(config: AttentionConfig, most_queries: int) -> int:
 
 
 def quick_options(config: AttentionConfig, most_queries: int, repeats: int) -> dict[str, int]:
-    """Return warps of such programs, rows of the tile they merge, and how many groups of results they read at once.
-
-    As many as registers hold: 5 groups of 4 rows by 4 warps.
-    """
+    """Return warps of such programs and their registers, rows of the tile they merge, and groups they read at once."""
     warps = _quick_warps(config, most_queries)
     rows = max(triton.next_power_of_2(repeats), 4) if most_queries == 1 else _NARROW_ROWS
     at_once = max(min(config.quick_groups, config.quick_groups * warps // rows), 1)
-    return {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once}
+    options = {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once, "WARM": config.quick_warm}
+    return options | ({"maxnreg": config.quick_registers} if config.quick_registers else {})
 
 
 def _attend_quickly(
@@ -249,7 +247,7 @@ def _attend_quickly(
     # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
     from slipstream.kernels.triton.attention_quick import quick_kernel
 
-    names = {*quick_kernel.arg_names, *launch_options(shape["PDL"])}
+    names = {*quick_kernel.arg_names, "maxnreg", *launch_options(shape["PDL"])}
     own = {name: value for name, value in shape.items() if name in names}
     quick_kernel[grid](*shared, num_results, *strides, **own)
 

@@ -2,7 +2,7 @@
 
 What `attention_splits` computes, with its bits, where a split is one block. A program has its keys and values in
 registers before the queries are there, the queries are the only thing it then waits for, and the last program of a tile
-reads all results at once: what is merged with what factor it works out from the maxima alone, a lane to a group.
+reads all results at once, and works out from their maxima what each is merged with, a lane to a group.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,assignment"
@@ -26,14 +26,21 @@ def _seen(own_R, ancestors_R, start, end, BLOCK: gl.constexpr, MMA: gl.constexpr
 
 
 @gluon.jit
+def _pages(pages_at, start, end, BLOCK: gl.constexpr, PAGE: gl.constexpr, COPIED: gl.constexpr):
+    """Return the pages of a block's keys; past the end, that of the last one."""
+    key = gl.minimum(start + gl.arange(0, BLOCK, gl.SliceLayout(1, COPIED)), end - 1)
+    return gl.load(pages_at + key // PAGE, cache_modifier=".cg")
+
+
+@gluon.jit
 def _ask_block(
-    k_at, v_at, pages_at, keys, values, slot_stride, start, end,
+    k_at, v_at, page, keys, values, slot_stride, start, end,
     BLOCK: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """Ask for a block's keys and values; past the end, for the last one's."""
+    """Ask for a block's keys and values, which lie in these pages."""
     key = gl.minimum(start + gl.arange(0, BLOCK, gl.SliceLayout(1, COPIED)), end - 1)
-    page = gl.load(pages_at + key // PAGE, cache_modifier=".cg").to(gl.int64)
-    at = ((page * PAGE + key % PAGE) * slot_stride)[:, None] + gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
+    at = (page.to(gl.int64) * PAGE + key % PAGE) * slot_stride
+    at = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
     async_copy.async_copy_global_to_shared(keys, k_at + at)
     async_copy.async_copy_global_to_shared(values, v_at + at)
     async_copy.commit_group()
@@ -49,13 +56,6 @@ def _queries_at(
     token = gl.maximum(gl.minimum(q_first + row // REPEATS, last_token), 0).to(gl.int64)
     at = ((token * HEADS + group * REPEATS + row % REPEATS) * D)[:, None]
     return q_ptr + at + gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
-
-
-@gluon.jit
-def _take_block(keys, values, RIGHT: gl.constexpr):
-    """Wait for what was asked for; return keys and values as matrix instructions take them."""
-    async_copy.wait_group(0)
-    return keys.permute((1, 0)).load(RIGHT), values.load(RIGHT)
 
 
 @gluon.jit
@@ -228,7 +228,7 @@ def quick_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
     counter_ptr, maxima_ptr, num_splits, slot_stride, pages_stride, scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    BLOCK: gl.constexpr, PAGE: gl.constexpr, EARLY: gl.constexpr, MERGED_ROWS: gl.constexpr,
+    BLOCK: gl.constexpr, PAGE: gl.constexpr, EARLY: gl.constexpr, WARM: gl.constexpr, MERGED_ROWS: gl.constexpr,
     AT_ONCE: gl.constexpr, MAXIMA: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend to this program's splits of a tile's request, all of whose queries fit the tile.
@@ -238,6 +238,7 @@ def quick_kernel(
         AT_ONCE: groups of results that the last program reads at a time.
         EARLY, MAXIMA: see `splits_kernel`. Before the inputs are there, keys and values may be read as well, but for
             those that the kernel before writes: the queries' own.
+        WARM: attend to whatever is there before the inputs are, and store nothing of it: the code is then near.
     """
     let_next_start(PDL)
     if not EARLY:
@@ -271,6 +272,7 @@ def quick_kernel(
     holders = (num_there + each - 1) // each
     start = part * each * BLOCK
     busy = (q_first < q_to) & (start < end)
+    first_turn = gl.where(num_splits > 0, 0 if WARM and EARLY and PDL else 1, 1)  # no constant, or turns are unrolled
     if busy:
         keys = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK, D], STORED)
         values = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK, D], STORED)
@@ -282,38 +284,39 @@ def quick_kernel(
         sums_at, part_at = sums_ptr + cell * num_splits * (2 * ROWS), partial_ptr + cell * num_splits * (ROWS * D)
         real = q_first + row // REPEATS <= last_token
         q_at = _queries_at(q_ptr, q_first, last_token, group, HEADS, REPEATS, ROWS, D, COPIED)
+        page = _pages(pages_at, start, end, BLOCK, PAGE, COPIED)
+        _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
         seen = _seen(own, ancestors, start, end, BLOCK, MMA)
-        _ask_block(k_at, v_at, pages_at, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
-        # A block with keys that the kernel before writes is asked for again, when they are there: the first time it
-        # came into the cache all processors share.
-        fresh = start + BLOCK > gl.min(own, 0)
-        if EARLY and PDL:
-            if fresh:
-                async_copy.wait_group(0)
-                wait_for_previous(PDL)
-                async_copy.async_copy_global_to_shared(queries, q_at)
-                _ask_block(k_at, v_at, pages_at, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
-        else:
-            fresh = False
-        k, v = _take_block(keys, values, RIGHT)
-        if not fresh:
-            if EARLY:
+        # Of a block with keys that the kernel before writes, the first copy is of no use but that it comes into the
+        # cache all processors share.
+        fresh = (start + BLOCK > gl.min(own, 0)) & EARLY
+        for turn in range(first_turn, 2):
+            counts = turn == 1  # the first turn, if there is one, is for nothing
+            if counts:
+                if fresh:
+                    async_copy.wait_group(0)
                 wait_for_previous(PDL)
             async_copy.async_copy_global_to_shared(queries, q_at)
             async_copy.commit_group()
+            if fresh & counts:
+                _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
+                async_copy.wait_group(0)
+            async_copy.wait_group(1)  # the queries may still be on their way
+            k, v = keys.permute((1, 0)).load(RIGHT), values.load(RIGHT)
             async_copy.wait_group(0)
-        q = queries.load(LEFT)
-        _attend_block(
-            q, k, v, seen, weights, scale, sums_at + part * each * (2 * ROWS), part_at + part * each * (ROWS * D), real,
-            ROWS, D, BLOCK, num_warps, MMA, EACH,
-        )  # fmt: skip
+            _attend_block(
+                queries.load(LEFT), k, v, seen, weights, scale, sums_at + part * each * (2 * ROWS),
+                part_at + part * each * (ROWS * D), real & counts, ROWS, D, BLOCK, num_warps, MMA, EACH,
+            )  # fmt: skip
         for split in range(part * each + 1, to_split):
             start = split * BLOCK
-            _ask_block(k_at, v_at, pages_at, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
-            seen_s = _seen(own, ancestors, start, end, BLOCK, MMA)
-            k_s, v_s = _take_block(keys, values, RIGHT)
+            page = _pages(pages_at, start, end, BLOCK, PAGE, COPIED)
+            _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
+            seen = _seen(own, ancestors, start, end, BLOCK, MMA)
+            async_copy.wait_group(0)
             _attend_block(
-                q, k_s, v_s, seen_s, weights, scale, sums_at + split * (2 * ROWS), part_at + split * (ROWS * D), real,
+                queries.load(LEFT), keys.permute((1, 0)).load(RIGHT), values.load(RIGHT), seen, weights, scale,
+                sums_at + split * (2 * ROWS), part_at + split * (ROWS * D), real,
                 ROWS, D, BLOCK, num_warps, MMA, EACH,
             )  # fmt: skip
         if arrived_last(counter_ptr + cell, holders):

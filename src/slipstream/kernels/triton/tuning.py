@@ -96,7 +96,10 @@ class AttentionConfig:
         quick_one: where programs take splits of a request with one query, not groups, warps of those that have one
             short chain from queries to outputs (`attention_quick`, sm_90); 0: there are none. That changes no bits.
         quick_several: the same where a request may have several queries.
-        quick_groups: how many groups of results the last of those reads at once, at the most.
+        quick_groups: how many groups of results the last of those reads at once: of 4 rows by 4 warps, and as many
+            values a thread in other shapes.
+        quick_registers: see `group_registers`.
+        quick_warm: whether those attend twice: the first time before the queries are there, that the code is.
     """
 
     split: int = 256
@@ -119,6 +122,8 @@ class AttentionConfig:
     quick_one: int = 0
     quick_several: int = 0
     quick_groups: int = 5
+    quick_registers: int = 168
+    quick_warm: bool = False
 
 
 @dataclass(frozen=True)
