@@ -76,6 +76,11 @@ class Requests:
             KvLayer(*(torch.empty(size, device=device, dtype=torch.bfloat16).normal_() for _ in "kv"))
             for _ in range(num_layers)
         ]
+        past = [self._table[row, own[row] - 1].item() * PAGE + i for row, context in enumerate(contexts)
+                for i in range((max(context, 4) - 1) % PAGE + 1, PAGE)]  # fmt: skip
+        for layer in self.layers:  # nobody may read what lies past a context's end
+            for cache in (layer.keys_SGd, layer.values_SGd):
+                cache[past] = float("nan")
         self._q = torch.randn(len(contexts), 4, HEADS, WIDTH, device=device).bfloat16()
         self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
@@ -130,6 +135,13 @@ def wrong_bits(requests: Requests, today: AttentionConfig, config: AttentionConf
     return found
 
 
+def context_sets() -> dict[str, tuple[list[int], int]]:
+    """Return contexts of 40 requests to compare bits for, and the bound on keys."""
+    mixed = [CONTEXTS[i % len(CONTEXTS)] for i in range(40)]
+    shorter, alike = [min(context, 4000) for context in mixed], [1216 + 7 * i % 150 for i in range(40)]
+    return {"mixed": (mixed, 16384), "up to 4,000 keys": (shorter, 4096), "alike": (alike, 4096)}
+
+
 def check(task: tuple[str, Tuning, Fields]) -> tuple[str, str]:
     """Return a candidate's name, and what is wrong with it: "" if its bits are today's."""
     name, tuning, fields = task
@@ -137,13 +149,15 @@ def check(task: tuple[str, Tuning, Fields]) -> tuple[str, str]:
         torch.manual_seed(0)
         with torch.no_grad():
             device = torch.device("cuda")
-            contexts = [CONTEXTS[i % len(CONTEXTS)] for i in range(40)]
             config = dataclasses.replace(tuning.attention, **fields)
-            wrong = wrong_bits(Requests(contexts, 1, 16384, device), tuning.attention, config)
-            near = wrong_bits(Requests([min(c, 4000) for c in contexts], 1, 4096, device), tuning.attention, config)
+            wrong = [
+                one
+                for some, bound in context_sets().values()
+                for one in wrong_bits(Requests(some, 1, bound, device), tuning.attention, config)
+            ]
     except Exception as error:  # noqa: BLE001 - what else there is to find out is worth more
         return name, f"failed: {said(error)}"
-    return name, "; ".join(f"other bits at {one}" for one in (*wrong, *near)[:4])
+    return name, "; ".join(f"other bits at {one}" for one in wrong[:4])
 
 
 def compile_layers(task: tuple[Tuning, Case]) -> str:
@@ -194,9 +208,11 @@ def heading(what: str, keys: Iterable[int], cases: tuple[Case, ...]) -> str:
 class Alone:
     """Attention by itself, over caches that no cache of the processor holds."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, cases: dict[int, tuple[Case, ...]], device: torch.device) -> None:
+        self._cases = cases
         self._requests = {
-            keys: Requests(spread(keys, 40), 6 if keys < 4096 else 2, BOUNDS[keys], device) for keys in ALONE
+            keys: Requests(spread(keys, 40), 6 if keys < 4096 else 2, 4096 if keys < 4096 else 16384, device)
+            for keys in cases
         }
         between = torch.zeros(1024, device=device)
 
@@ -210,7 +226,7 @@ class Alone:
     def measured(self, name: str, config: AttentionConfig) -> Times:
         """Return microseconds of one layer's attention, less those of the kernel before; print them."""
         times: Times = {}
-        for keys, case in ((keys, case) for keys, cases in ALONE.items() for case in cases):
+        for keys, case in ((keys, case) for keys, cases in self._cases.items() for case in cases):
             requests = self._requests[keys]
             us = replayed_us(requests.step(config, case), 9)[0] / len(requests.layers)
             times[keys, case] = us - self._nothing
@@ -235,7 +251,7 @@ def score(times: Times, before: Times) -> float:
 
 def time_alone(tuning: Tuning, names: list[str], deadline: float) -> tuple[dict[str, Times], list[str]]:
     """Time attention alone; return all times, and the candidates that are faster, the best first."""
-    alone = Alone(torch.device("cuda"))
+    alone = Alone(ALONE, torch.device("cuda"))
     print(heading("us of attention", ALONE, ALL[2:]), flush=True)
     found = {CONFIGURED: alone.measured(CONFIGURED, tuning.attention)}
     for name in names:
@@ -253,13 +269,13 @@ def time_alone(tuning: Tuning, names: list[str], deadline: float) -> tuple[dict[
     return found, [name for name in order if name != CONFIGURED and score(found[name], before) < 1.0]
 
 
-def time_layers(tunings: dict[str, Tuning], deadline: float) -> dict[str, Times]:
+def time_layers(tunings: dict[str, Tuning], deadline: float, cases: tuple[Case, ...] = ALL) -> dict[str, Times]:
     """Time whole layers, and compare what they give, bit for bit; one with other bits is left out."""
     device = torch.device("cuda")
     layers = {keys: Layers(LAYERS[keys], keys, 40, device, bound) for keys, bound in BOUNDS.items()}
     found: dict[str, Times] = {}
     outs: dict[tuple[int, Case], Tensor] = {}
-    print(heading("us a layer", BOUNDS, ALL), flush=True)
+    print(heading("us a layer", BOUNDS, cases), flush=True)
     for name, tuning in tunings.items():
         if time.monotonic() > deadline and found:
             print(f"out of time before {name}")
@@ -267,7 +283,7 @@ def time_layers(tunings: dict[str, Tuning], deadline: float) -> dict[str, Times]
         try:
             times: Times = {}
             same = True
-            for key in itertools.product(BOUNDS, ALL):
+            for key in itertools.product(BOUNDS, cases):
                 times[key], out = layers[key[0]].us(tuning, key[1])
                 same = same and torch.equal(out, outs.setdefault(key, out.clone()))
         except Exception as error:  # noqa: BLE001 - one failing candidate must not end the run

@@ -39,13 +39,10 @@ SETTINGS: dict[str, Fields] = {
     "4 warps": FOUR,
     "4 and 8 warps": BOTH,
     "8 warps": {"quick_one": 8, "quick_several": 8},
-    "4 and 8, warm": {**BOTH, "quick_warm": True},
-    "4, warm, any registers": {**FOUR, "quick_warm": True, "quick_registers": 0},
     "4, any registers": {**FOUR, "quick_registers": 0},
     "4 and 8, 8 groups": {**BOTH, "quick_groups": 8},
     "4 and 8, share 1": {**BOTH, "share": 1},
     "4 and 8, share 2": {**BOTH, "share": 2},
-    "4 and 8, warm, share 2": {**BOTH, "quick_warm": True, "share": 2},
     "2 warps": {"quick_one": 2, "quick_several": 2, "quick_registers": 0},
     "4 and 8, 4224 programs": {**BOTH, "programs": 4224},
 }

@@ -13,8 +13,8 @@ from before_wait import WAIT, touched_before_wait
 from compile_kernels import TARGETS, _stack
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from slipstream.kernels.triton.attention import quick_options
 from slipstream.kernels.triton.attention_blocks import DESCRIPTION
+from slipstream.kernels.triton.attention_hopper import quick_options
 from slipstream.kernels.triton.attention_quick import quick_kernel
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
@@ -30,7 +30,7 @@ def compiled(heads: int, groups: int, width: int, queries: int, maxima: bool) ->
     repeats = heads // groups
     constants = {
         "HEADS": heads, "GROUPS": groups, "D": width, "ROWS": 16, "TOKENS": 16 // repeats, "BLOCK": config.block,
-        "PAGE": 16, "EARLY": True, "MAXIMA": maxima, "PDL": True, **quick_options(config, queries, repeats),
+        "PAGE": 16, "EARLY": True, "MAXIMA": maxima, "PDL": True, **quick_options(config, queries, repeats, 16),
     }  # fmt: skip
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     signature |= {name: "*i64" if name in ("index_ptr", "ancestors_ptr") else "*i32" for name in DESCRIPTION}

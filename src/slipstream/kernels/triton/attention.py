@@ -8,7 +8,6 @@ here, where there are many queries, else by the last of several (`attention_spli
 # ruff: noqa: ANN001, ANN202, PLR0913, SIM108
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -26,6 +25,7 @@ from slipstream.kernels.triton.attention_blocks import (
     nothing,
 )
 from slipstream.kernels.triton.attention_even import even_kernel
+from slipstream.kernels.triton.attention_hopper import flow_fits, is_quick, launch_flow, launch_quick, quick_options
 from slipstream.kernels.triton.attention_splits import splits_kernel
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
@@ -33,6 +33,7 @@ from slipstream.kernels.triton.variants import Variant
 
 _LOG2E = 1.4426950408889634
 _NARROW_ROWS = 16
+_MOST_REQUESTS = 64  # whose numbers programs in which a warp asks for keys have registers for
 
 
 @triton.jit
@@ -182,10 +183,15 @@ def attention(
     num_splits = max(-(-most_keys // config.split), 1)
     shares, whole = _shares(config, num_groups * num_requests, num_splits)
     num_results = -(-num_splits // SPLITS_IN_GROUP)
-    even = whole and one_tile and window is None and rows == _NARROW_ROWS
-    even = even and _is_even(config, num_groups * num_requests * num_results, batch.page_size)
+    most_groups = num_groups * num_requests * num_results
+    narrow = one_tile and window is None and rows == _NARROW_ROWS
+    listed = whole and narrow
+    even = listed and _is_even(config, most_groups, batch.page_size)
+    flows = listed and maxima_TH is None and config.flow_from <= num_requests <= _MOST_REQUESTS
+    flows = flows and config.flow_groups <= most_groups and flow_fits(config, q_THd, layer, batch.page_size)
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
-    num_results = num_results if even else num_splits
+    # Where a warp asks for keys, a request's first blocks may leave two results: all groups so far, and the last one.
+    num_results = max(num_results, 2) if flows else num_results if even else num_splits
     cells = num_tiles * num_groups * num_results * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
@@ -196,15 +202,13 @@ def attention(
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
         sums if maxima_TH is None else maxima_TH,
     )  # fmt: skip
-    if (
-        not whole
-        and one_tile
-        and window is None
-        and rows == _NARROW_ROWS
-        and _is_quick(config, q_THd, layer, most_queries)
-    ):
-        quick = quick_options(config, most_queries, repeats)
-        _attend_quickly(shared, num_results, strides[:3], shape | quick, (num_groups, num_tiles, shares))
+    if narrow and not whole and is_quick(config, q_THd, layer, most_queries):
+        shape |= quick_options(config, most_queries, repeats, rows)
+        launch_quick(shared, num_results, strides[:3], shape, (num_groups, num_tiles, shares))
+        return out
+    if flows:
+        shape["QUERIES"] = _even_options(config, most_queries, tokens)["QUERIES"]
+        launch_flow((q_THd, layer, out), described, (sums, partial), (num_results, *strides[1:3]), shape, launch)
         return out
     if even:
         del shape["HAS_WINDOW"]
@@ -217,39 +221,6 @@ def attention(
         *shared, num_requests, num_results, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
     )
     return out
-
-
-def _is_quick(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, most_queries: int) -> bool:
-    """Tell whether programs have one short chain from queries to outputs: a split must be a block, all BF16."""
-    types = {q_THd.dtype, layer.keys_SGd.dtype, layer.values_SGd.dtype}
-    fits = types == {torch.bfloat16} and q_THd.shape[2] in (64, 128) and layer.keys_SGd.stride(0) % 8 == 0
-    return _quick_warps(config, most_queries) > 0 and config.split == config.block and fits
-
-
-def _quick_warps(config: AttentionConfig, most_queries: int) -> int:
-    return config.quick_one if most_queries == 1 else config.quick_several
-
-
-def quick_options(config: AttentionConfig, most_queries: int, repeats: int) -> dict[str, int]:
-    """Return warps of such programs and their registers, rows of the tile they merge, and groups they read at once."""
-    warps = _quick_warps(config, most_queries)
-    rows = max(triton.next_power_of_2(repeats), 4) if most_queries == 1 else _NARROW_ROWS
-    at_once = max(min(config.quick_groups, config.quick_groups * warps // rows), 1)
-    options = {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once, "WARM": config.quick_warm}
-    return options | ({"maxnreg": config.quick_registers} if config.quick_registers else {})
-
-
-def _attend_quickly(
-    shared: tuple[Tensor, ...], num_results: int, strides: tuple[int, int, float], shape: dict[str, Any],
-    grid: tuple[int, int, int],
-) -> None:  # fmt: skip
-    """Attend by programs that have one short chain."""
-    # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
-    from slipstream.kernels.triton.attention_quick import quick_kernel
-
-    names = {*quick_kernel.arg_names, "maxnreg", *launch_options(shape["PDL"])}
-    own = {name: value for name, value in shape.items() if name in names}
-    quick_kernel[grid](*shared, num_results, *strides, **own)
 
 
 def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:

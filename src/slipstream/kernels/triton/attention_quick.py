@@ -228,7 +228,7 @@ def quick_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
     counter_ptr, maxima_ptr, num_splits, slot_stride, pages_stride, scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    BLOCK: gl.constexpr, PAGE: gl.constexpr, EARLY: gl.constexpr, WARM: gl.constexpr, MERGED_ROWS: gl.constexpr,
+    BLOCK: gl.constexpr, PAGE: gl.constexpr, EARLY: gl.constexpr, MERGED_ROWS: gl.constexpr,
     AT_ONCE: gl.constexpr, MAXIMA: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend to this program's splits of a tile's request, all of whose queries fit the tile.
@@ -238,7 +238,6 @@ def quick_kernel(
         AT_ONCE: groups of results that the last program reads at a time.
         EARLY, MAXIMA: see `splits_kernel`. Before the inputs are there, keys and values may be read as well, but for
             those that the kernel before writes: the queries' own.
-        WARM: attend to whatever is there before the inputs are, and store nothing of it: the code is then near.
     """
     let_next_start(PDL)
     if not EARLY:
@@ -272,7 +271,6 @@ def quick_kernel(
     holders = (num_there + each - 1) // each
     start = part * each * BLOCK
     busy = (q_first < q_to) & (start < end)
-    first_turn = gl.where(num_splits > 0, 0 if WARM and EARLY and PDL else 1, 1)  # no constant, or turns are unrolled
     if busy:
         keys = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK, D], STORED)
         values = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [BLOCK, D], STORED)
@@ -290,24 +288,21 @@ def quick_kernel(
         # Of a block with keys that the kernel before writes, the first copy is of no use but that it comes into the
         # cache all processors share.
         fresh = (start + BLOCK > gl.min(own, 0)) & EARLY
-        for turn in range(first_turn, 2):
-            counts = turn == 1  # the first turn, if there is one, is for nothing
-            if counts:
-                if fresh:
-                    async_copy.wait_group(0)
-                wait_for_previous(PDL)
-            async_copy.async_copy_global_to_shared(queries, q_at)
-            async_copy.commit_group()
-            if fresh & counts:
-                _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
-                async_copy.wait_group(0)
-            async_copy.wait_group(1)  # the queries may still be on their way
-            k, v = keys.permute((1, 0)).load(RIGHT), values.load(RIGHT)
+        if fresh:
             async_copy.wait_group(0)
-            _attend_block(
-                queries.load(LEFT), k, v, seen, weights, scale, sums_at + part * each * (2 * ROWS),
-                part_at + part * each * (ROWS * D), real & counts, ROWS, D, BLOCK, num_warps, MMA, EACH,
-            )  # fmt: skip
+        wait_for_previous(PDL)
+        async_copy.async_copy_global_to_shared(queries, q_at)
+        async_copy.commit_group()
+        if fresh:
+            _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
+            async_copy.wait_group(0)
+        async_copy.wait_group(1)  # the queries may still be on their way
+        k, v = keys.permute((1, 0)).load(RIGHT), values.load(RIGHT)
+        async_copy.wait_group(0)
+        _attend_block(
+            queries.load(LEFT), k, v, seen, weights, scale, sums_at + part * each * (2 * ROWS),
+            part_at + part * each * (ROWS * D), real, ROWS, D, BLOCK, num_warps, MMA, EACH,
+        )  # fmt: skip
         for split in range(part * each + 1, to_split):
             start = split * BLOCK
             page = _pages(pages_at, start, end, BLOCK, PAGE, COPIED)

@@ -30,6 +30,10 @@ class LinearConfig:
     Args:
         ahead: lines (128 bytes) of each weight row to ask for, behind the stages, before the inputs are there; a power
             of two, or 0 for none.
+        own_rows: rows of a tile that are its program's, an even number, in products of up to 16 rows; 0: all. Matrix
+            instructions have 64, and how many programs there are decides how evenly processors read.
+        side: whether a program multiplies all stretches of fewer rows side by side, in products of so few rows that a
+            token tile holds them once for each stretch. Then no sums go through memory.
     """
 
     block_n: int
@@ -38,6 +42,13 @@ class LinearConfig:
     num_warps: int
     num_stages: int
     ahead: int = 8
+    own_rows: int = 0
+    side: bool = False
+
+    @property
+    def taken(self) -> int:
+        """Weight rows that are a program's."""
+        return self.own_rows or (self.block_n // self.split_k if self.side else self.block_n)
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,12 @@ class AttentionConfig:
         quick_groups: how many groups of results the last of those reads at once: of 4 rows by 4 warps, and as many
             values a thread in other shapes.
         quick_registers: see `group_registers`.
-        quick_warm: whether those attend twice: the first time before the queries are there, that the code is.
+        flow_programs: where `even_programs` could be, so many instead, in which one warp asks for keys and the others
+            attend to them (`attention_flow`, sm_90); 0: none. That changes no bits.
+        flow_from: but for passes of fewer requests than this.
+        flow_groups: and but for those with fewer groups than this, counted as for `even_from`.
+        flow_stages: blocks of keys that each of those has room for, two or more.
+        flow_registers: registers of a thread of theirs, on average; 256 threads each.
     """
 
     split: int = 256
@@ -123,7 +139,11 @@ class AttentionConfig:
     quick_several: int = 0
     quick_groups: int = 5
     quick_registers: int = 168
-    quick_warm: bool = False
+    flow_programs: int = 0
+    flow_from: int = 0
+    flow_groups: int = 0
+    flow_stages: int = 4
+    flow_registers: int = 128
 
 
 @dataclass(frozen=True)

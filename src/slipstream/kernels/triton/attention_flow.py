@@ -1,0 +1,304 @@
+"""Paged attention for many requests by warps of two kinds: one asks for keys and values, the others attend to them.
+
+What `slipstream.kernels.triton.attention_even` computes, in its order and by the same instruction, so the bits are the
+same. The warp that asks walks ahead of the others, through a ring of blocks of keys that the copy engine fills page by
+page. Keys that earlier passes wrote it asks for before the kernel before has ended. Which keys are whose, and who
+finishes a request: `attention_flow_walk`.
+
+A block's room is free once its numbers were multiplied, not once they were asked of fast memory: such reads are still
+under way when threads meet, and the copy engine does not wait for them. One that other programs' stores hold up long
+enough would find a later block.
+"""
+# Gluon gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from slipstream.kernels.triton.attention_flow_merge import (
+    finish_request,
+    hand_over,
+    merge,
+    nothing,
+    store_outputs,
+    store_result,
+    take_over,
+)
+from slipstream.kernels.triton.attention_flow_walk import described, next_of, number_at, stop_of, walk_of
+
+HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which the copy engine swizzles
+
+
+@gluon.jit
+def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr):
+    """Ask for the keys and values of a block that lies in these pages."""
+    PAGES: gl.constexpr = BLOCK // PAGE
+    HALVES: gl.constexpr = WIDTH // HALF
+    for i in gl.static_range(PAGES):
+        for half in gl.static_range(HALVES):
+            at = [pages[i] * PAGE, group * WIDTH + half * HALF]
+            box = (slot * HALVES + half) * PAGES + i
+            tma.async_copy_global_to_shared(tiles[0], at, bar, stores[0].index(box))
+            tma.async_copy_global_to_shared(tiles[1], at, bar, stores[1].index(box))
+
+
+@gluon.jit
+def _pages(pages_ptr, request, pages_stride, first_page, end, lane, PAGE: gl.constexpr):
+    """Return a warp's worth of pages from a request's first_page on; past its end, that of the last key."""
+    place = gl.minimum(first_page + lane, (gl.maximum(end, 1) - 1) // PAGE)
+    return gl.load(pages_ptr + request.to(gl.int64) * pages_stride + place, cache_modifier=".cg")
+
+
+@gluon.jit
+def _ask(
+    tiles, stores, ready, empty, starts_ptr, lens_ptr, pages_ptr, index_ptr, num_requests, pages_stride, group, part,
+    most_parts, WIDTH: gl.constexpr, TOKENS: gl.constexpr, REQUESTS: gl.constexpr, QUERIES: gl.constexpr,
+    BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Ask for every block of the part, as soon as there is room.
+
+    A block with no key from `sure` on was written by passes before this one. Those have ended where EARLY says so, and
+    it is asked for before the kernel before has. Either way what kernels wrote is there for the copy engine once they
+    have ended: no fence is needed between kernels.
+    """
+    if PDL and not EARLY:
+        gdc_wait()
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
+    _, _, ends_R, sure_R = described(starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES, LAYOUT)
+    request, start, num_blocks, walk, _ = walk_of(
+        ends_R, num_requests, part, most_parts, REQUESTS, BLOCK, IN_GROUP, 1, LAYOUT
+    )
+    end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
+    lane = gl.arange(0, 32, LAYOUT)
+    first_page = start // PAGE
+    pages = _pages(pages_ptr, request, pages_stride, first_page, end, lane, PAGE)
+    BYTES: gl.constexpr = 2 * BLOCK * WIDTH * 2
+    for step in range(num_blocks):
+        slot = step % STAGES
+        at = start // PAGE - first_page
+        here = (number_at(pages, at, 32), number_at(pages, at + 1, 32), number_at(pages, at + 2, 32),
+                number_at(pages, at + 3, 32))  # fmt: skip
+        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+        if PDL and EARLY:  # noqa: SIM102 - the one is known when the kernel is compiled
+            if start + BLOCK > sure:
+                gdc_wait()
+        mbarrier.expect(ready.index(slot), BYTES)
+        _copy_block(tiles, stores, ready.index(slot), slot, here, group, WIDTH, BLOCK, PAGE)
+        start += BLOCK
+        moves = start >= stop_of(walk, request, end)
+        if moves:
+            following = next_of(walk, request, num_requests)
+            request, start = following[0], following[1]
+            end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
+        if moves | (start // PAGE - first_page >= 32):
+            first_page = start // PAGE
+            pages = _pages(pages_ptr, request, pages_stride, first_page, end, lane, PAGE)
+
+
+@gluon.jit
+def _queries(
+    q_ptr, index_ptr, ancestors_ptr, q_first, last_token, group, HEADS: gl.constexpr, REPEATS: gl.constexpr,
+    WIDTH: gl.constexpr, ROWS: gl.constexpr, MATRIX: gl.constexpr,
+):  # fmt: skip
+    """Return a request's queries, where they are, and which keys before them they see.
+
+    Rows past the last query repeat it.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MATRIX, 2)
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LEFT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LEFT))
+    token = gl.maximum(gl.minimum(q_first + row // REPEATS, last_token), 0).to(gl.int64)
+    head = group * REPEATS + row % REPEATS
+    q = gl.load(q_ptr + (token * HEADS + head)[:, None] * WIDTH + column[None, :])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, MATRIX))
+    token = gl.maximum(gl.minimum(q_first + row // REPEATS, last_token), 0)
+    return q, gl.load(index_ptr + token).to(gl.int32), gl.load(ancestors_ptr + token)
+
+
+@gluon.jit
+def _hide(scores, own, ancestors, start, end, BLOCK: gl.constexpr, MATRIX: gl.constexpr):
+    """Return scores with -inf where a row does not see a key, as `attention_blocks.hide` does."""
+    index = start + gl.arange(0, BLOCK, gl.SliceLayout(0, MATRIX))
+    distance = own[:, None] - index[None, :]
+    bit = (ancestors[:, None] >> gl.minimum(gl.maximum(distance, 0), 63).to(gl.int64)).to(gl.int32) & 1
+    seen = (bit | ((63 - distance) >> 31)) & ((-1 - distance) >> 31) & ((index - end) >> 31)[None, :]
+    return gl.where(seen != 0, scores, float("-inf"))
+
+
+@gluon.jit
+def _weigh(scores, v, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constexpr, MATRIX: gl.constexpr):
+    """Return the result of a block, which is a split: what `attention_blocks.add_block` makes of it and of nothing."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MATRIX, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MATRIX, 2)
+    best = gl.max(scores, 1)
+    pivot = gl.where(best == float("-inf"), 0.0, best)
+    weight = gl.convert_layout(gl.exp2(scores - pivot[:, None]).to(v.dtype), LEFT)
+    acc = mma_v2(weight, v, gl.zeros([ROWS, WIDTH], gl.float32, MATRIX))
+    ones = gl.full([BLOCK, 8], 1.0, v.dtype, RIGHT)  # all columns of the sum are alike, and every warp has them
+    total = mma_v2(weight, ones, gl.zeros([ROWS, 8], gl.float32, MATRIX))
+    return best, gl.max(total, 1), acc
+
+
+@gluon.jit
+def _attend(
+    stores, ready, empty, q_ptr, out_ptr, starts_ptr, lens_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
+    counter_ptr, num_requests, num_results, scale, group, part, most_parts,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    REQUESTS: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Attend to blocks as they come, store the results of groups, and merge those of requests that are then whole."""
+    if PDL and not EARLY:
+        gdc_wait()
+    REPEATS: gl.constexpr = HEADS // GROUPS
+    NUM_WARPS: gl.constexpr = 4
+    MATRIX: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NUM_WARPS], [16, 8])
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MATRIX, 2)
+    # Every warp has all requests' numbers, so that looking one up takes no meeting.
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0]))
+    firsts_R, lasts_R, ends_R, sure_R = described(
+        starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES, LAYOUT
+    )
+    request, start, num_blocks, walk, counted = walk_of(
+        ends_R, num_requests, part, most_parts, REQUESTS, BLOCK, IN_GROUP, NUM_WARPS, LAYOUT
+    )
+    q_first, last_token = number_at(firsts_R, request, REQUESTS), number_at(lasts_R, request, REQUESTS)
+    end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
+    if PDL and EARLY:
+        gdc_wait()
+    q, own, ancestors = _queries(
+        q_ptr, index_ptr, ancestors_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
+    )
+    best, total, acc = nothing(ROWS, WIDTH, MATRIX)  # of the request's groups so far, where it is not cut at groups
+    group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
+    for step in range(num_blocks):
+        slot = step % STAGES
+        next_request, next_start, next_first, next_last = request, start + BLOCK, q_first, last_token
+        next_end, next_sure, is_late = end, sure, False
+        if AHEAD:
+            next_q, next_own, next_ancestors = q, own, ancestors
+        moves = next_start >= stop_of(walk, request, end)
+        if moves:
+            next_request, next_start, is_late = next_of(walk, request, num_requests)
+            next_first = number_at(firsts_R, next_request, REQUESTS)
+            next_last = number_at(lasts_R, next_request, REQUESTS)
+            next_end, next_sure = number_at(ends_R, next_request, REQUESTS), number_at(sure_R, next_request, REQUESTS)
+            if AHEAD:
+                next_q, next_own, next_ancestors = _queries(
+                    q_ptr, index_ptr, ancestors_ptr, next_first, next_last, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
+                )
+        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+        k = stores[0].index(slot).permute((1, 0)).load(RIGHT)
+        scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MATRIX)) * scale
+        v = stores[1].index(slot).load(RIGHT)
+        gl.thread_barrier()  # one thread tells for all that they have multiplied the block before
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+        if start + BLOCK > sure:
+            scores = _hide(scores, own, ancestors, start, end, BLOCK, MATRIX)
+            # Slots past the end may hold anything, and nothing times NaN is NaN.
+            key = gl.arange(0, BLOCK, gl.SliceLayout(1, RIGHT))
+            v = gl.where((start + key < end)[:, None], v, gl.zeros([BLOCK, WIDTH], v.dtype, RIGHT))
+        best_s, total_s, acc_s = _weigh(scores, v, ROWS, BLOCK, WIDTH, MATRIX)
+        group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
+        cell = request.to(gl.int64) * GROUPS + group
+        if ((start + BLOCK) % (BLOCK * IN_GROUP) == 0) | (start + BLOCK >= end):
+            if walk[0]:
+                best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
+            else:
+                result = cell * num_results + start // (BLOCK * IN_GROUP)
+                store_result(group_best, group_total, group_acc, sums_ptr, partial_ptr, result, q_first, last_token,
+                             REPEATS, ROWS, WIDTH, MATRIX)  # fmt: skip
+            group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
+        if walk[0] & moves:
+            if request == walk[1]:
+                hand_over((best, total, acc), (group_best, group_total, group_acc), sums_ptr, partial_ptr,
+                          counter_ptr + cell, cell * num_results, q_first, last_token, REPEATS, ROWS, WIDTH,
+                          MATRIX)  # fmt: skip
+            else:
+                store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, MATRIX)
+            best, total, acc = nothing(ROWS, WIDTH, MATRIX)
+            group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
+            if is_late & (step + 1 < num_blocks):
+                cell = next_request.to(gl.int64) * GROUPS + group
+                best, total, acc, group_best, group_total, group_acc = take_over(
+                    sums_ptr, partial_ptr, counter_ptr + cell, cell * num_results, next_first, next_last, REPEATS, ROWS,
+                    WIDTH, MATRIX,
+                )  # fmt: skip
+        request, start, q_first, last_token = next_request, next_start, next_first, next_last
+        end, sure = next_end, next_sure
+        if AHEAD:
+            q, own, ancestors = next_q, next_own, next_ancestors
+        elif moves:
+            q, own, ancestors = _queries(
+                q_ptr, index_ptr, ancestors_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
+            )
+    if (num_blocks > 0) & (walk[0] == 0):
+        from_request, to_request, holders_R = counted
+        r = gl.arange(0, REQUESTS, LAYOUT)
+        mine_R = (r >= from_request) & (r < to_request)
+        gl.thread_barrier()
+        one_R = gl.full([REQUESTS], 1, gl.int32, LAYOUT)
+        counters = counter_ptr + r * GROUPS + group
+        before_R = gl.atomic_add(counters, one_R, mask=mine_R, sem="acq_rel", scope="gpu")
+        last_R = (mine_R & (before_R == holders_R - 1)).to(gl.int32)
+        gl.store(counters, one_R - 1, mask=last_R != 0)
+        for one in range(from_request, to_request):
+            if number_at(last_R, one, REQUESTS) != 0:
+                finish_request(
+                    out_ptr, sums_ptr, partial_ptr, one, num_results, group, number_at(firsts_R, one, REQUESTS),
+                    number_at(lasts_R, one, REQUESTS), number_at(ends_R, one, REQUESTS), HEADS, GROUPS, WIDTH, ROWS,
+                    BLOCK * IN_GROUP, 8 if AHEAD else 4,
+                )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=["num_requests", "num_results", "pages_stride"],
+    do_not_specialize_on_alignment=["starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr"],
+)
+def flow_kernel(
+    keys, values, q_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
+    counter_ptr, num_requests, num_results, pages_stride, scale,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    REQUESTS: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, ASK_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Attend to this program's part of the groups of all requests, for its head of keys; see `even_kernel`.
+
+    Args:
+        keys, values: boxes of a page's slots by 64 columns of a head; BLOCK keys are a split.
+        STAGES: blocks of the ring, two or more.
+        AHEAD: whether there are registers for the next request's queries, and for eight results at a time.
+        ASK_REGISTERS: registers of the warp that asks.
+    """
+    group, part, most_parts = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
+    dtype: gl.constexpr = keys.dtype
+    BOXES: gl.constexpr = STAGES * (WIDTH // HALF) * (BLOCK // PAGE)
+    key_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], keys.layout)
+    value_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], values.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    if PDL:
+        gdc_launch_dependents()
+    # A tile's columns lie 64 by 64, all rows of the first before those of the next, so pages' boxes make up the tile.
+    key_blocks = key_boxes._reinterpret(dtype, [STAGES, BLOCK, WIDTH], keys.layout)
+    value_blocks = value_boxes._reinterpret(dtype, [STAGES, BLOCK, WIDTH], values.layout)
+    gl.warp_specialize(
+        [
+            (_attend, ((key_blocks, value_blocks), ready, empty, q_ptr, out_ptr, starts_ptr, lens_ptr, index_ptr,
+                       ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests, num_results, scale, group, part,
+                       most_parts, HEADS, GROUPS, WIDTH, ROWS, TOKENS, REQUESTS, QUERIES, BLOCK, IN_GROUP, STAGES,
+                       AHEAD, EARLY, PDL)),
+            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, starts_ptr, lens_ptr, pages_ptr, index_ptr,
+                    num_requests, pages_stride, group, part, most_parts, WIDTH, TOKENS, REQUESTS, QUERIES, BLOCK, PAGE,
+                    IN_GROUP, STAGES, EARLY, PDL)),
+        ],
+        [1], [ASK_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""How programs that `slipstream.kernels.triton.attention_flow` has merge results: as in `attention_merge`, in Gluon."""
+# Gluon gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def merge(best, total, acc, best_s, total_s, acc_s):
+    """Add a later result, as `attention_blocks.merge` does."""
+    new_best = gl.maximum(best, best_s)
+    pivot = gl.where(new_best == float("-inf"), 0.0, new_best)
+    a, b = gl.exp2(best - pivot), gl.exp2(best_s - pivot)
+    return new_best, total * a + total_s * b, acc * a[:, None] + acc_s * b[:, None]
+
+
+@gluon.jit
+def nothing(ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the result of no keys."""
+    none = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    return none, gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT)), gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def store_result(
+    best, total, acc, sums_ptr, partial_ptr, result, q_first, last_token, REPEATS: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store a result of so many that there is room for: its maximum, its sum and its values."""
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    real = q_first + row // REPEATS <= last_token
+    gl.store(sums_ptr + result * (2 * ROWS) + row, best, mask=real)
+    gl.store(sums_ptr + result * (2 * ROWS) + ROWS + row, total, mask=real)
+    part_at = partial_ptr + result * (ROWS * WIDTH) + (row[:, None] * WIDTH + column[None, :])
+    gl.store(part_at, acc, mask=real[:, None])
+
+
+@gluon.jit
+def hand_over(
+    so_far, group, sums_ptr, partial_ptr, flag_ptr, result, q_first, last_token, REPEATS: gl.constexpr,
+    ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Leave what a request's groups came to so far, and its last group, for the program that has its other blocks."""
+    store_result(so_far[0], so_far[1], so_far[2], sums_ptr, partial_ptr, result, q_first, last_token, REPEATS, ROWS,
+                 WIDTH, LAYOUT)  # fmt: skip
+    store_result(group[0], group[1], group[2], sums_ptr, partial_ptr, result + 1, q_first, last_token, REPEATS, ROWS,
+                 WIDTH, LAYOUT)  # fmt: skip
+    gl.thread_barrier()
+    gl.atomic_xchg(flag_ptr, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def take_over(
+    sums_ptr, partial_ptr, flag_ptr, result, q_first, last_token, REPEATS: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return what another program has left of a request, its groups so far and its last group; wait if it must be.
+
+    That program has a lower number, so it runs, and it waits for nobody before it leaves it.
+    """
+    there = gl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="gpu")
+    while there != 1:
+        there = gl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="gpu")
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    real = q_first + row // REPEATS <= last_token
+    sums_at = sums_ptr + result * (2 * ROWS) + row
+    part_at = partial_ptr + result * (ROWS * WIDTH) + (row[:, None] * WIDTH + column[None, :])
+    best, total, acc = _stored(sums_at, part_at, 0, 2, real, ROWS, WIDTH)
+    group_best, group_total, group_acc = _stored(sums_at, part_at, 1, 2, real, ROWS, WIDTH)
+    return best, total, acc, group_best, group_total, group_acc
+
+
+@gluon.jit
+def store_outputs(
+    out_ptr, total, acc, group, q_first, last_token, HEADS: gl.constexpr, REPEATS: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store a request's outputs."""
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    real = q_first + row // REPEATS <= last_token
+    token = gl.minimum(q_first + row // REPEATS, last_token).to(gl.int64)
+    head = group * REPEATS + row % REPEATS
+    out = (acc / gl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + (token * HEADS + head)[:, None] * WIDTH + column[None, :], out, mask=real[:, None])
+
+
+@gluon.jit
+def _stored(sums_at, part_at, place, count, real, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Return a result as another program has stored it; from `count` on, that of no keys."""
+    there = real & (place < count)
+    best = gl.load(sums_at + place * (2 * ROWS), mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = gl.load(sums_at + place * (2 * ROWS) + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+    acc = gl.load(part_at + place * (ROWS * WIDTH), mask=there[:, None], other=0.0, cache_modifier=".cg")
+    return best, total, acc
+
+
+@gluon.jit
+def _stored_four(sums_at, part_at, place, count, real, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Return four results, all read at once."""
+    one = _stored(sums_at, part_at, place, count, real, ROWS, WIDTH)
+    two = _stored(sums_at, part_at, place + 1, count, real, ROWS, WIDTH)
+    three = _stored(sums_at, part_at, place + 2, count, real, ROWS, WIDTH)
+    four = _stored(sums_at, part_at, place + 3, count, real, ROWS, WIDTH)
+    return one, two, three, four
+
+
+@gluon.jit
+def _merge_four(best, total, acc, four):
+    """Merge four results that were read, in their order."""
+    for i in gl.static_range(4):
+        best, total, acc = merge(best, total, acc, four[i][0], four[i][1], four[i][2])
+    return best, total, acc
+
+
+@gluon.jit
+def finish_request(
+    out_ptr, sums_ptr, partial_ptr, request, num_results, group, q_first, last_token, end,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, GROUP_KEYS: gl.constexpr,
+    READ: gl.constexpr,
+):  # fmt: skip
+    """Merge a request's results in their order, four or eight read at a time, and store its outputs.
+
+    Merging with a result of no keys changes no bit, so the last ones read may be fewer.
+    """
+    REPEATS: gl.constexpr = HEADS // GROUPS
+    LANES: gl.constexpr = WIDTH // 4
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)), gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
+    real = q_first + row // REPEATS <= last_token
+    cell = group + request.to(gl.int64) * GROUPS
+    sums_at = sums_ptr + cell * num_results * (2 * ROWS) + row
+    part_at = partial_ptr + cell * num_results * (ROWS * WIDTH) + (row[:, None] * WIDTH + column[None, :])
+    count = (end + GROUP_KEYS - 1) // GROUP_KEYS
+    best, total, acc = nothing(ROWS, WIDTH, WIDE)
+    for place in range(0, count, READ):
+        four = _stored_four(sums_at, part_at, place, count, real, ROWS, WIDTH)
+        if READ == 8:
+            later = _stored_four(sums_at, part_at, place + 4, count, real, ROWS, WIDTH)
+        best, total, acc = _merge_four(best, total, acc, four)
+        if READ == 8:
+            best, total, acc = _merge_four(best, total, acc, later)
+    store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, WIDE)

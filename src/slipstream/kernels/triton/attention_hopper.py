@@ -1,0 +1,106 @@
+"""How attention is launched by kernels that Hopper GPUs alone have: `attention_quick` and `attention_flow`.
+
+Those are written in Gluon. Where there is no such GPU they are not even read.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.ops import KvLayer
+from slipstream.kernels.triton.launch import launch_options
+from slipstream.kernels.triton.tuning import AttentionConfig
+
+if TYPE_CHECKING:
+    from slipstream.kernels.triton.attention import AttentionLaunch
+
+_BOX_COLUMNS = 64  # 128 bytes, the most that the copy engine swizzles
+
+
+def is_quick(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, most_queries: int) -> bool:
+    """Tell whether programs have one short chain from queries to outputs: a split must be a block, all BF16."""
+    types = {q_THd.dtype, layer.keys_SGd.dtype, layer.values_SGd.dtype}
+    fits = types == {torch.bfloat16} and q_THd.shape[2] in (64, 128) and layer.keys_SGd.stride(0) % 8 == 0
+    return _quick_warps(config, most_queries) > 0 and config.split == config.block and fits
+
+
+def _quick_warps(config: AttentionConfig, most_queries: int) -> int:
+    return config.quick_one if most_queries == 1 else config.quick_several
+
+
+def quick_options(config: AttentionConfig, most_queries: int, repeats: int, rows: int) -> dict[str, int]:
+    """Return warps of such programs and their registers, rows of the tile they merge, and groups they read at once.
+
+    Args:
+        rows: those of the tile of queries.
+    """
+    warps = _quick_warps(config, most_queries)
+    rows = max(triton.next_power_of_2(repeats), 4) if most_queries == 1 else rows
+    at_once = max(min(config.quick_groups, config.quick_groups * warps // rows), 1)
+    options = {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once}
+    return options | ({"maxnreg": config.quick_registers} if config.quick_registers else {})
+
+
+def launch_quick(
+    shared: tuple[Tensor, ...], num_results: int, strides: tuple[int, int, float], shape: dict[str, Any],
+    grid: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """Attend by programs that have one short chain."""
+    from slipstream.kernels.triton.attention_quick import quick_kernel
+
+    names = {*quick_kernel.arg_names, "maxnreg", *launch_options(shape["PDL"])}
+    own = {name: value for name, value in shape.items() if name in names}
+    quick_kernel[grid](*shared, num_results, *strides, **own)
+
+
+def flow_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, page_size: int) -> bool:
+    """Tell whether a warp of programs that share all requests' groups may ask for keys.
+
+    The copy engine must be fit for it, which copies pages' slots by 64 columns.
+    """
+    keys, values, width = layer.keys_SGd, layer.values_SGd, q_THd.shape[2]
+    fits = config.flow_programs > 0 and config.split == config.block == 64 and page_size in (16, 32, 64)
+    fits = fits and width in (64, 128) and q_THd.dtype == keys.dtype == values.dtype == torch.bfloat16
+    fits = fits and keys.stride() == values.stride() and keys.stride()[1:] == (width, 1) and keys.stride(0) % 8 == 0
+    return fits and keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0
+
+
+def launch_flow(
+    tensors: tuple[Tensor, KvLayer, Tensor], described: tuple[Tensor, ...], results: tuple[Tensor, Tensor],
+    numbers: tuple[int, int, float], shape: dict[str, Any], launch: "AttentionLaunch",
+) -> None:  # fmt: skip
+    """Attend by programs in which one warp asks for keys.
+
+    Args:
+        tensors: queries, the cache, and the outputs.
+        numbers: results of a request, the stride of the page table, and the scale.
+        shape: what the kernels' programs have in common.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
+
+    from slipstream.kernels.triton.attention_flow import flow_kernel
+
+    (q_THd, layer, out), config = tensors, launch.config
+    num_slots, num_groups, width = layer.keys_SGd.shape
+
+    def boxes(cache_SGd: Tensor) -> Any:  # triton has no types of its own
+        box, layout = [shape["PAGE"], _BOX_COLUMNS], NVMMASharedLayout(128, 16, 2)
+        return Boxes(cache_SGd, [num_slots, num_groups * width], [cache_SGd.stride(0), 1], box, layout)
+
+    names = ("HEADS", "GROUPS", "WIDTH", "ROWS", "TOKENS", "REQUESTS", "QUERIES", "BLOCK", "PAGE", "IN_GROUP", "EARLY",
+             "PDL")  # fmt: skip
+    flow_kernel[(num_groups, max(config.flow_programs // num_groups, 1))](
+        boxes(layer.keys_SGd), boxes(layer.values_SGd), q_THd, out, *described, *results, launch.counters,
+        len(described[1]), *numbers, **{name: shape[name] for name in names}, **flow_options(config), num_warps=4,
+        **launch_options(launch.dependent),
+    )  # fmt: skip
+
+
+def flow_options(config: AttentionConfig) -> dict[str, int]:
+    """Return what the programs have of their own in which one warp asks for keys."""
+    registers = config.flow_registers
+    options = {"STAGES": max(config.flow_stages, 2), "AHEAD": registers >= 128}
+    return options | {"ASK_REGISTERS": 40, "maxnreg": registers}
