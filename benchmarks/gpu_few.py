@@ -29,32 +29,43 @@ from slipstream.kernels.triton.tuning import Tuning
 NUM_LAYERS, CONTEXT, REPLAYS = 8, 1152, 21
 CASES: tuple[Case, ...] = ((1, 1), (1, 4))
 QKV, OUT, GATE_UP, DOWN = "6144:4096", "4096:4096", "28672:4096", "4096:14336"
-TILES = {  # product, rows of a tile, columns, stages, lines ahead; stretches stay
+SIDE = True
+TILES = {  # product, rows of a tile, those that are a program's, columns, stages, lines ahead, stretches side by side
     "dense": (
-        (OUT, 64, 256, 4, 8), (OUT, 64, 256, 5, 8), (OUT, 64, 256, 4, 0), (OUT, 64, 256, 4, 16), (OUT, 64, 128, 8, 8),
-        (OUT, 128, 128, 4, 8), (DOWN, 64, 128, 6, 0), (DOWN, 64, 128, 5, 0), (DOWN, 64, 128, 7, 0),
-        (DOWN, 128, 64, 6, 0), (DOWN, 64, 64, 10, 0), (QKV, 64, 256, 3, 0), (QKV, 64, 256, 4, 0), (QKV, 64, 128, 6, 8),
-        (QKV, 64, 128, 5, 0), (QKV, 64, 256, 3, 16), (GATE_UP, 128, 128, 3, 0), (GATE_UP, 64, 128, 5, 0),
-        (GATE_UP, 128, 64, 6, 0), (GATE_UP, 64, 64, 6, 0), (GATE_UP, 64, 128, 3, 8),
+        (GATE_UP, 64, 56, 128, 3, 0), (OUT, 64, 32, 256, 5, 8, SIDE), (DOWN, 64, 16, 128, 6, 0, SIDE),
+        (QKV, 64, 32, 256, 3, 0, SIDE), (QKV, 64, 24, 256, 3, 0, SIDE), (QKV, 64, 32, 128, 5, 0, SIDE),
+        (QKV, 64, 24, 128, 5, 0, SIDE), (QKV, 64, 32, 128, 6, 0, SIDE), (QKV, 64, 64, 256, 3, 0),
+        (OUT, 64, 32, 256, 4, 8, SIDE), (OUT, 64, 32, 256, 6, 8, SIDE), (OUT, 64, 32, 256, 5, 0, SIDE),
+        (OUT, 64, 64, 256, 5, 8), (DOWN, 64, 16, 128, 5, 0, SIDE), (DOWN, 64, 16, 128, 7, 0, SIDE),
+        (DOWN, 64, 64, 128, 6, 0), (GATE_UP, 128, 112, 128, 3, 0), (GATE_UP, 64, 64, 128, 3, 0),
     ),
     "fp8": (
-        (OUT, 64, 256, 4, 0), (OUT, 64, 256, 3, 0), (OUT, 64, 256, 5, 0), (OUT, 64, 256, 6, 8), (OUT, 128, 256, 3, 0),
-        (DOWN, 64, 256, 5, 0), (DOWN, 64, 256, 4, 0), (DOWN, 64, 256, 7, 0), (DOWN, 128, 256, 3, 0),
-        (QKV, 64, 256, 4, 0), (QKV, 64, 256, 5, 0), (QKV, 64, 256, 3, 0), (QKV, 64, 256, 6, 8),
-        (GATE_UP, 128, 256, 3, 0), (GATE_UP, 64, 256, 5, 0), (GATE_UP, 128, 128, 5, 0), (GATE_UP, 64, 128, 6, 0),
+        (QKV, 64, 32, 256, 6, 0, SIDE), (QKV, 64, 32, 256, 4, 0, SIDE), (QKV, 64, 64, 256, 5, 0),
+        (QKV, 64, 64, 256, 6, 0), (QKV, 64, 64, 256, 4, 0), (QKV, 64, 48, 256, 5, 0), (OUT, 64, 16, 256, 3, 0, SIDE),
+        (OUT, 64, 16, 256, 4, 8, SIDE), (OUT, 64, 16, 256, 5, 0, SIDE), (OUT, 64, 16, 256, 4, 0, SIDE),
+        (OUT, 64, 64, 256, 5, 8), (OUT, 128, 32, 256, 4, 0, SIDE), (DOWN, 64, 16, 256, 4, 0, SIDE),
+        (DOWN, 64, 16, 256, 6, 0, SIDE), (DOWN, 64, 16, 256, 5, 0, SIDE), (DOWN, 64, 64, 256, 5, 0),
+        (DOWN, 128, 32, 256, 4, 0, SIDE), (GATE_UP, 128, 112, 256, 3, 0), (GATE_UP, 64, 56, 256, 3, 0),
+        (GATE_UP, 64, 64, 256, 3, 0), (GATE_UP, 128, 112, 128, 6, 0), (GATE_UP, 256, 224, 128, 4, 0),
     ),
 }  # fmt: skip
 
 
 def candidates(format: str, tuning: Tuning) -> Iterator[tuple[str, Tuning]]:
     """Yield what to try, each one change to the tuning given."""
-    for shape, block_n, block_k, stages, ahead in TILES[format]:
+    for shape, block_n, own, block_k, stages, ahead, *side in TILES[format]:
         name = f"{format}:{shape}"
         tiles = dataclasses.replace(
-            tuning.linear[name], block_n=block_n, block_k=block_k, num_stages=stages, ahead=ahead
+            tuning.linear[name],
+            block_n=block_n,
+            own_rows=own,
+            side=bool(side),
+            block_k=block_k,
+            num_stages=stages,
+            ahead=ahead,
         )
         changed = dataclasses.replace(tuning, linear_few={**tuning.linear_few, name: tiles})
-        yield f"{shape} {block_n}x{block_k}s{stages}a{ahead}", changed
+        yield f"{shape} {own}/{block_n}x{block_k}s{stages}a{ahead}{' side' if side else ''}", changed
 
 
 def compile_one(task: tuple[str, Tuning]) -> str:

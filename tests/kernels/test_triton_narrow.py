@@ -52,6 +52,39 @@ def test_weights_first_gives_the_bits_of_rows_first(format, splits, generator):
         assert torch.equal(multiplied(first, weight, x[:count], silu=True), silu[:count]), count
 
 
+@pytest.mark.parametrize(("splits", "own_rows"), [(1, 56), (2, 32), (2, 24), (4, 16)])
+@pytest.mark.parametrize("format", ["dense", "fp8_per_channel"])
+def test_programs_with_few_rows_of_their_own_and_stretches_side_by_side_change_no_bit(
+    format, splits, own_rows, generator
+):
+    key = f"{'dense' if format == 'dense' else 'fp8'}:136:512"
+    tiles = LinearConfig(64, 64, splits, 4, 3)
+    few = dataclasses.replace(tiles, own_rows=own_rows, side=splits > 1)
+    folds = {"weights_first": True, "fold_rows": 16, "fold_codes": 4, "fold_norm_codes": 4}
+    first, beside = (products(linear={key: tiles}, linear_few=some, **folds) for some in ({}, {key: few}))
+    if format == "dense":
+        weight = numbers(136, 512, generator=generator, dtype=torch.bfloat16)
+    else:
+        weight = first.prepare(quantized(format, 136, 512, generator))
+    x, residual = (numbers(4, width, generator=generator, dtype=torch.bfloat16) for width in (512, 136))
+    after = numbers(72, 136, generator=generator, dtype=torch.bfloat16)
+    norm = numbers(136, generator=generator, dtype=torch.bfloat16)
+    for count in (1, 3, 4):
+        found = []
+        for by in (first, beside):
+            squared = by.squared(weight, count)
+            squares = squares_of(residual[:count], squared) if squared else None
+            out = multiplied(by, weight, x[:count], residual_TN=residual[:count], squares_TB=squares)
+            normed = None
+            if squares is not None:
+                normed = by.multiply(Rows(out, None, out.dtype, FoldedNorm(norm, 1e-5, squares)), after, Epilogue())
+            found.append((out, multiplied(by, weight, x[:count], silu=True), normed))
+        (out, silu, normed), (same, same_silu, same_normed) = found
+        assert torch.equal(out, same) and torch.equal(silu, same_silu), count
+        assert same_normed is None or torch.equal(normed, same_normed), count
+        assert (same_normed is None) == (own_rows in (24, 56))
+
+
 def test_fp8_sums_are_made_whole_at_the_same_columns_in_wide_steps(generator):
     x = numbers(200, 768, generator=generator, dtype=torch.bfloat16)
     stored = quantized("fp8_per_channel", 64, 768, generator)

@@ -154,8 +154,9 @@ class Blocks:
             return _State(residual_TN, sums=sums)
         squares_TB = None
         folds = following is not None and self._products.folds_norm(following, len(x_TD))
-        if folds and self._products.leaves_squares(weight, len(x_TD)):
-            squares_TB = squares_of(residual_TN)
+        squared = self._products.squared(weight, len(x_TD)) if folds else 0
+        if squared:
+            squares_TB = squares_of(residual_TN, squared)
         out = self._products.multiply(rows, weight, Epilogue(linear.bias, residual_TN, squares_TB=squares_TB))
         return _State(out, squares_TB)
 

@@ -23,14 +23,17 @@ from slipstream.kernels.triton.variants import Matrix, Variant
 
 
 @triton.jit
-def weight_rows(n_tile, N, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
-    """Return the weight rows of a tile; with SILU half of them are gates, half the rows `up` of the same outputs."""
-    n = tl.arange(0, BLOCK_N)
+def weight_rows(n, n_tile, N, BLOCK_N: tl.constexpr, SILU: tl.constexpr, TAKEN: tl.constexpr):
+    """Return the weight rows of places `n` in a tile; with SILU half are gates, half the rows `up` of the same outputs.
+
+    Args:
+        TAKEN: so many rows of the tile are its own (of each half, half as many); the others are anybody's.
+    """
     if SILU:
         HALF: tl.constexpr = BLOCK_N // 2
-        j = tl.minimum(n_tile * HALF + n % HALF, N // 2 - 1)
+        j = tl.minimum(n_tile * (TAKEN // 2) + n % HALF, N // 2 - 1)
         return (n // HALF) * (N // 2) + j
-    return tl.minimum(n_tile * BLOCK_N + n, N - 1)
+    return tl.minimum(n_tile * TAKEN + n, N - 1)
 
 
 @triton.jit
@@ -61,14 +64,14 @@ def add_parts(at, stride, SPLITS: tl.constexpr):
 @triton.jit
 def residual_tile(
     residual_ptr, m_tile, n_tile, M, N, stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
     """Return what is added to a tile of outputs, if something is."""
     WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     residual = 0.0
     if HAS_RESIDUAL:
         m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        n = (n_tile * WIDTH + tl.arange(0, WIDTH))[None, :]
+        n = (n_tile * (TAKEN // 2 if SILU else TAKEN) + tl.arange(0, WIDTH))[None, :]
         real = (m < M) & (n < (N // 2 if SILU else N))
         residual = tl.load(residual_ptr + m * stride + n, mask=real, other=0.0)
     return residual
@@ -78,16 +81,16 @@ def residual_tile(
 def store_outputs(
     total, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
     """Finish float32 sums [BLOCK_N, BLOCK_M]: bias, silu(gate) * up, residual, each rounded as torch would.
 
-    Returns what was stored, [BLOCK_M, outputs], zero past the last output.
+    Returns what was stored, [BLOCK_M, outputs], zero past the last output of the tile.
     """
     dtype = y_ptr.dtype.element_ty
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + weight_rows(n_tile, N, BLOCK_N, SILU)).to(tl.float32)
-        total += bias[:, None]
+        rows_N = weight_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, SILU, TAKEN)
+        total += tl.load(bias_ptr + rows_N).to(tl.float32)[:, None]
     WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     num_outputs = N // 2 if SILU else N
     if SILU:
@@ -97,8 +100,9 @@ def store_outputs(
         total = silu * up.to(dtype).to(tl.float32)
     out = tl.trans(total.to(dtype))
     m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    n = (n_tile * WIDTH + tl.arange(0, WIDTH))[None, :]
-    real = (m < M) & (n < num_outputs)
+    OWN: tl.constexpr = TAKEN // 2 if SILU else TAKEN
+    n = (n_tile * OWN + tl.arange(0, WIDTH))[None, :]
+    real = (m < M) & (n < tl.minimum((n_tile + 1) * OWN, num_outputs))
     if HAS_RESIDUAL:
         out = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
     tl.store(y_ptr + m * y_stride + n, out, mask=real)
@@ -148,7 +152,7 @@ def _linear_kernel(
     HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m_tile, n_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows_N = weight_rows(n_tile, N, BLOCK_N, SILU)
+    rows_N = weight_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, SILU, BLOCK_N)
     rows_M = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real_M = (rows_M < M)[None, :]
     rows_M = tl.minimum(rows_M, M - 1)
@@ -179,11 +183,11 @@ def _linear_kernel(
             x_scale = tl.load(x_scale_ptr + rows_M)
             sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
         residual = residual_tile(
-            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL
+            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL, BLOCK_N
         )
         store_outputs(
             sums, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, SILU, HAS_BIAS,
-            HAS_RESIDUAL,
+            HAS_RESIDUAL, BLOCK_N,
         )  # fmt: skip
 
 
@@ -192,7 +196,7 @@ class FoldedNorm:
     """A norm that a product applies to its rows: its weight, and the rows' sums of squares, left by another product.
 
     Args:
-        squares_TB: one sum for every 64 numbers of a row, see `narrow_products.squares_of`.
+        squares_TB: one sum for every 64 numbers of a row or fewer, see `narrow_products.squares_of`.
     """
 
     weight_D: Tensor
@@ -257,8 +261,9 @@ class Launch:
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over tokens, outputs and stretches of columns."""
         outputs = num_outputs // 2 if silu else num_outputs
-        width = self.config.block_n // 2 if silu else self.config.block_n
-        return -(-num_rows // self.block_m), -(-outputs // width), 1 if self.serial else self.config.split_k
+        width = self.config.taken // 2 if silu else self.config.taken
+        splits = 1 if self.serial or self.config.side else self.config.split_k
+        return -(-num_rows // self.block_m), -(-outputs // width), splits
 
 
 def token_tile(num_rows: int) -> int:

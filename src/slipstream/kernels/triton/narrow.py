@@ -21,24 +21,27 @@ from slipstream.kernels.triton.launch import (
 )
 from slipstream.kernels.triton.linear import add_parts, residual_tile, store_outputs, sum_of_splits, weight_rows
 from slipstream.kernels.triton.narrow_codes import (
+    add_side_by_side,
     apply_norm,
     encode_with,
     factor_and_scale,
     norm_factor,
+    repeat_numbers,
     repeat_rows,
-    repeat_scales,
     scale_of_maxima,
 )
-from slipstream.kernels.triton.norm_rope import SQUARES, SQUARES_LEVELS, pair_sums
+from slipstream.kernels.triton.norm_rope import pair_sums
 
 
 @triton.jit
-def _weights(w_at, k, K, EVEN_K: tl.constexpr, KIND: tl.constexpr):
+def _weights(w_at, is_own, k, K, EVEN_K: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr):
     ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
-    if EVEN_K:
+    if EVEN_K and WHOLE:
         w = tl.load(w_at + k[None, :])
+    elif EVEN_K:
+        w = tl.load(w_at + k[None, :], mask=is_own[:, None], other=ZERO)
     else:
-        w = tl.load(w_at + k[None, :], mask=k[None, :] < K, other=ZERO)
+        w = tl.load(w_at + k[None, :], mask=is_own[:, None] & (k[None, :] < K), other=ZERO)
     return w
 
 
@@ -49,9 +52,9 @@ def _rows(x_at, k, real_M, is_there, KIND: tl.constexpr):
 
 
 @triton.jit
-def _multiply_step(w_at, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr):
+def _multiply_step(w_at, is_own, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr):
     """Add one tile's columns."""
-    w = _weights(w_at, k, K, EVEN_K, KIND)
+    w = _weights(w_at, is_own, k, K, EVEN_K, KIND, WHOLE)
     if KIND == "int8":
         acc = tl.dot(w, x, acc, out_dtype=tl.int32)
     elif KIND == "fp8":
@@ -78,18 +81,28 @@ def _ask_ahead_and_wait(w_at, k_from, K, AHEAD: tl.constexpr, LATE: tl.constexpr
 
 @triton.jit
 def _known_of_rows(
-    none, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
-    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    none, x_ptr, norm_ptr, left_ptr, M, K, x_stride, num_parts, eps,
+    NORM: tl.constexpr, CODES: tl.constexpr, KNOWN: tl.constexpr, LOADED: tl.constexpr, SQUARED: tl.constexpr,
+    PARTS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Return each row's factor of its norm, its scale and that scale's inverse; what is not needed is `none`."""
+    """Return each row's factor of its norm, its scale and that scale's inverse; what is not needed is `none`.
+
+    Found for KNOWN rows, and repeated until there are LOADED.
+    """
     factor, scale, inverse = none, none, none
+    row = tl.minimum(tl.arange(0, KNOWN), M - 1)
     if CODES == "maxima":
         scale = scale_of_maxima(left_ptr, row, num_parts, PARTS)
     elif CODES == "norm":
-        factor, scale = factor_and_scale(x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, ROWS, PARTS, LEVELS)
+        factor, scale = factor_and_scale(
+            x_ptr, norm_ptr, left_ptr, row, K, x_stride, eps, KNOWN, SQUARED, PARTS, LEVELS
+        )
     elif NORM:
-        factor = norm_factor(left_ptr, row, K, eps, ROWS, PARTS, LEVELS)
+        factor = norm_factor(left_ptr, row, K, eps, KNOWN, SQUARED, PARTS, LEVELS)
+    if NORM:
+        factor = repeat_numbers(factor, KNOWN, LOADED)
     if CODES != "none":
+        scale = repeat_numbers(scale, KNOWN, LOADED)
         inverse = tl.div_rn(1.0, scale)
     return factor, scale, inverse
 
@@ -97,44 +110,53 @@ def _known_of_rows(
 @triton.jit
 def _ready(
     rows, norm, factor, scale, inverse,
-    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    NORM: tl.constexpr, CODES: tl.constexpr, LOADED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Return rows as they are multiplied: after their norm, and as codes."""
     if NORM:
         rows = apply_norm(rows, norm, factor[None, :])
     if CODES != "none":
         rows = encode_with(rows, scale[None, :], inverse[None, :])
-    return repeat_rows(rows, ROWS, BLOCK_M)
+    return repeat_rows(rows, LOADED, BLOCK_M)
 
 
 @triton.jit
 def _stretch(
-    w_at, x_ptr, norm_ptr, left_ptr, split, steps, M, K, x_stride, num_parts, eps,
+    w_at, is_own, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, n_tile, split, steps, M, K,
+    x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
-    KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr, AHEAD: tl.constexpr, STAGED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
+    KNOWN: tl.constexpr, SIDE: tl.constexpr, SQUARED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    AHEAD: tl.constexpr, STAGED: tl.constexpr, TAKEN: tl.constexpr, HALF: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles.
+    """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles; or SIDE stretches.
 
     The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
-    first weights, which it starts before the loop, do not wait. Returns the sums, and the rows' scales if CODES are
-    made here.
+    first weights, which it starts before the loop, do not wait. Returns the sums, the rows' scales if CODES are made
+    here, and tokens' slots and angles where heads are rotated (LATE): those are on their way during the first steps.
     """
     STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
     if KIND == "int8":
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    row = tl.arange(0, ROWS)
+    LOADED: tl.constexpr = SIDE * ROWS
+    row, stretch = tl.arange(0, LOADED), tl.zeros([LOADED], tl.int32)
+    if SIDE > 1:
+        row, stretch = row % ROWS, row // ROWS * (steps * STEP)
     real = row < M
-    row = tl.minimum(row, M - 1)
-    x_at = x_ptr + row.to(tl.int64)[None, :] * x_stride
-    x = tl.zeros([BLOCK_K, ROWS], x_ptr.dtype.element_ty)
-    norm = tl.zeros([BLOCK_K, ROWS], norm_ptr.dtype.element_ty)
+    x_at = x_ptr + (tl.minimum(row, M - 1).to(tl.int64) * x_stride + stretch)[None, :]
+    x = tl.zeros([BLOCK_K, LOADED], x_ptr.dtype.element_ty)
+    norm = tl.zeros([BLOCK_K, LOADED], norm_ptr.dtype.element_ty)
     second_x, second_norm = x, norm
-    norm_at = norm_ptr + tl.zeros([1, ROWS], tl.int32)  # one copy for each row: then it lies as the rows do
-    factor = tl.zeros([ROWS], tl.float32)
+    norm_at = norm_ptr + stretch[None, :]  # one copy for each row: then it lies as the rows do
+    factor = tl.zeros([LOADED], tl.float32)
     scale, inverse = factor, factor
+    TOKENS: tl.constexpr = BLOCK_M // SIDE
+    OUTPUTS: tl.constexpr = BLOCK_N // SIDE
+    slot, position = tl.zeros([TOKENS], tl.int64), tl.zeros([TOKENS], tl.int64)
+    cos, sin = tl.zeros([TOKENS, OUTPUTS // 2], tl.float32), tl.zeros([TOKENS, OUTPUTS // 2], tl.float32)
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
@@ -149,83 +171,98 @@ def _stretch(
             if NORM or CODES != "none":
                 keep_order(PDL)  # or the assembler asks for these rows only when what is known of them is there
             factor, scale, inverse = _known_of_rows(
-                factor, x_ptr, norm_ptr, left_ptr, row, K, x_stride, num_parts, eps,
-                NORM, CODES, ROWS, PARTS, LEVELS,
+                factor, x_ptr, norm_ptr, left_ptr, M, K, x_stride, num_parts, eps,
+                NORM, CODES, KNOWN, LOADED, SQUARED, PARTS, LEVELS,
             )  # fmt: skip
+            if LATE:
+                slot, position = _places(slots_ptr, positions_ptr, M, TOKENS)
+        if LATE:  # noqa: SIM102 - the one is known when the kernel is compiled
+            if step == tl.minimum(1, steps - 1):
+                cos, sin = _angles(position, n_tile, cos_ptr, sin_ptr, OUTPUTS, HALF, TAKEN)
         ahead = k + STEP
         more = step + 1 < steps
         rows, second_rows = x, second_x
         x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
-        rows = _ready(rows, norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
+        rows = _ready(rows, norm, factor, scale, inverse, NORM, CODES, LOADED, BLOCK_M)
         if NORM:
             norm = _rows(norm_at, ahead, real, (ahead < K) & more, "dense")
         if TWICE:
             ahead += BLOCK_K
             second_x = _rows(x_at, ahead, real, (ahead < K) & more, KIND)
-            second_rows = _ready(second_rows, second_norm, factor, scale, inverse, NORM, CODES, ROWS, BLOCK_M)
+            second_rows = _ready(second_rows, second_norm, factor, scale, inverse, NORM, CODES, LOADED, BLOCK_M)
             if NORM:
                 second_norm = _rows(norm_at, ahead, real, (ahead < K) & more, "dense")
-        acc = _multiply_step(w_at, k, rows, acc, K, EVEN_K, KIND)
+        acc = _multiply_step(w_at, is_own, k, rows, acc, K, EVEN_K, KIND, WHOLE)
         if TWICE:
-            acc = _multiply_step(w_at, k + BLOCK_K, second_rows, acc, K, EVEN_K, KIND)
+            acc = _multiply_step(w_at, is_own, k + BLOCK_K, second_rows, acc, K, EVEN_K, KIND, WHOLE)
     if CODES != "none":
-        scale = repeat_scales(scale, ROWS, BLOCK_M)
-    return acc, scale
+        scale = repeat_numbers(scale, LOADED, BLOCK_M)
+    return acc, scale, slot, cos, sin
 
 
 @triton.jit
-def _rope_rows(n_tile, N, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
-    """Return the weight rows of a tile of one head: BLOCK_N / 2 values, then those they are rotated with."""
-    n = tl.arange(0, BLOCK_N)
-    pair = n_tile * (BLOCK_N // 2) + n % (BLOCK_N // 2)
+def _rope_rows(n, n_tile, N, BLOCK_N: tl.constexpr, HALF: tl.constexpr, TAKEN: tl.constexpr):
+    """Return the weight rows of places in a tile: values, then those they are rotated with; see `weight_rows`."""
+    pair = n_tile * (TAKEN // 2) + n % (BLOCK_N // 2)
     return tl.minimum(pair // HALF * (2 * HALF) + pair % HALF + n // (BLOCK_N // 2) * HALF, N - 1)
 
 
 @triton.jit
-def _places(
-    n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Return each token's slot, and the angles of a tile's columns at its position [BLOCK_M, BLOCK_N / 2]."""
+def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
+    """Return each token's slot and position."""
     token = tl.arange(0, BLOCK_M)
     slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
-    column = n_tile * (BLOCK_N // 2) % HALF + tl.arange(0, BLOCK_N // 2)
+    return slot, tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
+
+
+@triton.jit
+def _angles(
+    position, n_tile, cos_ptr, sin_ptr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, TAKEN: tl.constexpr
+):  # fmt: skip
+    """Return the angles of a tile's columns at tokens' positions [tokens, BLOCK_N / 2]."""
+    column = (n_tile * (TAKEN // 2) + tl.arange(0, BLOCK_N // 2)) % HALF
     angle = position[:, None] * HALF + column[None, :]
-    return slot, tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+    return tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
 
 
 @triton.jit
 def _rotate_and_store(
     total, slot, cos, sin, n_tile, bias_ptr, q_ptr, keys_ptr, values_ptr, M, N, q_stride, slot_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
-    """Finish float32 sums [BLOCK_N, BLOCK_M] of a head: rotate and store queries, rotate and write keys, write values.
+    """Finish float32 sums [BLOCK_N, BLOCK_M]: rotate and store queries, rotate and write keys, write values.
 
     The arithmetic is that of `norm_rope.rope_and_write`.
     """
     dtype = q_ptr.dtype.element_ty
     PAIRS: tl.constexpr = BLOCK_N // 2
     if HAS_BIAS:
-        total += tl.load(bias_ptr + _rope_rows(n_tile, N, BLOCK_N, HALF)).to(tl.float32)[:, None]
+        rows_N = _rope_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, HALF, TAKEN)
+        total += tl.load(bias_ptr + rows_N).to(tl.float32)[:, None]
     first, second = tl.split(tl.permute(tl.reshape(total, (2, PAIRS, BLOCK_M)), (2, 1, 0)))
     first, second = first.to(dtype), second.to(dtype)
-    head, column = n_tile * PAIRS // HALF, n_tile * PAIRS % HALF + tl.arange(0, PAIRS)
-    if head < HEADS + GROUPS:
-        x, partner = first.to(tl.float32), second.to(tl.float32)
-        first = (x * cos + -1.0 * partner * sin).to(dtype)
-        second = (partner * cos + 1.0 * x * sin).to(dtype)
+    pair = n_tile * (TAKEN // 2) + tl.arange(0, PAIRS)
+    head, column = (pair // HALF)[None, :], (pair % HALF)[None, :]
+    x, partner = first.to(tl.float32), second.to(tl.float32)
+    is_turned = head < HEADS + GROUPS
+    first = tl.where(is_turned, (x * cos + -1.0 * partner * sin).to(dtype), first)
+    second = tl.where(is_turned, (partner * cos + 1.0 * x * sin).to(dtype), second)
     token = tl.arange(0, BLOCK_M)
-    target = q_ptr + token.to(tl.int64) * q_stride + head * (2 * HALF)
-    if head >= HEADS + GROUPS:
-        target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * (2 * HALF)
-    elif head >= HEADS:
-        target = keys_ptr + slot * slot_stride + (head - HEADS) * (2 * HALF)
-    at = target[:, None] + column[None, :]
-    real = (token < M)[:, None] & (head < HEADS + 2 * GROUPS)
-    tl.store(at, first, mask=real)
-    tl.store(at + HALF, second, mask=real)
+    real = (token < M)[:, None] & (pair < tl.minimum((n_tile + 1) * (TAKEN // 2), N // 2))[None, :]
+    q_at = q_ptr + token.to(tl.int64)[:, None] * q_stride + head * (2 * HALF) + column
+    written = slot[:, None] * slot_stride + column
+    k_at = keys_ptr + written + (head - HEADS) * (2 * HALF)
+    v_at = values_ptr + written + (head - HEADS - GROUPS) * (2 * HALF)
+    _store_halves(q_at, first, second, real & (head < HEADS), HALF)
+    _store_halves(k_at, first, second, real & (head >= HEADS) & is_turned, HALF)
+    _store_halves(v_at, first, second, real & (head >= HEADS + GROUPS), HALF)
+
+
+@triton.jit
+def _store_halves(at, first, second, mask, HALF: tl.constexpr):
+    tl.store(at, first, mask=mask)
+    tl.store(at + HALF, second, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
@@ -233,33 +270,48 @@ def narrow_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
     norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     M, N, K, steps, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, SPLITS: tl.constexpr,
-    EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
-    LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAKEN: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr,
+    SPLITS: tl.constexpr, EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, KNOWN: tl.constexpr,
+    SIDE: tl.constexpr, SQUARED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr,
+    LEFT_LEVELS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
     STAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
 
     END is "plain", "silu" or "rope". `left_ptr` is what the kernel before left of each row, PARTS = 2^LEVELS at most:
-    sums of squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES of a
-    "norm" whole rows are read. A step reads ROWS rows, BLOCK_M or a lesser power of two, and repeats them. LEAVES
-    is what this kernel leaves: "squares", "maxima" or "none". AHEAD are the lines of each weight row to ask for behind
-    the STAGED columns that the loop has under way before it waits.
+    sums of SQUARED squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES
+    of a "norm" whole rows are read. A step reads ROWS rows, BLOCK_M or a lesser power of two, and repeats them; KNOWN
+    is a power of two that holds those there are. LEAVES is what this kernel leaves: "squares" (of 2^LEFT_LEVELS outputs
+    each), "maxima" or "none". AHEAD are the lines of each weight row to ask for behind the STAGED columns that the loop
+    has under way before it waits.
+
+    With SIDE stretches side by side, the weight's tile is as many of fewer rows, each of another stretch of columns,
+    and so is the rows' tile. A product of both holds every stretch's sums, and others that nobody wants.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
         let_next_start(PDL)
+    OUTPUTS: tl.constexpr = BLOCK_N // SIDE
+    TOKENS: tl.constexpr = BLOCK_M // SIDE
+    STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
     n_tile, split = tl.program_id(0), tl.program_id(1)
-    if END == "rope":
-        rows_N = _rope_rows(n_tile, N, BLOCK_N, HALF)
+    place, stretch = tl.arange(0, BLOCK_N), 0
+    if SIDE > 1:
+        place, stretch = place % OUTPUTS, place // OUTPUTS * (steps * STEP)
+    rows_N = _tile_rows(place, n_tile, N, OUTPUTS, TAKEN, END, HALF)
+    if END == "plain":
+        is_own = place < TAKEN
     else:
-        rows_N = weight_rows(n_tile, N, BLOCK_N, END == "silu")
-    rows_M = tl.minimum(tl.arange(0, BLOCK_M), M - 1)
-    w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
-    total, x_scale = _stretch(
-        w_at, x_ptr, norm_ptr, left_ptr, split, steps, M, K, x_stride, num_parts, eps, BLOCK_M, BLOCK_N, BLOCK_K,
-        TWICE, EVEN_K, KIND, NORM, CODES, ROWS, PARTS, LEVELS, AHEAD, STAGED, LATE, PDL,
+        is_own = place % (OUTPUTS // 2) < TAKEN // 2
+    w_at = w_ptr + (rows_N.to(tl.int64) * K + stretch)[:, None]
+    rows_O = _tile_rows(tl.arange(0, OUTPUTS), n_tile, N, OUTPUTS, TAKEN, END, HALF)
+    if KIND != "dense":
+        w_scale = tl.load(w_scale_ptr + rows_O)  # the last step would wait for it
+    total, x_scale, slot, cos, sin = _stretch(
+        w_at, is_own, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, n_tile, split, steps, M,
+        K, x_stride, num_parts, eps, BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, OUTPUTS == TAKEN, KIND, NORM, CODES,
+        ROWS, KNOWN, SIDE, SQUARED, PARTS, LEVELS, AHEAD, STAGED, TAKEN, HALF, LATE, PDL,
     )  # fmt: skip
     finished = True
     if SPLITS > 1:
@@ -270,41 +322,59 @@ def narrow_kernel(
             total = add_parts(at, stride, SPLITS)
     if finished:
         sums = total.to(tl.float32)
+        if SIDE > 1:
+            sums = add_side_by_side(sums, SIDE, OUTPUTS, BLOCK_M // (SIDE * ROWS), ROWS)
         if KIND != "dense":
             if CODES == "none":
-                x_scale = tl.load(x_scale_ptr + rows_M)
-            sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
+                scale = tl.load(x_scale_ptr + tl.minimum(tl.arange(0, TOKENS), M - 1))
+            elif SIDE > 1:
+                scale = tl.max(tl.reshape(x_scale, (SIDE, TOKENS)), 0)  # a row's is the same in all stretches
+            else:
+                scale = x_scale
+            sums = sums * (scale[None, :] * w_scale[:, None])
         _store_tile(
-            sums, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr,
-            cos_ptr, sin_ptr, M, N, residual_stride, y_stride, slot_stride, BLOCK_M, BLOCK_N, END, HAS_BIAS,
-            HAS_RESIDUAL, LEAVES, HEADS, GROUPS, HALF,
+            sums, slot, cos, sin, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N,
+            residual_stride, y_stride, slot_stride, TOKENS, OUTPUTS, TAKEN, END, HAS_BIAS, HAS_RESIDUAL, LEAVES,
+            LEFT_LEVELS, HEADS, GROUPS, HALF,
         )  # fmt: skip
 
 
 @triton.jit
+def _tile_rows(
+    place, n_tile, N, BLOCK_N: tl.constexpr, TAKEN: tl.constexpr, END: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Return the weight rows of places in a tile."""
+    if END == "rope":
+        rows = _rope_rows(place, n_tile, N, BLOCK_N, HALF, TAKEN)
+    else:
+        rows = weight_rows(place, n_tile, N, BLOCK_N, END == "silu", TAKEN)
+    return rows
+
+
+@triton.jit
 def _store_tile(
-    sums, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr,
-    sin_ptr, M, N, residual_stride, y_stride, slot_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+    sums, slot, cos, sin, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N,
+    residual_stride, y_stride, slot_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAKEN: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, LEFT_LEVELS: tl.constexpr, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Finish float32 sums and store them, with what is left for the next kernel."""
     if END == "rope":
-        slot, cos, sin = _places(n_tile, slots_ptr, positions_ptr, cos_ptr, sin_ptr, M, BLOCK_M, BLOCK_N, HALF)
         _rotate_and_store(
             sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
-            BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF,
+            BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF, TAKEN,
         )  # fmt: skip
     else:
         residual = residual_tile(
-            residual_ptr, 0, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_RESIDUAL
+            residual_ptr, 0, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_RESIDUAL, TAKEN
         )
         out = store_outputs(
             sums, residual, 0, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS,
-            HAS_RESIDUAL,
+            HAS_RESIDUAL, TAKEN,
         )  # fmt: skip
         if LEAVES == "squares":
-            _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N)
+            _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N, LEFT_LEVELS)
         elif LEAVES == "maxima":
             token = tl.arange(0, BLOCK_M)
             at = leave_ptr + token.to(tl.int64) * tl.num_programs(0) + n_tile
@@ -312,12 +382,14 @@ def _store_tile(
 
 
 @triton.jit
-def _store_squares(out, n_tile, squares_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store the sum of squares of every SQUARES outputs of a row."""
-    WIDTH: tl.constexpr = BLOCK_N // SQUARES
-    sums = pair_sums(out * out, SQUARES_LEVELS)
-    part = n_tile * WIDTH + tl.arange(0, WIDTH)
+def _store_squares(
+    out, n_tile, squares_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr
+):  # fmt: skip
+    """Store the sum of squares of every 2^LEVELS outputs of a row."""
+    EACH: tl.constexpr = BLOCK_N >> LEVELS
+    sums = pair_sums(out * out, LEVELS)
+    part = n_tile * EACH + tl.arange(0, EACH)
     token = tl.arange(0, BLOCK_M)
-    count = tl.cdiv(N, SQUARES)
+    count = tl.cdiv(N, BLOCK_N // EACH)
     at = squares_ptr + token.to(tl.int64)[:, None] * count + part[None, :]
     tl.store(at, sums, mask=(token < M)[:, None] & (part < count)[None, :])

@@ -19,18 +19,16 @@ _LINE_BYTES = 128
 _FP8_COLUMNS = 128  # after so many an FP8 sum is made whole
 
 
-def squares_of(out_TN: Tensor) -> Tensor:
-    """Return room for the sums of squares that a product leaves of outputs of this shape."""
-    return torch.empty(len(out_TN), -(-out_TN.shape[1] // SQUARED), dtype=torch.float32, device=out_TN.device)
+def squares_of(out_TN: Tensor, squared: int = SQUARED) -> Tensor:
+    """Return room for the sums of squares that a product leaves of outputs of this shape, so many to a sum."""
+    return torch.empty(len(out_TN), -(-out_TN.shape[1] // squared), dtype=torch.float32, device=out_TN.device)
 
 
-def rope_fits(write: RopeWrite, config: LinearConfig, dtype: torch.dtype) -> bool:
-    """Tell whether tiles hold values along with those they are rotated with, and caches what rows are made of."""
+def rope_fits(write: RopeWrite, dtype: torch.dtype) -> bool:
+    """Tell whether whole heads are rotated, and caches hold what rows are made of."""
     half, keys_SGd = write.rope.cos_Pr.shape[1], write.layer.keys_SGd
     same = keys_SGd.dtype == dtype and keys_SGd.stride() == write.layer.values_SGd.stride()
-    return (
-        same and keys_SGd.shape[2] == 2 * half and keys_SGd.stride(1) == 2 * half and half % (config.block_n // 2) == 0
-    )
+    return same and keys_SGd.shape[2] == 2 * half and keys_SGd.stride(1) == 2 * half
 
 
 def multiply_narrow(
@@ -48,6 +46,7 @@ def multiply_narrow(
     left_TB = rows.maxima_TB if rows.norm is None else rows.norm.squares_TB
     num_parts = 0 if left_TB is None else left_TB.shape[1]
     parts = triton.next_power_of_2(max(num_parts, 1))
+    side = config.split_k if config.side else 1
     staged = (config.num_stages - 1) * config.block_k
     narrow_kernel[(num_tiles, splits)](
         x_TK, weight_NK, y if rows.scale_T is None else rows.scale_T, y if w_scale_N is None else w_scale_N,
@@ -60,20 +59,42 @@ def multiply_narrow(
         residual_stride(epilogue), y.stride(0),
         0 if epilogue.rope is None else epilogue.rope.layer.keys_SGd.stride(0),
         0.0 if rows.norm is None else rows.norm.eps,
-        BLOCK_M=launch.block_m, BLOCK_N=config.block_n, BLOCK_K=_FP8_COLUMNS if twice else config.block_k,
-        TWICE=twice, SPLITS=splits, EVEN_K=num_inputs == launch.stretch * splits, KIND=kind,
+        BLOCK_M=launch.block_m, BLOCK_N=config.block_n, TAKEN=config.taken,
+        BLOCK_K=_FP8_COLUMNS if twice else config.block_k, TWICE=twice, SPLITS=splits,
+        EVEN_K=num_inputs == launch.stretch * config.split_k, KIND=kind,
         END="rope" if epilogue.rope is not None else "silu" if epilogue.silu else "plain",
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
         NORM=rows.norm is not None,
         CODES="none" if not makes_codes else "maxima" if rows.norm is None else "norm",
-        ROWS=triton.next_power_of_2(num_rows) if makes_codes else launch.block_m,
-        PARTS=parts, LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), **_heads(epilogue.rope),
+        SIDE=side, KNOWN=_holding(num_rows), ROWS=_rows_read(num_rows, launch.block_m, side, makes_codes, kind),
+        SQUARED=1 if rows.norm is None else triton.next_power_of_2(-(-num_inputs // num_parts)),
+        PARTS=parts, LEVELS=parts.bit_length() - 1,
+        LEAVES=_leaves(epilogue), LEFT_LEVELS=_levels(config), **_heads(epilogue.rope),
         AHEAD=_lines_ahead(config, launch.stretch - staged, weight_NK.element_size()), STAGED=staged,
         PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
+
+
+def _holding(num_rows: int) -> int:
+    """Return a power of two that holds so many rows."""
+    return 1 << (num_rows - 1).bit_length()
+
+
+def _rows_read(num_rows: int, block_m: int, side: int, makes_codes: bool, kind: str) -> int:
+    """Return how many rows a step reads of those it multiplies: a single one alone, or, for codes, few."""
+    if side > 1:
+        return block_m // side
+    if makes_codes:
+        return _holding(num_rows)
+    return 1 if num_rows == 1 and kind == "dense" else block_m
+
+
+def _levels(config: LinearConfig) -> int:
+    """Return how often pairs are added until a tile's squares are one sum, or one for every 64."""
+    return min(config.taken, SQUARED).bit_length() - 1
 
 
 def _num_stored(epilogue: Epilogue, num_outputs: int) -> int:
@@ -140,18 +161,28 @@ def variants(architecture: str) -> list[Variant]:
         itemsize = 2 if kind == "dense" else 1
         config = tuning.linear_config(kind, *shape, itemsize)
         few = tuning.few_config(f"{kind}:{shape[0]}:{shape[1]}", config)
-        parts = shape[1] // SQUARED if norm else 256
-        for rows in {"none": (MOST_ROWS,), "maxima": (1, MOST_ROWS), "norm": (1, 4, MOST_WHOLE_ROWS)}[codes]:
-            how = f"{', norm' if norm else ''}{f', codes of {rows} rows' if codes != 'none' else ''}"
-            folds: dict[str, bool | int | str] = {
-                "END": end, "NORM": norm, "CODES": codes, "LEAVES": leaves, "HAS_RESIDUAL": end == "plain",
-                "ROWS": rows, "PARTS": parts, "LEVELS": parts.bit_length() - 1,
-            }  # fmt: skip
-            name = f"narrow {kind}, {end}{how}, {shape[0]} x {shape[1]}"
-            for tiles, whose in ((config, ""), (few, ", few rows")) if few != config else ((config, ""),):
-                fitted = tuning.fitted(tiles, MOST_ROWS, itemsize, staged_rows=False)
-                shipped.append(_variant(f"{name}{whose}", kind, fitted, folds))
+        for tiles, whose in ((config, ""), (few, ", few rows")) if few != config else ((config, ""),):
+            fitted = tuning.fitted(tiles, MOST_ROWS, itemsize, staged_rows=False)
+            parts = 256 if not norm or whose else shape[1] // SQUARED  # as many as tiles of 16 leave
+            for rows in _rows_compiled(kind, codes, fitted):
+                counted = f", codes of {rows} rows" if codes != "none" else ", one row" if rows == 1 else ""
+                name = f"narrow {kind}, {end}{', norm' if norm else ''}{counted}, {shape[0]} x {shape[1]}{whose}"
+                folds: dict[str, bool | int | str] = {
+                    "END": end, "NORM": norm, "CODES": codes, "LEAVES": leaves, "HAS_RESIDUAL": end == "plain",
+                    "ROWS": rows, "KNOWN": rows, "SQUARED": shape[1] // parts, "PARTS": parts,
+                    "LEVELS": parts.bit_length() - 1,
+                }  # fmt: skip
+                shipped.append(_variant(name, kind, fitted, folds))
     return shipped
+
+
+def _rows_compiled(kind: str, codes: str, config: LinearConfig) -> tuple[int, ...]:
+    """Return the numbers of rows that a step of what ships may read."""
+    if config.side:
+        return (MOST_ROWS // config.split_k,)
+    if codes != "none":
+        return {"maxima": (1, MOST_ROWS), "norm": (1, 4, MOST_WHOLE_ROWS)}[codes]
+    return (1, MOST_ROWS) if kind == "dense" else (MOST_ROWS,)
 
 
 def _variant(name: str, kind: str, config: LinearConfig, folds: dict[str, bool | int | str]) -> Variant:
@@ -166,9 +197,11 @@ def _variant(name: str, kind: str, config: LinearConfig, folds: dict[str, bool |
     signature = {**pointers, "M": "i32", "steps": "i32", **dict.fromkeys(strides, "i32"), "eps": "fp32"}
     twice = kind == "fp8" and config.block_k > _FP8_COLUMNS
     constants = {
-        "BLOCK_M": MOST_ROWS, "BLOCK_N": config.block_n, "BLOCK_K": _FP8_COLUMNS if twice else config.block_k,
-        "TWICE": twice, "SPLITS": config.split_k, "EVEN_K": True, "KIND": kind, "HAS_BIAS": False, "HEADS": 32,
-        "GROUPS": 8, "HALF": 64, "AHEAD": config.ahead,
+        "BLOCK_M": MOST_ROWS, "BLOCK_N": config.block_n, "TAKEN": config.taken,
+        "BLOCK_K": _FP8_COLUMNS if twice else config.block_k, "TWICE": twice,
+        "SPLITS": 1 if config.side else config.split_k, "SIDE": config.split_k if config.side else 1,
+        "LEFT_LEVELS": _levels(config), "EVEN_K": True, "KIND": kind, "HAS_BIAS": False, "HEADS": 32, "GROUPS": 8,
+        "HALF": 64, "AHEAD": config.ahead,
         "STAGED": (config.num_stages - 1) * config.block_k, "PDL": False, **folds,
     }  # fmt: skip
     divisible = (*pointers, *strides)

@@ -96,7 +96,7 @@ def _nibble_kernel(
     STREAM: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m_tile, n_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows_N = weight_rows(n_tile, N, BLOCK_N, SILU)
+    rows_N = weight_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, SILU, BLOCK_N)
     rows_M = tl.minimum(m_tile * BLOCK_M + tl.arange(0, BLOCK_M), M - 1)
     w_at = w_ptr + rows_N.to(tl.int64)[:, None] * (K // 2)
     x_at = x_ptr + rows_M.to(tl.int64)[None, :] * x_stride
@@ -128,11 +128,11 @@ def _nibble_kernel(
         elif not GROUPED:
             sums = sums * tl.load(w_scale_ptr + rows_N).to(tl.float32)[:, None]
         residual = residual_tile(
-            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL
+            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL, BLOCK_N
         )
         store_outputs(
             sums, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, SILU, HAS_BIAS,
-            HAS_RESIDUAL,
+            HAS_RESIDUAL, BLOCK_N,
         )  # fmt: skip
 
 

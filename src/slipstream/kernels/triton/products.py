@@ -190,19 +190,23 @@ class Products:
             return 0
         return self._launch(*described, num_rows).grid(num_rows, described[1], silu=True)[1]
 
-    def leaves_squares(self, weight: Weight, num_rows: int) -> bool:
-        """Tell whether a product can leave sums of squares of its outputs for the norm after it."""
+    def squared(self, weight: Weight, num_rows: int) -> int:
+        """Return of how many outputs a product can leave the sum of squares for the norm after it; 0: it leaves none.
+
+        Sums are added in pairs, so that those of fewer outputs are part of those of 64.
+        """
         described = _described(weight)
         if described[0] in _NIBBLES or not self._is_narrow(num_rows):
-            return False
-        return self._launch(*described, num_rows).config.block_n % SQUARED == 0
+            return 0
+        taken = self._launch(*described, num_rows).config.taken
+        return min(taken, SQUARED) if taken % SQUARED == 0 or SQUARED % taken == 0 else 0
 
     def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
         """Tell whether a product of queries, keys and values can rotate and write them itself."""
         described = _described(weight)
         if described[0] in _NIBBLES or not self._is_narrow(num_rows) or num_rows > self._tuning.fold_rows:
             return False
-        return rope_fits(write, self._launch(*described, num_rows).config, dtype)
+        return rope_fits(write, dtype)
 
     def _is_narrow(self, num_rows: int) -> bool:
         return self._tuning.weights_first and num_rows <= MOST_ROWS
@@ -235,6 +239,9 @@ class Products:
             tile = token_tile(num_rows)
         if format == "fp8" and not self._is_narrow(num_rows):
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
+        fits = config.split_k > 1 and num_rows * config.split_k <= tile and num_inputs == stretch * config.split_k
+        if not self._is_narrow(num_rows) or (config.side and not fits):
+            config = replace(config, own_rows=0, side=False)
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
 
