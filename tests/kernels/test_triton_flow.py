@@ -1,0 +1,123 @@
+"""Attention whose keys a warp of its own asks for compiles for sm_90, and has the bits of what asks for its own."""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cpu_samples import causal, filled_cache
+from triton_samples import batch_to_device, layer_to_device, numbers
+
+from interpreted import DEVICE
+from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.triton import attention as attending
+from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.tuning import AttentionConfig, architecture_of, read_tuning
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@functools.cache
+def compiled() -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    script = Path(__file__).with_name("compile_flow.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_it_fits_spills_nothing_and_multiplies_by_the_instruction_of_the_others():
+    assert len(compiled()) == 4
+    for row in compiled():
+        programs = 2 if row["name"].startswith("3 blocks") else 1  # to a processor
+        assert programs * (row["shared"] + 1024) <= 228 << 10 and not row["spills"], row
+        assert set(row["matrix"]) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}, row
+        assert not row["folded"], row
+
+
+def test_before_it_has_waited_it_stores_nothing_and_reads_past_the_nearest_cache():
+    for row in compiled():
+        assert row["waits"] == 2, row  # of those that attend, and of the one that asks
+        assert not row["cached_before_wait"] and not row["stored_before_wait"], row
+        boxes = 4 if row["name"].endswith("pages 16") else 1
+        assert row["asks"] == 2 * boxes * (2 if "128" in row["name"] else 1), row
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_no_other_gpu_is_given_it(architecture):
+    assert read_tuning(architecture).attention.flow_programs == 0
+
+
+@pytest.mark.parametrize(
+    ("requests", "bound", "expected"),
+    [
+        (40, 1623, "flow"),
+        (40, 16384, "flow"),
+        (65, 1623, "own"),
+        (65, 2048, "even"),
+        (8, 16384, "even"),
+        (40, 512, "own"),
+        (8, 1623, "own"),
+    ],
+)
+def test_many_requests_are_given_it(monkeypatch, requests, bound, expected):
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: taken.append(self.name)
+
+    taken = []
+    for name, kernel in (("own", "splits_kernel"), ("even", "even_kernel")):
+        monkeypatch.setattr(attending, kernel, Kernel(name))
+    monkeypatch.setattr(attending, "launch_flow", lambda *args: taken.append("flow"))
+    cache = torch.empty(0, 8, 128, dtype=torch.bfloat16)
+    tokens = torch.empty(4 * requests, dtype=torch.int64)
+    batch = AttentionBatch(
+        torch.empty(requests + 1, dtype=torch.int32), torch.empty(requests, dtype=torch.int32),
+        torch.empty(requests, 1, dtype=torch.int32), tokens, tokens, 16, max_queries=4, max_keys=bound,
+    )  # fmt: skip
+    launch = AttentionLaunch(read_tuning("sm_90").attention, torch.zeros(1024, dtype=torch.int32), dependent=False)
+    attention(torch.empty(4 * requests, 32, 128, dtype=torch.bfloat16), KvLayer(cache, cache), batch, 0.1, None, launch)
+    assert taken == [expected]
+
+
+@pytest.mark.skipif(architecture_of(DEVICE) != "sm_90", reason="a warp of its own asks for keys on Hopper alone")
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("programs", [8, 64, 136, 264])
+@pytest.mark.parametrize(
+    ("counts", "before"),
+    [
+        ([1] * 3, [700, 3, 260]),
+        ([4] * 21, [1152 + 13 * i for i in range(21)]),  # alike enough to be cut anywhere
+        ([4] * 9, [1500, 252, 256, 10, 383, 1020, 61, 64, 2043]),
+        ([1, 0, 3, 0, 2], [3, 40, 300, 0, 129]),
+    ],
+    ids=str,
+)
+def test_keys_that_are_asked_for_give_the_same_bits(counts, before, programs, page_size, generator):
+    batch = causal(counts, before, page_size, generator)
+    keys, values = ([torch.randn(n, 8, 128, generator=generator) for n in batch.kv_lens_R] for _ in range(2))
+    layer = layer_to_device(filled_cache(batch, keys, values), torch.bfloat16)
+    batch = dataclasses.replace(batch_to_device(batch), max_queries=max(counts))
+    q = numbers(sum(counts), 32, 128, generator=generator, dtype=torch.bfloat16)
+    own = AttentionConfig(split=64, block=64, programs=1)
+    even = dataclasses.replace(own, even_programs=264)
+    flow = dataclasses.replace(even, flow_programs=programs)
+    counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+    outs = [
+        attention(q, layer, batch, 0.2, None, AttentionLaunch(config, counters, dependent))
+        for config, dependent in ((own, False), (even, False), (flow, False), (flow, True))
+    ]
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    assert not counters.any()
