@@ -8,6 +8,7 @@ here, where there are many queries, else by the last of several (`attention_spli
 # ruff: noqa: ANN001, ANN202, PLR0913, SIM108
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -180,23 +181,43 @@ def attention(
             q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
         )
         return out
+    shape["EARLY"] = early
+    several = (q_THd, layer, out), described, strides, shape, launch, maxima_TH
+    return _attend_by_several(*several, num_tiles, most_queries, most_keys)
+
+
+def _attend_by_several(
+    tensors: tuple[Tensor, KvLayer, Tensor], described: tuple[Tensor, ...], strides: tuple[int, int, float, int],
+    shape: dict[str, Any], launch: AttentionLaunch, maxima_TH: Tensor | None, num_tiles: int, most_queries: int,
+    most_keys: int,
+) -> Tensor:  # fmt: skip
+    """Attend by programs that share a tile's keys; return the outputs.
+
+    Args:
+        tensors: queries, the cache, and the outputs.
+        shape: what kernels' programs have in common.
+    """
+    (q_THd, layer, out), config = tensors, launch.config
+    num_groups, rows, tokens, num_requests = shape["GROUPS"], shape["ROWS"], shape["TOKENS"], len(described[1])
+    repeats, head_block = shape["HEADS"] // num_groups, shape["D"]
     num_splits = max(-(-most_keys // config.split), 1)
     shares, whole = _shares(config, num_groups * num_requests, num_splits)
     num_results = -(-num_splits // SPLITS_IN_GROUP)
     most_groups = num_groups * num_requests * num_results
-    narrow = one_tile and window is None and rows == _NARROW_ROWS
+    one_tile = most_queries <= tokens
+    narrow = one_tile and not shape["HAS_WINDOW"] and rows == _NARROW_ROWS
     listed = whole and narrow
-    even = listed and _is_even(config, most_groups, batch.page_size)
+    even = listed and _is_even(config, most_groups, shape["PAGE"])
     flows = listed and maxima_TH is None and config.flow_from <= num_requests <= _MOST_REQUESTS
-    flows = flows and config.flow_groups <= most_groups and flow_fits(config, q_THd, layer, batch.page_size)
+    flows = flows and config.flow_groups <= most_groups and flow_fits(config, q_THd, layer, shape["PAGE"])
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     # Where a warp asks for keys, a request's first blocks may leave two results: all groups so far, and the last one.
     num_results = max(num_results, 2) if flows else num_results if even else num_splits
     cells = num_tiles * num_groups * num_results * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
-    shape |= {"EARLY": early, "MAXIMA": maxima_TH is not None}
-    early_options = _early_options(config, width * layer.keys_SGd.element_size(), whole)
+    shape |= {"MAXIMA": maxima_TH is not None}
+    early_options = _early_options(config, shape["WIDTH"] * layer.keys_SGd.element_size(), whole)
     shape["COMPACT"] = _compact_rows(config, repeats, rows) if most_queries == 1 else 0
     shared = (
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,

@@ -30,6 +30,7 @@ from slipstream.kernels.triton.narrow_codes import (
     repeat_rows,
     scale_of_maxima,
 )
+from slipstream.kernels.triton.narrow_rope import angles, places, rope_rows, rotate_and_store
 from slipstream.kernels.triton.norm_rope import pair_sums
 
 
@@ -121,6 +122,19 @@ def _ready(
 
 
 @triton.jit
+def _rows_at(x_ptr, norm_ptr, columns, M, x_stride, ROWS: tl.constexpr, LOADED: tl.constexpr):
+    """Return where rows begin in each stretch of so many columns, where their norm's weights do, and which are there.
+
+    Weights have one copy for each row: then they lie as the rows do.
+    """
+    row, stretch = tl.arange(0, LOADED), tl.zeros([LOADED], tl.int32)
+    if LOADED > ROWS:
+        row, stretch = row % ROWS, row // ROWS * columns
+    x_at = x_ptr + (tl.minimum(row, M - 1).to(tl.int64) * x_stride + stretch)[None, :]
+    return x_at, norm_ptr + stretch[None, :], row < M
+
+
+@triton.jit
 def _stretch(
     w_at, is_own, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, n_tile, split, steps, M, K,
     x_stride, num_parts, eps,
@@ -142,21 +156,17 @@ def _stretch(
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     LOADED: tl.constexpr = SIDE * ROWS
-    row, stretch = tl.arange(0, LOADED), tl.zeros([LOADED], tl.int32)
-    if SIDE > 1:
-        row, stretch = row % ROWS, row // ROWS * (steps * STEP)
-    real = row < M
-    x_at = x_ptr + (tl.minimum(row, M - 1).to(tl.int64) * x_stride + stretch)[None, :]
+    x_at, norm_at, real = _rows_at(x_ptr, norm_ptr, steps * STEP, M, x_stride, ROWS, LOADED)
     x = tl.zeros([BLOCK_K, LOADED], x_ptr.dtype.element_ty)
     norm = tl.zeros([BLOCK_K, LOADED], norm_ptr.dtype.element_ty)
     second_x, second_norm = x, norm
-    norm_at = norm_ptr + stretch[None, :]  # one copy for each row: then it lies as the rows do
     factor = tl.zeros([LOADED], tl.float32)
     scale, inverse = factor, factor
     TOKENS: tl.constexpr = BLOCK_M // SIDE
     OUTPUTS: tl.constexpr = BLOCK_N // SIDE
     slot, position = tl.zeros([TOKENS], tl.int64), tl.zeros([TOKENS], tl.int64)
-    cos, sin = tl.zeros([TOKENS, OUTPUTS // 2], tl.float32), tl.zeros([TOKENS, OUTPUTS // 2], tl.float32)
+    cos = tl.zeros([TOKENS, OUTPUTS // 2], cos_ptr.dtype.element_ty)
+    sin = cos
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
@@ -175,10 +185,10 @@ def _stretch(
                 NORM, CODES, KNOWN, LOADED, SQUARED, PARTS, LEVELS,
             )  # fmt: skip
             if LATE:
-                slot, position = _places(slots_ptr, positions_ptr, M, TOKENS)
+                slot, position = places(slots_ptr, positions_ptr, M, TOKENS)
         if LATE:  # noqa: SIM102 - the one is known when the kernel is compiled
             if step == tl.minimum(1, steps - 1):
-                cos, sin = _angles(position, n_tile, cos_ptr, sin_ptr, OUTPUTS, HALF, TAKEN)
+                cos, sin = angles(position, n_tile, cos_ptr, sin_ptr, OUTPUTS, HALF, TAKEN)
         ahead = k + STEP
         more = step + 1 < steps
         rows, second_rows = x, second_x
@@ -198,71 +208,6 @@ def _stretch(
     if CODES != "none":
         scale = repeat_numbers(scale, LOADED, BLOCK_M)
     return acc, scale, slot, cos, sin
-
-
-@triton.jit
-def _rope_rows(n, n_tile, N, BLOCK_N: tl.constexpr, HALF: tl.constexpr, TAKEN: tl.constexpr):
-    """Return the weight rows of places in a tile: values, then those they are rotated with; see `weight_rows`."""
-    pair = n_tile * (TAKEN // 2) + n % (BLOCK_N // 2)
-    return tl.minimum(pair // HALF * (2 * HALF) + pair % HALF + n // (BLOCK_N // 2) * HALF, N - 1)
-
-
-@triton.jit
-def _places(slots_ptr, positions_ptr, M, BLOCK_M: tl.constexpr):
-    """Return each token's slot and position."""
-    token = tl.arange(0, BLOCK_M)
-    slot = tl.load(slots_ptr + token, mask=token < M, other=0).to(tl.int64)
-    return slot, tl.load(positions_ptr + token, mask=token < M, other=0).to(tl.int64)
-
-
-@triton.jit
-def _angles(
-    position, n_tile, cos_ptr, sin_ptr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, TAKEN: tl.constexpr
-):  # fmt: skip
-    """Return the angles of a tile's columns at tokens' positions [tokens, BLOCK_N / 2]."""
-    column = (n_tile * (TAKEN // 2) + tl.arange(0, BLOCK_N // 2)) % HALF
-    angle = position[:, None] * HALF + column[None, :]
-    return tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-
-
-@triton.jit
-def _rotate_and_store(
-    total, slot, cos, sin, n_tile, bias_ptr, q_ptr, keys_ptr, values_ptr, M, N, q_stride, slot_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    HALF: tl.constexpr, TAKEN: tl.constexpr,
-):  # fmt: skip
-    """Finish float32 sums [BLOCK_N, BLOCK_M]: rotate and store queries, rotate and write keys, write values.
-
-    The arithmetic is that of `norm_rope.rope_and_write`.
-    """
-    dtype = q_ptr.dtype.element_ty
-    PAIRS: tl.constexpr = BLOCK_N // 2
-    if HAS_BIAS:
-        rows_N = _rope_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, HALF, TAKEN)
-        total += tl.load(bias_ptr + rows_N).to(tl.float32)[:, None]
-    first, second = tl.split(tl.permute(tl.reshape(total, (2, PAIRS, BLOCK_M)), (2, 1, 0)))
-    first, second = first.to(dtype), second.to(dtype)
-    pair = n_tile * (TAKEN // 2) + tl.arange(0, PAIRS)
-    head, column = (pair // HALF)[None, :], (pair % HALF)[None, :]
-    x, partner = first.to(tl.float32), second.to(tl.float32)
-    is_turned = head < HEADS + GROUPS
-    first = tl.where(is_turned, (x * cos + -1.0 * partner * sin).to(dtype), first)
-    second = tl.where(is_turned, (partner * cos + 1.0 * x * sin).to(dtype), second)
-    token = tl.arange(0, BLOCK_M)
-    real = (token < M)[:, None] & (pair < tl.minimum((n_tile + 1) * (TAKEN // 2), N // 2))[None, :]
-    q_at = q_ptr + token.to(tl.int64)[:, None] * q_stride + head * (2 * HALF) + column
-    written = slot[:, None] * slot_stride + column
-    k_at = keys_ptr + written + (head - HEADS) * (2 * HALF)
-    v_at = values_ptr + written + (head - HEADS - GROUPS) * (2 * HALF)
-    _store_halves(q_at, first, second, real & (head < HEADS), HALF)
-    _store_halves(k_at, first, second, real & (head >= HEADS) & is_turned, HALF)
-    _store_halves(v_at, first, second, real & (head >= HEADS + GROUPS), HALF)
-
-
-@triton.jit
-def _store_halves(at, first, second, mask, HALF: tl.constexpr):
-    tl.store(at, first, mask=mask)
-    tl.store(at + HALF, second, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
@@ -345,7 +290,7 @@ def _tile_rows(
 ):  # fmt: skip
     """Return the weight rows of places in a tile."""
     if END == "rope":
-        rows = _rope_rows(place, n_tile, N, BLOCK_N, HALF, TAKEN)
+        rows = rope_rows(place, n_tile, N, BLOCK_N, HALF, TAKEN)
     else:
         rows = weight_rows(place, n_tile, N, BLOCK_N, END == "silu", TAKEN)
     return rows
@@ -361,7 +306,7 @@ def _store_tile(
 ):  # fmt: skip
     """Finish float32 sums and store them, with what is left for the next kernel."""
     if END == "rope":
-        _rotate_and_store(
+        rotate_and_store(
             sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
             BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF, TAKEN,
         )  # fmt: skip
