@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.triton.attention_flow_merge import (
-    finish_request,
+    finish_requests,
     hand_over,
     merge,
     nothing,
@@ -27,7 +27,7 @@ from slipstream.kernels.triton.attention_flow_merge import (
     store_result,
     take_over,
 )
-from slipstream.kernels.triton.attention_flow_walk import described, next_of, number_at, stop_of, walk_of
+from slipstream.kernels.triton.attention_flow_walk import described, described_at, next_of, number_at, stop_of, walk_of
 
 HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which the copy engine swizzles
 
@@ -143,6 +143,77 @@ def _weigh(scores, v, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constex
 
 
 @gluon.jit
+def _attend_block(
+    stores, ready, empty, step, slot, q, own, ancestors, start, end, sure, scale,
+    ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, MATRIX: gl.constexpr,
+):  # fmt: skip
+    """Return the result of a step's block, once it has come, and tell that the room of the one before is free."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MATRIX, 2)
+    mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+    k = stores[0].index(slot).permute((1, 0)).load(RIGHT)
+    scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MATRIX)) * scale
+    v = stores[1].index(slot).load(RIGHT)
+    gl.thread_barrier()  # one thread tells for all that they have multiplied the block before
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+    if start + BLOCK > sure:
+        scores = _hide(scores, own, ancestors, start, end, BLOCK, MATRIX)
+        # Slots past the end may hold anything, and nothing times NaN is NaN.
+        key = gl.arange(0, BLOCK, gl.SliceLayout(1, RIGHT))
+        v = gl.where((start + key < end)[:, None], v, gl.zeros([BLOCK, WIDTH], v.dtype, RIGHT))
+    return _weigh(scores, v, ROWS, BLOCK, WIDTH, MATRIX)
+
+
+@gluon.jit
+def _add_result(
+    so_far, group_so_far, found, walk, here, following, start, end, moves, is_late, step, num_blocks,
+    out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results, group,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr,
+    IN_GROUP: gl.constexpr, MATRIX: gl.constexpr,
+):  # fmt: skip
+    """Add a block's result to its group, that of a whole group to its request, and store what is then done.
+
+    Args:
+        so_far, group_so_far: of the request's groups, where it is not cut at groups, and of the group's blocks.
+        here, following: this block's request and the next one's, each with its first and last query.
+
+    Returns:
+        What the next block finds of its request's groups and of its group.
+    """
+    REPEATS: gl.constexpr = HEADS // GROUPS
+    best, total, acc = so_far
+    request, q_first, last_token = here
+    next_request, next_first, next_last = following
+    group_best, group_total, group_acc = merge(
+        group_so_far[0], group_so_far[1], group_so_far[2], found[0], found[1], found[2]
+    )
+    cell = request.to(gl.int64) * GROUPS + group
+    if ((start + BLOCK) % (BLOCK * IN_GROUP) == 0) | (start + BLOCK >= end):
+        if walk[0]:
+            best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
+        else:
+            result = cell * num_results + start // (BLOCK * IN_GROUP)
+            store_result(group_best, group_total, group_acc, sums_ptr, partial_ptr, result, q_first, last_token,
+                         REPEATS, ROWS, WIDTH, MATRIX)  # fmt: skip
+        group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
+    if walk[0] & moves:
+        if request == walk[1]:
+            hand_over((best, total, acc), (group_best, group_total, group_acc), sums_ptr, partial_ptr,
+                      counter_ptr + cell, cell * num_results, q_first, last_token, REPEATS, ROWS, WIDTH,
+                      MATRIX)  # fmt: skip
+        else:
+            store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, MATRIX)
+        best, total, acc = nothing(ROWS, WIDTH, MATRIX)
+        group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
+        if is_late & (step + 1 < num_blocks):
+            cell = next_request.to(gl.int64) * GROUPS + group
+            best, total, acc, group_best, group_total, group_acc = take_over(
+                sums_ptr, partial_ptr, counter_ptr + cell, cell * num_results, next_first, next_last, REPEATS, ROWS,
+                WIDTH, MATRIX,
+            )  # fmt: skip
+    return best, total, acc, group_best, group_total, group_acc
+
+
+@gluon.jit
 def _attend(
     stores, ready, empty, q_ptr, out_ptr, starts_ptr, lens_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
     counter_ptr, num_requests, num_results, scale, group, part, most_parts,
@@ -156,17 +227,13 @@ def _attend(
     REPEATS: gl.constexpr = HEADS // GROUPS
     NUM_WARPS: gl.constexpr = 4
     MATRIX: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NUM_WARPS], [16, 8])
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MATRIX, 2)
     # Every warp has all requests' numbers, so that looking one up takes no meeting.
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0]))
-    firsts_R, lasts_R, ends_R, sure_R = described(
-        starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES, LAYOUT
-    )
+    described_R = described(starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES, LAYOUT)
     request, start, num_blocks, walk, counted = walk_of(
-        ends_R, num_requests, part, most_parts, REQUESTS, BLOCK, IN_GROUP, NUM_WARPS, LAYOUT
+        described_R[2], num_requests, part, most_parts, REQUESTS, BLOCK, IN_GROUP, NUM_WARPS, LAYOUT
     )
-    q_first, last_token = number_at(firsts_R, request, REQUESTS), number_at(lasts_R, request, REQUESTS)
-    end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
+    q_first, last_token, end, sure = described_at(described_R, request, REQUESTS)
     if PDL and EARLY:
         gdc_wait()
     q, own, ancestors = _queries(
@@ -183,50 +250,21 @@ def _attend(
         moves = next_start >= stop_of(walk, request, end)
         if moves:
             next_request, next_start, is_late = next_of(walk, request, num_requests)
-            next_first = number_at(firsts_R, next_request, REQUESTS)
-            next_last = number_at(lasts_R, next_request, REQUESTS)
-            next_end, next_sure = number_at(ends_R, next_request, REQUESTS), number_at(sure_R, next_request, REQUESTS)
+            next_first, next_last, next_end, next_sure = described_at(described_R, next_request, REQUESTS)
             if AHEAD:
                 next_q, next_own, next_ancestors = _queries(
                     q_ptr, index_ptr, ancestors_ptr, next_first, next_last, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
                 )
-        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-        k = stores[0].index(slot).permute((1, 0)).load(RIGHT)
-        scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MATRIX)) * scale
-        v = stores[1].index(slot).load(RIGHT)
-        gl.thread_barrier()  # one thread tells for all that they have multiplied the block before
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
-        if start + BLOCK > sure:
-            scores = _hide(scores, own, ancestors, start, end, BLOCK, MATRIX)
-            # Slots past the end may hold anything, and nothing times NaN is NaN.
-            key = gl.arange(0, BLOCK, gl.SliceLayout(1, RIGHT))
-            v = gl.where((start + key < end)[:, None], v, gl.zeros([BLOCK, WIDTH], v.dtype, RIGHT))
-        best_s, total_s, acc_s = _weigh(scores, v, ROWS, BLOCK, WIDTH, MATRIX)
-        group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
-        cell = request.to(gl.int64) * GROUPS + group
-        if ((start + BLOCK) % (BLOCK * IN_GROUP) == 0) | (start + BLOCK >= end):
-            if walk[0]:
-                best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
-            else:
-                result = cell * num_results + start // (BLOCK * IN_GROUP)
-                store_result(group_best, group_total, group_acc, sums_ptr, partial_ptr, result, q_first, last_token,
-                             REPEATS, ROWS, WIDTH, MATRIX)  # fmt: skip
-            group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
-        if walk[0] & moves:
-            if request == walk[1]:
-                hand_over((best, total, acc), (group_best, group_total, group_acc), sums_ptr, partial_ptr,
-                          counter_ptr + cell, cell * num_results, q_first, last_token, REPEATS, ROWS, WIDTH,
-                          MATRIX)  # fmt: skip
-            else:
-                store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, MATRIX)
-            best, total, acc = nothing(ROWS, WIDTH, MATRIX)
-            group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
-            if is_late & (step + 1 < num_blocks):
-                cell = next_request.to(gl.int64) * GROUPS + group
-                best, total, acc, group_best, group_total, group_acc = take_over(
-                    sums_ptr, partial_ptr, counter_ptr + cell, cell * num_results, next_first, next_last, REPEATS, ROWS,
-                    WIDTH, MATRIX,
-                )  # fmt: skip
+        found = _attend_block(
+            stores, ready, empty, step, slot, q, own, ancestors, start, end, sure, scale,
+            ROWS, BLOCK, WIDTH, STAGES, MATRIX,
+        )  # fmt: skip
+        best, total, acc, group_best, group_total, group_acc = _add_result(
+            (best, total, acc), (group_best, group_total, group_acc), found, walk, (request, q_first, last_token),
+            (next_request, next_first, next_last), start, end, moves, is_late, step, num_blocks,
+            out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results, group,
+            HEADS, GROUPS, WIDTH, ROWS, BLOCK, IN_GROUP, MATRIX,
+        )  # fmt: skip
         request, start, q_first, last_token = next_request, next_start, next_first, next_last
         end, sure = next_end, next_sure
         if AHEAD:
@@ -236,22 +274,10 @@ def _attend(
                 q_ptr, index_ptr, ancestors_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
             )
     if (num_blocks > 0) & (walk[0] == 0):
-        from_request, to_request, holders_R = counted
-        r = gl.arange(0, REQUESTS, LAYOUT)
-        mine_R = (r >= from_request) & (r < to_request)
-        gl.thread_barrier()
-        one_R = gl.full([REQUESTS], 1, gl.int32, LAYOUT)
-        counters = counter_ptr + r * GROUPS + group
-        before_R = gl.atomic_add(counters, one_R, mask=mine_R, sem="acq_rel", scope="gpu")
-        last_R = (mine_R & (before_R == holders_R - 1)).to(gl.int32)
-        gl.store(counters, one_R - 1, mask=last_R != 0)
-        for one in range(from_request, to_request):
-            if number_at(last_R, one, REQUESTS) != 0:
-                finish_request(
-                    out_ptr, sums_ptr, partial_ptr, one, num_results, group, number_at(firsts_R, one, REQUESTS),
-                    number_at(lasts_R, one, REQUESTS), number_at(ends_R, one, REQUESTS), HEADS, GROUPS, WIDTH, ROWS,
-                    BLOCK * IN_GROUP, 8 if AHEAD else 4,
-                )  # fmt: skip
+        finish_requests(
+            out_ptr, sums_ptr, partial_ptr, counter_ptr, counted, described_R, num_results, group,
+            HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK * IN_GROUP, 8 if AHEAD else 4,
+        )  # fmt: skip
 
 
 @gluon.jit(

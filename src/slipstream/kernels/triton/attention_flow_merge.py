@@ -6,6 +6,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from slipstream.kernels.triton.attention_flow_walk import number_at
+
 
 @gluon.jit
 def merge(best, total, acc, best_s, total_s, acc_s):
@@ -115,7 +117,7 @@ def _merge_four(best, total, acc, four):
 
 
 @gluon.jit
-def finish_request(
+def _finish_request(
     out_ptr, sums_ptr, partial_ptr, request, num_results, group, q_first, last_token, end,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, GROUP_KEYS: gl.constexpr,
     READ: gl.constexpr,
@@ -142,3 +144,29 @@ def finish_request(
         if READ == 8:
             best, total, acc = _merge_four(best, total, acc, later)
     store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, WIDE)
+
+
+@gluon.jit
+def finish_requests(
+    out_ptr, sums_ptr, partial_ptr, counter_ptr, counted, described_R, num_results, group,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
+    GROUP_KEYS: gl.constexpr, READ: gl.constexpr,
+):  # fmt: skip
+    """Count this part among those that are done with its requests, and finish the requests it is the last of."""
+    LAYOUT: gl.constexpr = described_R[0].type.layout
+    from_request, to_request, holders_R = counted
+    r = gl.arange(0, REQUESTS, LAYOUT)
+    mine_R = (r >= from_request) & (r < to_request)
+    gl.thread_barrier()
+    one_R = gl.full([REQUESTS], 1, gl.int32, LAYOUT)
+    counters = counter_ptr + r * GROUPS + group
+    before_R = gl.atomic_add(counters, one_R, mask=mine_R, sem="acq_rel", scope="gpu")
+    last_R = (mine_R & (before_R == holders_R - 1)).to(gl.int32)
+    gl.store(counters, one_R - 1, mask=last_R != 0)
+    for one in range(from_request, to_request):
+        if number_at(last_R, one, REQUESTS) != 0:
+            _finish_request(
+                out_ptr, sums_ptr, partial_ptr, one, num_results, group, number_at(described_R[0], one, REQUESTS),
+                number_at(described_R[1], one, REQUESTS), number_at(described_R[2], one, REQUESTS), HEADS, GROUPS,
+                WIDTH, ROWS, GROUP_KEYS, READ,
+            )  # fmt: skip

@@ -51,6 +51,14 @@ def described(
 
 
 @gluon.jit
+def described_at(described_R, request, REQUESTS: gl.constexpr):
+    """Return what `described` says of one request."""
+    first, last = number_at(described_R[0], request, REQUESTS), number_at(described_R[1], request, REQUESTS)
+    end, sure = number_at(described_R[2], request, REQUESTS), number_at(described_R[3], request, REQUESTS)
+    return first, last, end, sure
+
+
+@gluon.jit
 def walk_of(
     ends_R, num_requests, part, most_parts, REQUESTS: gl.constexpr, BLOCK: gl.constexpr, IN_GROUP: gl.constexpr,
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr,

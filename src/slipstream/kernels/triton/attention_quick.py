@@ -59,12 +59,41 @@ def _queries_at(
 
 
 @gluon.jit
-def _maximum(scores, ROWS: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr):
-    """Return the maximum of each row; warps meet once, where a reduction of the compiler's would have them meet twice.
+def _first_block(
+    k_at, v_at, page, keys, values, q_at, queries, slot_stride, start, end, fresh, BLOCK: gl.constexpr,
+    D: gl.constexpr, PAGE: gl.constexpr, COPIED: gl.constexpr, RIGHT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Return the keys and values of a block that was asked for, and have the queries come.
 
-    Args:
-        EACH: a layout [ROWS, WARPS] in which a thread has the maxima of all warps, of the rows it has scores of.
+    Of a block with keys that the kernel before writes (`fresh`), the first copy is of no use but that it comes into the
+    cache all processors share.
     """
+    if fresh:
+        async_copy.wait_group(0)
+    wait_for_previous(PDL)
+    async_copy.async_copy_global_to_shared(queries, q_at)
+    async_copy.commit_group()
+    if fresh:
+        _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
+        async_copy.wait_group(0)
+    async_copy.wait_group(1)  # the queries may still be on their way
+    k, v = keys.permute((1, 0)).load(RIGHT), values.load(RIGHT)
+    async_copy.wait_group(0)
+    return k, v
+
+
+@gluon.jit
+def _maximum(scores, ROWS: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """Return each row's maximum; warps meet once, where a reduction of the compiler's would have them meet twice."""
+    # A layout [ROWS, WARPS] in which a thread has the maxima of all warps, of the rows it has scores of.
+    EACH: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]] + ([[0, 1]] if WARPS > 1 else []) + ([[0, 2]] if WARPS > 2 else [])
+        + ([[0, 4]] if WARPS > 4 else []),
+        [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        ([[0, 0]] if WARPS > 1 else []) + ([[0, 0]] if WARPS > 2 else [])
+        + ([[0, 0]] if WARPS > 4 else []),
+        [], [16, WARPS],
+    )  # fmt: skip
     if WARPS == 1:
         best = gl.max(scores, 1)
     else:
@@ -77,14 +106,13 @@ def _maximum(scores, ROWS: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexp
 def _attend_block(
     q, k, v, seen, weights, scale, sums_ptr, part_ptr, real,
     ROWS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr,
-    EACH: gl.constexpr,
 ):  # fmt: skip
     """Attend to a block, and store its result as `store_result` does; sums are products with ones, see `add_block`."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MMA)) * scale
     scores = gl.where(seen != 0, scores, float("-inf"))
-    best = gl.convert_layout(_maximum(scores, ROWS, BLOCK, WARPS, EACH), gl.SliceLayout(1, MMA), assert_trivial=True)
+    best = gl.convert_layout(_maximum(scores, ROWS, BLOCK, WARPS), gl.SliceLayout(1, MMA), assert_trivial=True)
     pivot = gl.where(best == float("-inf"), 0.0, best)
     weight = gl.exp2(scores - pivot[:, None]).to(v.dtype)
     if WARPS == 1:
@@ -100,6 +128,25 @@ def _attend_block(
     gl.store(sums_ptr + row, best, mask=real)
     gl.store(sums_ptr + ROWS + row[:, None] + eight, total, mask=real[:, None] & (eight == 0))
     gl.store(part_ptr + row[:, None] * D + column, acc, mask=real[:, None])
+
+
+@gluon.jit
+def _attend_later(
+    k_at, v_at, pages_at, keys, values, queries, weights, own_R, ancestors_R, slot_stride, split, start, end,
+    scale, sums_at, part_at, real, ROWS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr,
+    WARPS: gl.constexpr, MMA: gl.constexpr, COPIED: gl.constexpr,
+):  # fmt: skip
+    """Attend to a split after the first one, all of which comes once the queries are there, and store its result."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    page = _pages(pages_at, start, end, BLOCK, PAGE, COPIED)
+    _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
+    seen = _seen(own_R, ancestors_R, start, end, BLOCK, MMA)
+    async_copy.wait_group(0)
+    _attend_block(
+        queries.load(LEFT), keys.permute((1, 0)).load(RIGHT), values.load(RIGHT), seen, weights, scale,
+        sums_at + split * (2 * ROWS), part_at + split * (ROWS * D), real, ROWS, D, BLOCK, WARPS, MMA,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -248,14 +295,6 @@ def quick_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     COPIED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
     STORED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    EACH: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]] + ([[0, 1]] if num_warps > 1 else []) + ([[0, 2]] if num_warps > 2 else [])
-        + ([[0, 4]] if num_warps > 4 else []),
-        [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        ([[0, 0]] if num_warps > 1 else []) + ([[0, 0]] if num_warps > 2 else [])
-        + ([[0, 0]] if num_warps > 4 else []),
-        [], [16, num_warps],
-    )  # fmt: skip
     group, tile, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     q_first = gl.load(starts_ptr + tile, cache_modifier=".cg")
     q_to = gl.load(starts_ptr + tile + 1, cache_modifier=".cg")
@@ -285,34 +324,20 @@ def quick_kernel(
         page = _pages(pages_at, start, end, BLOCK, PAGE, COPIED)
         _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
         seen = _seen(own, ancestors, start, end, BLOCK, MMA)
-        # Of a block with keys that the kernel before writes, the first copy is of no use but that it comes into the
-        # cache all processors share.
         fresh = (start + BLOCK > gl.min(own, 0)) & EARLY
-        if fresh:
-            async_copy.wait_group(0)
-        wait_for_previous(PDL)
-        async_copy.async_copy_global_to_shared(queries, q_at)
-        async_copy.commit_group()
-        if fresh:
-            _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
-            async_copy.wait_group(0)
-        async_copy.wait_group(1)  # the queries may still be on their way
-        k, v = keys.permute((1, 0)).load(RIGHT), values.load(RIGHT)
-        async_copy.wait_group(0)
+        k, v = _first_block(
+            k_at, v_at, page, keys, values, q_at, queries, slot_stride, start, end, fresh, BLOCK, D, PAGE, COPIED,
+            RIGHT, PDL,
+        )  # fmt: skip
         _attend_block(
             queries.load(LEFT), k, v, seen, weights, scale, sums_at + part * each * (2 * ROWS),
-            part_at + part * each * (ROWS * D), real, ROWS, D, BLOCK, num_warps, MMA, EACH,
+            part_at + part * each * (ROWS * D), real, ROWS, D, BLOCK, num_warps, MMA,
         )  # fmt: skip
         for split in range(part * each + 1, to_split):
             start = split * BLOCK
-            page = _pages(pages_at, start, end, BLOCK, PAGE, COPIED)
-            _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
-            seen = _seen(own, ancestors, start, end, BLOCK, MMA)
-            async_copy.wait_group(0)
-            _attend_block(
-                queries.load(LEFT), keys.permute((1, 0)).load(RIGHT), values.load(RIGHT), seen, weights, scale,
-                sums_at + split * (2 * ROWS), part_at + split * (ROWS * D), real,
-                ROWS, D, BLOCK, num_warps, MMA, EACH,
+            _attend_later(
+                k_at, v_at, pages_at, keys, values, queries, weights, own, ancestors, slot_stride, split, start, end,
+                scale, sums_at, part_at, real, ROWS, D, BLOCK, PAGE, num_warps, MMA, COPIED,
             )  # fmt: skip
         if arrived_last(counter_ptr + cell, holders):
             _finish_tile(
