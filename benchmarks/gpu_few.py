@@ -2,11 +2,10 @@
 
     PYTHONPATH=src python benchmarks/gpu_few.py --out FOLDER [--seconds 35] [--formats dense,fp8] [--start FILE]
 
-A graph holds layers of Llama-8B's shape with cold weights and caches (`gpu_rows`). Each product's tiles, the rows
-of them that are a program's own and whether stretches lie side by side are changed in turn, twice, for passes of up to
-4 rows alone (`linear_few`); what is kept makes both passes faster together, twice
-timed, and changes no bit. FOLDER gets `sm_90.json`, for kernels/triton/configs, after every format. A candidate that
-fails is skipped, and said.
+A graph holds layers of Llama-8B's shape with cold weights and caches (`gpu_rows`). Each product's tiles, the rows of
+them that are a program's own and whether stretches lie side by side are changed in turn, twice, for passes of up to 4
+rows alone (`linear_few`); what is kept makes both passes faster together, twice timed, and changes no bit. FOLDER gets
+`sm_90.json`, for kernels/triton/configs, after every format. A candidate that fails is skipped, and said.
 """
 
 import argparse
