@@ -173,6 +173,8 @@ def variants(architecture: str) -> list[Variant]:
                     "LEVELS": parts.bit_length() - 1,
                 }  # fmt: skip
                 shipped.append(_variant(name, kind, fitted, folds))
+                if end == "rope" and kind == "dense" and rows > 1 and not whose:
+                    shipped.append(_variant(f"{name}, tables in BF16", kind, fitted, folds, "*bf16"))
     return shipped
 
 
@@ -185,13 +187,20 @@ def _rows_compiled(kind: str, codes: str, config: LinearConfig) -> tuple[int, ..
     return (1, MOST_ROWS) if kind == "dense" else (MOST_ROWS,)
 
 
-def _variant(name: str, kind: str, config: LinearConfig, folds: dict[str, bool | int | str]) -> Variant:
+def _variant(
+    name: str, kind: str, config: LinearConfig, folds: dict[str, bool | int | str], tables: str = "*fp32"
+) -> Variant:
+    """Return a product that ships.
+
+    Args:
+        tables: the type of a rotation's cosines and sines; that of the model where all of it was converted.
+    """
     code = _POINTERS[kind]
     pointers = {
         "x_ptr": code if folds["CODES"] == "none" else "*bf16", "w_ptr": code, "x_scale_ptr": "*fp32",
         "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "residual_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*fp32",
         "counter_ptr": "*i32", "norm_ptr": "*bf16", "left_ptr": "*fp32", "leave_ptr": "*fp32", "keys_ptr": "*bf16",
-        "values_ptr": "*bf16", "slots_ptr": "*i64", "positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+        "values_ptr": "*bf16", "slots_ptr": "*i64", "positions_ptr": "*i64", "cos_ptr": tables, "sin_ptr": tables,
     }  # fmt: skip
     strides = ("N", "K", "num_parts", "x_stride", "residual_stride", "y_stride", "slot_stride")
     signature = {**pointers, "M": "i32", "steps": "i32", **dict.fromkeys(strides, "i32"), "eps": "fp32"}
