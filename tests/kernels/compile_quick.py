@@ -19,7 +19,7 @@ from slipstream.kernels.triton.attention_quick import quick_kernel
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 
-HEADS = ((32, 8, 128), (9, 3, 64), (64, 8, 128), (8, 8, 64))
+HEADS = ((32, 8, 128), (9, 3, 64))
 """Heads of queries, heads of keys, and their width."""
 
 

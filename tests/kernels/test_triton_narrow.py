@@ -52,8 +52,10 @@ def test_weights_first_gives_the_bits_of_rows_first(format, splits, generator):
         assert torch.equal(multiplied(first, weight, x[:count], silu=True), silu[:count]), count
 
 
-@pytest.mark.parametrize(("splits", "own_rows"), [(1, 56), (2, 32), (2, 24), (4, 16)])
-@pytest.mark.parametrize("format", ["dense", "fp8_per_channel"])
+@pytest.mark.parametrize(
+    ("format", "splits", "own_rows"),
+    [("dense", 1, 56), ("dense", 2, 24), ("dense", 4, 16), ("fp8_per_channel", 2, 32), ("fp8_per_channel", 4, 16)],
+)
 def test_programs_with_few_rows_of_their_own_and_stretches_side_by_side_change_no_bit(
     format, splits, own_rows, generator
 ):
@@ -69,7 +71,7 @@ def test_programs_with_few_rows_of_their_own_and_stretches_side_by_side_change_n
     x, residual = (numbers(4, width, generator=generator, dtype=torch.bfloat16) for width in (512, 136))
     after = numbers(72, 136, generator=generator, dtype=torch.bfloat16)
     norm = numbers(136, generator=generator, dtype=torch.bfloat16)
-    for count in (1, 3, 4):
+    for count in (1, 4):
         found = []
         for by in (first, beside):
             squared = by.squared(weight, count)

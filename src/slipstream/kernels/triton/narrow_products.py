@@ -164,7 +164,7 @@ def variants(architecture: str) -> list[Variant]:
         for tiles, whose in ((config, ""), (few, ", few rows")) if few != config else ((config, ""),):
             fitted = tuning.fitted(tiles, MOST_ROWS, itemsize, staged_rows=False)
             parts = 256 if not norm or whose else shape[1] // SQUARED  # as many as tiles of 16 leave
-            for rows in _rows_compiled(kind, codes, fitted):
+            for rows in _rows_compiled(kind, codes, fitted, few != config and not whose):
                 counted = f", codes of {rows} rows" if codes != "none" else ", one row" if rows == 1 else ""
                 name = f"narrow {kind}, {end}{', norm' if norm else ''}{counted}, {shape[0]} x {shape[1]}{whose}"
                 folds: dict[str, bool | int | str] = {
@@ -178,13 +178,13 @@ def variants(architecture: str) -> list[Variant]:
     return shipped
 
 
-def _rows_compiled(kind: str, codes: str, config: LinearConfig) -> tuple[int, ...]:
-    """Return the numbers of rows that a step of what ships may read."""
+def _rows_compiled(kind: str, codes: str, config: LinearConfig, most: bool) -> tuple[int, ...]:
+    """Return the numbers of rows that a step of what ships may read; `most`: but for those that have other tiles."""
     if config.side:
         return (MOST_ROWS // config.split_k,)
     if codes != "none":
-        return {"maxima": (1, MOST_ROWS), "norm": (1, 4, MOST_WHOLE_ROWS)}[codes]
-    return (1, MOST_ROWS) if kind == "dense" else (MOST_ROWS,)
+        return {"maxima": (1, MOST_ROWS), "norm": (1, 4, MOST_WHOLE_ROWS)}[codes][-1 if most else 0 :]
+    return (1, MOST_ROWS) if kind == "dense" and not most else (MOST_ROWS,)
 
 
 def _variant(
