@@ -61,7 +61,7 @@ def compiled(heads: int, groups: int, width: int, queries: int, maxima: bool) ->
 
 def main() -> None:
     for shape in HEADS:
-        for queries, maxima in ((1, False), (1, True), (2, True)):
+        for queries, maxima in ((1, True), (2, False)):
             sys.stdout.write(json.dumps(compiled(*shape, queries, maxima)) + "\n")
 
 

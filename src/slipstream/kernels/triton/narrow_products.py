@@ -183,7 +183,7 @@ def _rows_compiled(kind: str, codes: str, config: LinearConfig, most: bool) -> t
     if config.side:
         return (MOST_ROWS // config.split_k,)
     if codes != "none":
-        return {"maxima": (1, MOST_ROWS), "norm": (1, 4, MOST_WHOLE_ROWS)}[codes][-1 if most else 0 :]
+        return {"maxima": (1, MOST_ROWS), "norm": (1, MOST_WHOLE_ROWS)}[codes][-1 if most else 0 :]
     return (1, MOST_ROWS) if kind == "dense" and not most else (MOST_ROWS,)
 
 
