@@ -43,7 +43,7 @@ from slipstream.kernels.triton.tuning import Tuning
 CASES: tuple[Case, ...] = ((8, 1), (8, 4), (40, 1), (40, 4))
 ALONE: dict[int, tuple[Case, ...]] = {1216: CASES[2:], 1408: CASES[2:], 10240: CASES}
 TODAY, AGAIN = "as configured", "as configured, again"
-ONE: Fields = {"flow_programs": 132, "flow_stages": 5, "flow_registers": 128}
+ONE: Fields = {"flow_programs": 132, "flow_stages": 5}
 CANDIDATES: dict[str, Fields] = {  # programs are 132 processors times those that fit one; their parts are by head
     "5 blocks": ONE,
     "4 blocks": {**ONE, "flow_stages": 4},

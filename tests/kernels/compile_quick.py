@@ -3,7 +3,6 @@
 A program of its own: kernels compile only where Triton's interpreter was not chosen.
 """
 
-import dataclasses
 import json
 import re
 import sys
@@ -25,8 +24,6 @@ HEADS = ((32, 8, 128), (9, 3, 64))
 
 def compiled(heads: int, groups: int, width: int, queries: int, maxima: bool) -> dict[str, object]:
     config = read_tuning("sm_90").attention
-    if not config.quick_one:
-        config = dataclasses.replace(config, quick_one=4, quick_several=8)
     repeats = heads // groups
     constants = {
         "HEADS": heads, "GROUPS": groups, "D": width, "ROWS": 16, "TOKENS": 16 // repeats, "BLOCK": config.block,

@@ -1,33 +1,21 @@
 """Every kernel that ships is compiled for the GPUs it is for, on a machine that may have none."""
 
-import functools
-import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from before_wait import touched_before_wait
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parents[2]
+from triton_samples import compiled_by
+
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10}
 SPILLS = {"sm_90": 64}  # bytes of stack: 8 in whole prompts' attention, 32 in latents, 64 in FP8 over 256 rows
 
 
-@functools.cache
 def compiled(architecture: str) -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
-    script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run(
-        [sys.executable, str(script), architecture], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return compiled_by("compile_kernels.py", architecture)
 
 
 def table(rows: list[dict]) -> str:

@@ -1,12 +1,6 @@
 """Attention whose keys a warp of its own asks for compiles for sm_90, and has the bits of what asks for its own."""
 
 import dataclasses
-import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from cpu_samples import causal, filled_cache
-from triton_samples import batch_to_device, layer_to_device, numbers
+from triton_samples import batch_to_device, compiled_by, layer_to_device, numbers
 
 from interpreted import DEVICE
 from slipstream.kernels.ops import AttentionBatch, KvLayer
@@ -22,29 +16,17 @@ from slipstream.kernels.triton import attention as attending
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.tuning import AttentionConfig, architecture_of, read_tuning
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@functools.cache
-def compiled() -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
-    script = Path(__file__).with_name("compile_flow.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
 
 def test_it_fits_spills_nothing_and_multiplies_by_the_instruction_of_the_others():
-    assert len(compiled()) == 3
-    for row in compiled():
+    assert len(compiled_by("compile_flow.py")) == 3
+    for row in compiled_by("compile_flow.py"):
         assert row["shared"] + 1024 <= 228 << 10 and not row["spills"], row
         assert set(row["matrix"]) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}, row
         assert not row["folded"], row
 
 
 def test_before_it_has_waited_it_stores_nothing_and_reads_past_the_nearest_cache():
-    for row in compiled():
+    for row in compiled_by("compile_flow.py"):
         assert row["waits"] == 2, row  # of those that attend, and of the one that asks
         assert not row["cached_before_wait"] and not row["stored_before_wait"], row
         boxes = 4 if row["name"].endswith("pages 16") else 1

@@ -1,12 +1,6 @@
 """Attention's short chain compiles for sm_90, and is for it alone; Triton's interpreter does not know it."""
 
 import dataclasses
-import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,35 +8,24 @@ import torch
 pytest.importorskip("triton")
 
 from test_triton_attention import sample
-from triton_samples import small_tuning
+from triton_samples import compiled_by, small_tuning
 
 from interpreted import DEVICE
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.tuning import architecture_of, read_tuning
 
-ROOT = Path(__file__).resolve().parents[2]
 READ_EARLY = {"starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr", "k_ptr", "v_ptr"}
 
 
-@functools.cache
-def compiled() -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
-    script = Path(__file__).with_name("compile_quick.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def test_the_short_chain_fits_hardly_spills_and_folds_nothing():
-    assert len(compiled()) == 4
-    for row in compiled():
+    assert len(compiled_by("compile_quick.py")) == 4
+    for row in compiled_by("compile_quick.py"):
         assert row["shared"] <= 40 << 10 and row["spills"] <= 80, row  # bytes of stack
         assert row["matrix"] and not row["folded"], row
 
 
 def test_it_reads_keys_and_the_batchs_description_before_it_waits_and_nothing_else():
-    for row in compiled():
+    for row in compiled_by("compile_quick.py"):
         assert row["waits"] >= 2, row  # with keys and without
         assert set(row["touches"]) == READ_EARLY, row
 

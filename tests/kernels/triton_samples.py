@@ -1,6 +1,12 @@
 """Triton kernels with tiles so small that short inputs meet every seam, and random inputs on the device at hand."""
 
 import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
@@ -17,6 +23,19 @@ FORMATS = (
     "fp8_per_channel", "w8a8_int8", "w4a8", "int4_per_channel", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act",
 )  # fmt: skip
 REFERENCE = ReferenceOps(DEVICE)
+
+
+@functools.cache
+def compiled_by(script: str, *arguments: str) -> list[dict]:
+    """Return what a script beside this file prints of kernels it compiles, where no interpreter was chosen."""
+    here = Path(__file__)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    source = str(here.resolve().parents[2] / "src")
+    environment["PYTHONPATH"] = os.pathsep.join([source, environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(here.with_name(script)), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def small_tuning(**changes) -> Tuning:

@@ -18,10 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from slipstream.kernels.triton.attention_blocks import merge
 from slipstream.kernels.triton.attention_flow_merge import (
     finish_requests,
     hand_over,
-    merge,
     nothing,
     store_outputs,
     store_result,
@@ -219,7 +219,7 @@ def _attend(
     counter_ptr, num_requests, num_results, scale, group, part, most_parts,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     REQUESTS: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend to blocks as they come, store the results of groups, and merge those of requests that are then whole."""
     if PDL and not EARLY:
@@ -245,16 +245,14 @@ def _attend(
         slot = step % STAGES
         next_request, next_start, next_first, next_last = request, start + BLOCK, q_first, last_token
         next_end, next_sure, is_late = end, sure, False
-        if AHEAD:
-            next_q, next_own, next_ancestors = q, own, ancestors
+        next_q, next_own, next_ancestors = q, own, ancestors
         moves = next_start >= stop_of(walk, request, end)
         if moves:
             next_request, next_start, is_late = next_of(walk, request, num_requests)
             next_first, next_last, next_end, next_sure = described_at(described_R, next_request, REQUESTS)
-            if AHEAD:
-                next_q, next_own, next_ancestors = _queries(
-                    q_ptr, index_ptr, ancestors_ptr, next_first, next_last, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
-                )
+            next_q, next_own, next_ancestors = _queries(
+                q_ptr, index_ptr, ancestors_ptr, next_first, next_last, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
+            )
         found = _attend_block(
             stores, ready, empty, step, slot, q, own, ancestors, start, end, sure, scale,
             ROWS, BLOCK, WIDTH, STAGES, MATRIX,
@@ -267,16 +265,11 @@ def _attend(
         )  # fmt: skip
         request, start, q_first, last_token = next_request, next_start, next_first, next_last
         end, sure = next_end, next_sure
-        if AHEAD:
-            q, own, ancestors = next_q, next_own, next_ancestors
-        elif moves:
-            q, own, ancestors = _queries(
-                q_ptr, index_ptr, ancestors_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
-            )
+        q, own, ancestors = next_q, next_own, next_ancestors
     if (num_blocks > 0) & (walk[0] == 0):
         finish_requests(
             out_ptr, sums_ptr, partial_ptr, counter_ptr, counted, described_R, num_results, group,
-            HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK * IN_GROUP, 8 if AHEAD else 4,
+            HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK * IN_GROUP,
         )  # fmt: skip
 
 
@@ -289,7 +282,7 @@ def flow_kernel(
     counter_ptr, num_requests, num_results, pages_stride, scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     REQUESTS: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, ASK_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, ASK_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend to this program's part of the groups of all requests, for its head of keys; see `even_kernel`.
@@ -297,7 +290,6 @@ def flow_kernel(
     Args:
         keys, values: boxes of a page's slots by 64 columns of a head; BLOCK keys are a split.
         STAGES: blocks of the ring, two or more.
-        AHEAD: whether there are registers for the next request's queries, and for eight results at a time.
         ASK_REGISTERS: registers of the warp that asks.
     """
     group, part, most_parts = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
@@ -321,7 +313,7 @@ def flow_kernel(
             (_attend, ((key_blocks, value_blocks), ready, empty, q_ptr, out_ptr, starts_ptr, lens_ptr, index_ptr,
                        ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests, num_results, scale, group, part,
                        most_parts, HEADS, GROUPS, WIDTH, ROWS, TOKENS, REQUESTS, QUERIES, BLOCK, IN_GROUP, STAGES,
-                       AHEAD, EARLY, PDL)),
+                       EARLY, PDL)),
             (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, starts_ptr, lens_ptr, pages_ptr, index_ptr,
                     num_requests, pages_stride, group, part, most_parts, WIDTH, TOKENS, REQUESTS, QUERIES, BLOCK, PAGE,
                     IN_GROUP, STAGES, EARLY, PDL)),

@@ -6,16 +6,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from slipstream.kernels.triton.attention_blocks import merge
 from slipstream.kernels.triton.attention_flow_walk import number_at
-
-
-@gluon.jit
-def merge(best, total, acc, best_s, total_s, acc_s):
-    """Add a later result, as `attention_blocks.merge` does."""
-    new_best = gl.maximum(best, best_s)
-    pivot = gl.where(new_best == float("-inf"), 0.0, new_best)
-    a, b = gl.exp2(best - pivot), gl.exp2(best_s - pivot)
-    return new_best, total * a + total_s * b, acc * a[:, None] + acc_s * b[:, None]
 
 
 @gluon.jit
@@ -120,9 +112,8 @@ def _merge_four(best, total, acc, four):
 def _finish_request(
     out_ptr, sums_ptr, partial_ptr, request, num_results, group, q_first, last_token, end,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, GROUP_KEYS: gl.constexpr,
-    READ: gl.constexpr,
 ):  # fmt: skip
-    """Merge a request's results in their order, four or eight read at a time, and store its outputs.
+    """Merge a request's results in their order, eight read at a time, and store its outputs.
 
     Merging with a result of no keys changes no bit, so the last ones read may be fewer.
     """
@@ -136,13 +127,11 @@ def _finish_request(
     part_at = partial_ptr + cell * num_results * (ROWS * WIDTH) + (row[:, None] * WIDTH + column[None, :])
     count = (end + GROUP_KEYS - 1) // GROUP_KEYS
     best, total, acc = nothing(ROWS, WIDTH, WIDE)
-    for place in range(0, count, READ):
+    for place in range(0, count, 8):
         four = _stored_four(sums_at, part_at, place, count, real, ROWS, WIDTH)
-        if READ == 8:
-            later = _stored_four(sums_at, part_at, place + 4, count, real, ROWS, WIDTH)
+        later = _stored_four(sums_at, part_at, place + 4, count, real, ROWS, WIDTH)
         best, total, acc = _merge_four(best, total, acc, four)
-        if READ == 8:
-            best, total, acc = _merge_four(best, total, acc, later)
+        best, total, acc = _merge_four(best, total, acc, later)
     store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, WIDE)
 
 
@@ -150,7 +139,7 @@ def _finish_request(
 def finish_requests(
     out_ptr, sums_ptr, partial_ptr, counter_ptr, counted, described_R, num_results, group,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
-    GROUP_KEYS: gl.constexpr, READ: gl.constexpr,
+    GROUP_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Count this part among those that are done with its requests, and finish the requests it is the last of."""
     LAYOUT: gl.constexpr = described_R[0].type.layout
@@ -168,5 +157,5 @@ def finish_requests(
             _finish_request(
                 out_ptr, sums_ptr, partial_ptr, one, num_results, group, number_at(described_R[0], one, REQUESTS),
                 number_at(described_R[1], one, REQUESTS), number_at(described_R[2], one, REQUESTS), HEADS, GROUPS,
-                WIDTH, ROWS, GROUP_KEYS, READ,
+                WIDTH, ROWS, GROUP_KEYS,
             )  # fmt: skip

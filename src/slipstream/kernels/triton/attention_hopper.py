@@ -101,6 +101,5 @@ def launch_flow(
 
 def flow_options(config: AttentionConfig) -> dict[str, int]:
     """Return what the programs have of their own in which one warp asks for keys."""
-    registers = config.flow_registers
-    options = {"STAGES": max(config.flow_stages, 2), "AHEAD": registers >= 128}
-    return options | {"ASK_REGISTERS": 40, "maxnreg": registers}
+    # Registers are those of a thread on average, of 256: the warp that asks needs few, the others have the rest.
+    return {"STAGES": max(config.flow_stages, 2), "ASK_REGISTERS": 40, "maxnreg": 128}

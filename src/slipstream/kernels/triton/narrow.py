@@ -268,7 +268,7 @@ def narrow_kernel(
     if finished:
         sums = total.to(tl.float32)
         if SIDE > 1:
-            sums = add_side_by_side(sums, SIDE, OUTPUTS, BLOCK_M // (SIDE * ROWS), ROWS)
+            sums = add_side_by_side(sums, SIDE, OUTPUTS, TOKENS)
         if KIND != "dense":
             if CODES == "none":
                 scale = tl.load(x_scale_ptr + tl.minimum(tl.arange(0, TOKENS), M - 1))

@@ -21,13 +21,13 @@ def _met(a, b, ADD: tl.constexpr):
 
 
 @triton.jit
-def _left(at, part, count, ADD: tl.constexpr):
+def _left(at, part, count):
     return tl.load(at + part[None, :], mask=(part < count)[None, :], other=0.0)
 
 
 @triton.jit
 def _left_two(at, part, count, ADD: tl.constexpr):
-    return _met(_left(at, part, count, ADD), _left(at, part + 1, count, ADD), ADD)
+    return _met(_left(at, part, count), _left(at, part + 1, count), ADD)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def left_of_rows(left_ptr, row, count, PARTS: tl.constexpr, ADD: tl.constexpr):
     elif PARTS == 64:
         found = _left_two(at, tl.arange(0, 32) * 2, count, ADD)
     else:
-        found = _left(at, tl.arange(0, PARTS), count, ADD)
+        found = _left(at, tl.arange(0, PARTS), count)
     return found
 
 
@@ -121,25 +121,25 @@ def repeat_numbers(numbers, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def add_side_by_side(sums, SIDE: tl.constexpr, OUTPUTS: tl.constexpr, REPEATS: tl.constexpr, ROWS: tl.constexpr):
-    """Add 2 or 4 stretches' sums in their order: [SIDE, OUTPUTS] x [REPEATS, SIDE, ROWS] -> [OUTPUTS, REPEATS * ROWS].
+def add_side_by_side(sums, SIDE: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Add 2 or 4 stretches' sums in their order: [SIDE * OUTPUTS, SIDE * TOKENS] -> [OUTPUTS, TOKENS].
 
     A stretch's sums are where its weights meet its own columns of the rows.
     """
     tl.static_assert(SIDE == 2 or SIDE == 4)
     if SIDE == 2:
-        by_weight_and_row = tl.permute(tl.reshape(sums, (2, OUTPUTS, REPEATS, 2, ROWS)), (1, 2, 4, 0, 3))
+        by_weight_and_row = tl.permute(tl.reshape(sums, (2, OUTPUTS, 2, TOKENS)), (1, 3, 0, 2))
         row_0, row_1 = tl.split(by_weight_and_row)
         total = tl.split(row_0)[0] + tl.split(row_1)[1]
     else:
-        halved = tl.reshape(sums, (2, 2, OUTPUTS, REPEATS, 2, 2, ROWS))
-        even, odd = tl.split(tl.permute(halved, (2, 3, 6, 0, 1, 4, 5)))
+        halved = tl.reshape(sums, (2, 2, OUTPUTS, 2, 2, TOKENS))
+        even, odd = tl.split(tl.permute(halved, (2, 5, 0, 1, 3, 4)))
         row_0, row_2 = tl.split(even)
         row_1, row_3 = tl.split(odd)
         total = tl.split(tl.split(row_0)[0])[0] + tl.split(tl.split(row_1)[1])[0]
         total += tl.split(tl.split(row_2)[0])[1]
         total += tl.split(tl.split(row_3)[1])[1]
-    return tl.reshape(total, (OUTPUTS, REPEATS * ROWS))
+    return total
 
 
 @triton.jit

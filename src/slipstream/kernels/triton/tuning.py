@@ -115,7 +115,6 @@ class AttentionConfig:
         flow_from: but for passes of fewer requests than this.
         flow_groups: and but for those with fewer groups than this, counted as for `even_from`.
         flow_stages: blocks of keys that each of those has room for, two or more.
-        flow_registers: registers of a thread of theirs, on average; 256 threads each.
     """
 
     split: int = 256
@@ -143,7 +142,6 @@ class AttentionConfig:
     flow_from: int = 0
     flow_groups: int = 0
     flow_stages: int = 4
-    flow_registers: int = 128
 
 
 @dataclass(frozen=True)
