@@ -316,7 +316,9 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="the configuration to start from, if not the one that ships")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    tuning = with_fields(starting_tuning(arguments.start, torch.device("cuda")), {"even_programs": 0})
+    start = starting_tuning(arguments.start, torch.device("cuda"))
+    # Programs in which a warp asks for keys would take the passes that are compared here.
+    tuning = with_fields(start, {"even_programs": 0, "flow_programs": 0})
     print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(torch.device('cuda')) / 1e12:.3f} TB/s", flush=True)
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 15)) as pool:
         names = checked(tuning, pool)
@@ -331,7 +333,7 @@ def main() -> None:
             group = SPLITS_IN_GROUP * tuning.attention.split
             fields = chosen(layers[best], layers[CONFIGURED], CANDIDATES[best], group)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    write_tuning(with_fields(tuning, fields), arguments.out)
+    write_tuning(with_fields(tuning, {"flow_programs": start.attention.flow_programs, **fields}), arguments.out)
     listed = {
         kind: {n: {f"{k}: {r}x{c}": round(us, 2) for (k, (r, c)), us in t.items()} for n, t in found.items()}
         for kind, found in (("alone", alone), ("layers", layers))
