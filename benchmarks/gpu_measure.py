@@ -104,12 +104,21 @@ def measure_steps(engine: Engine, device: torch.device, steps: int, warm: int) -
     return Measured(seconds / steps * 1e3, emitted / seconds, emitted / steps, device_ms)
 
 
-def start_requests(engine: Engine, batch: int, context: int, max_tokens: int) -> None:
+def start_requests(engine: Engine, batch: int, context: int, max_tokens: int) -> list[int]:
     """Put a batch of requests with contexts of random tokens into decoding, without computing the contexts."""
     generator = torch.Generator().manual_seed(batch)
+    started = []
     for row in range(batch):
         prompt = torch.randint(10, engine.vocab_size - 10, (context,), generator=generator).tolist()
-        engine.add_computed(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), row)
+        started.append(engine.add_computed(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), row))
+    return started
+
+
+def end_requests(engine: Engine, requests: list[int]) -> None:
+    """End requests, and drop the cycle that is in flight."""
+    for request in requests:
+        engine.abort(request)
+    engine.step()
 
 
 def pass_ms(models: CycleModels, kind: CycleKind, context: int, repeats: int) -> float:
