@@ -28,8 +28,9 @@ from gpu_rows import Layers, said
 from gpu_rows_tried import ALL, Case
 from gpu_tune import replayed_us, starting_tuning, write_tuning
 from slipstream.kernels.ops import AttentionBatch, KvLayer
-from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.attention import AttentionLaunch, attention, walks_of
 from slipstream.kernels.triton.attention_blocks import SPLITS_IN_GROUP
+from slipstream.kernels.triton.attention_hopper import Walks
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.tuning import AttentionConfig, Tuning
 
@@ -83,6 +84,7 @@ class Requests:
                 cache[past] = float("nan")
         self._q = torch.randn(len(contexts), 4, HEADS, WIDTH, device=device).bfloat16()
         self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        self._between = torch.zeros(1024, device=device)
 
     def batch(self, rows: list[int], queries: int, skipped: int = 0) -> tuple[Tensor, AttentionBatch]:
         """Return the last queries of some requests but for the `skipped` very last, and the batch they make."""
@@ -104,18 +106,25 @@ class Requests:
         """Return what queries attend to in the first layer: [rows, queries, ...]."""
         q, batch = self.batch(rows, queries, skipped)
         launch = AttentionLaunch(config, self._counters, dependent=True, early=True)
-        return attention(q, self.layers[0], batch, WIDTH**-0.5, None, launch).view(len(rows), queries, -1)
+        walks = self._walks(batch, launch)
+        self._between.add_(1.0)
+        out = attention(q, self.layers[0], batch, WIDTH**-0.5, None, launch, None, walks)
+        return out.view(len(rows), queries, -1)
+
+    def _walks(self, batch: AttentionBatch, launch: AttentionLaunch) -> Walks | None:
+        """Return a pass's walks; a kernel that lets nobody start early must lie between them and attention."""
+        return walks_of(batch, len(batch.kv_index_T), HEADS, self.layers[0], self._q.dtype, launch)
 
     def step(self, config: AttentionConfig, case: Case) -> Callable[[], Tensor]:
         """Return attention over all layers, with a small kernel before each."""
         q, batch = self.batch(list(range(case[0])), case[1])
         launch = AttentionLaunch(config, self._counters, dependent=True, early=True)
-        between = torch.zeros(1024, device=self._device)
 
         def run() -> Tensor:
+            walks = self._walks(batch, launch)
             for layer in self.layers:
-                between.add_(1.0)
-                out = attention(q, layer, batch, WIDTH**-0.5, None, launch)
+                self._between.add_(1.0)
+                out = attention(q, layer, batch, WIDTH**-0.5, None, launch, None, walks)
             return out
 
         return run

@@ -66,7 +66,7 @@ class Layers:
         """Return a pass; a request's nodes are the same in every batch, and its first are with fewer."""
         requests, nodes = case
         ops = TritonOps(self._device, tuning)
-        ctx, layers = self._laid_out(ops, requests, nodes), list(self.target.layers)
+        ctx, layers = self.laid_out(ops, requests, nodes), list(self.target.layers)
         hidden = self._hidden[:requests, :nodes].flatten(0, 1).contiguous()
         return lambda: ops.run_layers(layers, hidden, ctx, ())[0]
 
@@ -77,7 +77,8 @@ class Layers:
         us, out = replayed_us(self.pass_of(tuning, case), REPLAYS, self._pool)
         return us / len(self.target.layers), out
 
-    def _laid_out(self, ops: TritonOps, requests: int, nodes: int) -> PagedContext:
+    def laid_out(self, ops: TritonOps, requests: int, nodes: int) -> PagedContext:
+        """Return the context of a pass over the last nodes of so many requests."""
         first = self._context - 4
         index = torch.arange(first, first + nodes, device=self._device).repeat(requests)
         bound = max(self._bound, -(-self._context // BOUND) * BOUND)

@@ -21,23 +21,29 @@ FEW, MANY = (32, 40, 64), (96, 128, 160, 192, 256)
 """Rows of every width a token tile has."""
 GATED = ("28672:4096",)
 """The shape whose outputs are gates and the rows `up`."""
+QUERIES_KEYS_VALUES = ("6144:4096", "6144:8192")
+"""Shapes whose sums a rotation adds, which lets attention start at once: they settle."""
 WAIT = "griddepcontrol.wait"
-Case = tuple[str, WideConfig, tuple[int, int], bool]
+START = "griddepcontrol.launch_dependents"
+Case = tuple[str, WideConfig, tuple[int, int], bool, bool]
 
 
 def shipped() -> dict[Case, None]:
-    """Return what streams: format, tiles, pieces of the rows, whether with SiLU."""
+    """Return what streams: format, tiles, pieces of the rows, whether with SiLU, and whether it settles."""
     tuning, found = read_tuning("sm_90"), {}
     for name, config in tuning.wide_linear.items():
         shape, few, _ = name.partition("/")
         format, _, outputs = shape.partition(":")
         for num_rows in (FEW if few else MANY) if config.stream else ():
             pieces, silu = row_pieces(num_rows), outputs in GATED
-            found[format, fitted(config, pieces, format, silu, tuning.shared_bytes), pieces, silu] = None
+            settles = config.later and outputs in QUERIES_KEYS_VALUES
+            found[format, fitted(config, pieces, format, silu, tuning.shared_bytes), pieces, silu, settles] = None
     return found
 
 
-def compiled(format: str, config: WideConfig, pieces: tuple[int, int], silu: bool) -> dict[str, object]:
+def compiled(
+    format: str, config: WideConfig, pieces: tuple[int, int], silu: bool, settles: bool
+) -> dict[str, object]:  # fmt: skip
     type, element = ("fp8e4nv", gl.float8e4nv) if format == "fp8" else ("bf16", gl.bfloat16)
     (first, second), warps, stages, later = pieces, config.num_warps, config.num_stages, config.later
 
@@ -52,7 +58,8 @@ def compiled(format: str, config: WideConfig, pieces: tuple[int, int], silu: boo
     }  # fmt: skip
     constants = {
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "STAGES": stages, "LATER": later, "FP8": format == "fp8", "SILU": silu, "PDL": True, "num_warps": warps,
+        "STAGES": stages, "LATER": later, "FP8": format == "fp8", "SILU": silu, "SETTLES": settles, "PDL": True,
+        "num_warps": warps,
     }  # fmt: skip
     names = stream_kernel.arg_names
     divisible = ("x_scale_ptr", "w_scale_ptr", "y_ptr", "N", "y_stride", "part_stride")
@@ -68,8 +75,13 @@ def compiled(format: str, config: WideConfig, pieces: tuple[int, int], silu: boo
     asks = [match.start() for match in re.finditer(r"cp\.async\.bulk\.tensor\S*global", ptx)]
     first_wait = min(m.start() for m in re.finditer(WAIT, ptx) if m.start() > asks[0])
     row_tiles = 1 + (second > 0)
+    before_start = ptx[: ptx.find(START)]
     return {
         "name": f"{format} {first}+{second} rows {config}",
+        "settles": settles,
+        "starts": ptx.count(START),
+        # No label lies between the wait and what follows it, so who comes here has waited.
+        "starts_next_late": WAIT in before_start and "$L__" not in before_start[before_start.rfind(WAIT) :],
         "shared": found.metadata.shared,
         "spills": _stack(found.asm["cubin"]),
         "matrix": len(re.findall(rf"wgmma\S*\.{'e4m3' if format == 'fp8' else 'bf16'}", ptx)),

@@ -20,12 +20,34 @@ class Numbers(np.ndarray):
         return self.astype(np.int64)
 
 
+class Memory:
+    """Numbers, and a place among them."""
+
+    def __init__(self, cells, at=0):
+        self.cells, self.at = cells, at
+
+    def __add__(self, offset):
+        return Memory(self.cells, self.at + offset)
+
+
+def store(place, values):
+    place.cells[place.at] = values
+
+
 def numbers(values):
     return np.asarray(values).view(Numbers)
 
 
 GLUON = types.SimpleNamespace(
     int32=None,
+    int64=None,
+    full=lambda shape, value, *_: numbers(np.full(shape, value)),
+    load=lambda place, mask=True, other=0, **_: numbers(
+        np.where(mask, place.cells[np.where(mask, place.at, 0)], other)
+    ),
+    store=store,
+    static_range=range,
+    SliceLayout=lambda *_: None,
     arange=lambda first, end, _: numbers(np.arange(first, end)),
     where=lambda condition, yes, no: numbers(np.where(condition, yes, no)),
     minimum=lambda a, b: numbers(np.minimum(a, b)),
@@ -38,15 +60,21 @@ GLUON = types.SimpleNamespace(
 )
 
 
+SIZES = {"_REQUEST": attention_flow_walk.OF_REQUEST, "_PART": attention_flow_walk.OF_PART, "_NUMBERS": 16, "_PAGES": 32}
+
+
 def plain(name, **others):
     function = getattr(attention_flow_walk, name).fn
-    return types.FunctionType(function.__code__, {"gl": GLUON, "_add": None, **others}, name)
+    return types.FunctionType(function.__code__, {"gl": GLUON, "_add": None, **SIZES, **others}, name)
 
 
 def number_at(values, request, count):
     return numbers(np.where(np.arange(count) == request, values, 0).sum())
 
 
+DESCRIBED, DESCRIBED_AT = plain("described"), plain("described_at", number_at=number_at)
+PAGES_OF, LAID_OUT, LAID_OUT_PAGES = plain("pages_of"), plain("laid_out"), plain("laid_out_pages")
+OF_REQUESTS = plain("of_requests")
 WALK_OF, NEXT_OF, STOP_OF = plain("walk_of", number_at=number_at), plain("next_of"), plain("stop_of")
 
 
@@ -127,3 +155,36 @@ def test_requests_alike_are_cut_at_blocks(keys, parts):
     walks = [walked([keys] * 40, part, parts) for part in range(parts)]
     counts = [len(part) for _, part, _ in walks]
     assert walks[0][0] and max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_laid_out_for_a_pass_is_what_a_program_would_find_out(seed):
+    random = np.random.default_rng(seed)
+    count, parts, queries, page = int(random.integers(1, 65)), int(random.choice([1, 16, 33])), 4, 16
+    ends = random.choice([4, 63, 64, 65, 257, 1216, 5000], count) + random.integers(0, 30, count)
+    shorter = random.integers(1, queries + 1, count)
+    starts = np.concatenate([[0], np.cumsum(shorter)])
+    index = np.concatenate([np.arange(end - own, end) for end, own in zip(ends, shorter, strict=True)])
+    table = random.integers(0, 10000, (count, 400))
+    memories = [Memory(numbers(values)) for values in (starts, ends, table.reshape(-1), index)]
+    walks = Memory(np.full(SIZES["_REQUEST"] * REQUESTS + SIZES["_PART"] * parts, -77))
+    expected_R = DESCRIBED(memories[0], memories[1], memories[3], count, 4, REQUESTS, queries, None)
+    for part in range(parts):
+        program = types.SimpleNamespace(
+            **vars(GLUON), program_id=lambda _, part=part: part, num_programs=lambda _: parts
+        )
+        lay_out = plain(
+            "walks_kernel", described=DESCRIBED, described_at=DESCRIBED_AT, walk_of=WALK_OF, pages_of=PAGES_OF
+        )
+        lay_out.__globals__["gl"] = program
+        lay_out(walks, *memories, count, 400, 4, REQUESTS, queries, BLOCK, page, IN_GROUP, False)
+    assert not (walks.cells == -77).any()
+    for part in range(parts):
+        wanted = WALK_OF(expected_R[2], count, part, parts, REQUESTS, BLOCK, IN_GROUP, 1, None)
+        request, start, num_blocks, walk, counted, first = LAID_OUT(walks, part, REQUESTS)
+        assert (request, start, num_blocks) == wanted[:3] and list(walk) == list(wanted[3])
+        assert counted == wanted[4][:2] and list(first) == [int(row[int(request)]) for row in expected_R]
+        pages = PAGES_OF(memories[2], request, 400, start // page, first[2], np.arange(32), page)
+        assert (LAID_OUT_PAGES(walks, part, np.arange(32), REQUESTS) == pages).all()
+        for which, row in enumerate((*expected_R, wanted[4][2])):
+            assert (OF_REQUESTS(walks, which, REQUESTS, None) == row).all()

@@ -68,6 +68,8 @@ EARLY_READERS = {  # beside weights: what these read was written before the kern
 }
 BEFORE_EARLY_READERS = (
     "rope",
+    "wide dense 160 rows 1x128, settles",
+    "wide fp8 160 rows 1x128, settles",
     "narrow dense, rope",
     "narrow fp8, rope",
     "experts w4a8 <= 32 pairs, gate and up",
@@ -93,6 +95,13 @@ def test_kernels_whose_followers_read_early_wait_before_they_let_them_start():
         rows = [row for row in overlapping() if row["name"].startswith(start)]
         assert rows, f"{start} is gone; who runs before an early reader now?"
         assert all(row["overlap"]["starts_next_late"] for row in rows), rows
+
+
+def test_a_rotation_behind_a_product_that_settles_lets_attention_start_at_once():
+    rows = {row["name"]: row["overlap"] for row in overlapping() if row["name"].startswith("settled rope")}
+    assert len(rows) == 2
+    for name, overlap in rows.items():
+        assert overlap["waits"] and not overlap["touches"] and not overlap["starts_next_late"], name
 
 
 def test_copies_are_fenced_before_a_matrix_instruction_reads_what_they_wrote():

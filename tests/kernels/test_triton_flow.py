@@ -13,29 +13,56 @@ from triton_samples import batch_to_device, compiled_by, layer_to_device, number
 from interpreted import DEVICE
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton import attention as attending
-from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.attention import AttentionLaunch, attention, walks_of
+from slipstream.kernels.triton.attention_hopper import _walks_shape
 from slipstream.kernels.triton.tuning import AttentionConfig, architecture_of, read_tuning
 
 
+def flowing() -> list[dict]:
+    return [row for row in compiled_by("compile_flow.py") if not row["name"].startswith("walks")]
+
+
 def test_it_fits_spills_nothing_and_multiplies_by_the_instruction_of_the_others():
-    assert len(compiled_by("compile_flow.py")) == 3
-    for row in compiled_by("compile_flow.py"):
+    assert len(flowing()) == 3
+    for row in flowing():
         assert row["shared"] + 1024 <= 228 << 10 and not row["spills"], row
         assert set(row["matrix"]) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}, row
         assert not row["folded"], row
 
 
 def test_before_it_has_waited_it_stores_nothing_and_reads_past_the_nearest_cache():
-    for row in compiled_by("compile_flow.py"):
+    for row in flowing():
         assert row["waits"] == 2, row  # of those that attend, and of the one that asks
         assert not row["cached_before_wait"] and not row["stored_before_wait"], row
-        boxes = 4 if row["name"].endswith("pages 16") else 1
+        boxes = 64 // int(row["name"].rpartition(" ")[2])
         assert row["asks"] == 2 * boxes * (2 if "128" in row["name"] else 1), row
+
+
+def test_all_it_needs_of_the_walks_is_read_before_it_waits():
+    for row in flowing():
+        assert row["read_before_wait"] == 16 + 5 * (2 if "64 requests" in row["name"] else 1), row
+
+
+def test_what_lays_out_the_walks_waits_before_it_reads():
+    walks = [row for row in compiled_by("compile_flow.py") if row["name"].startswith("walks")]
+    assert len(walks) == 3
+    for row in walks:
+        assert row["waits"] == 1 and not row["spills"], row
+        assert not row["accesses_before_wait"], row
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
 def test_no_other_gpu_is_given_it(architecture):
     assert read_tuning(architecture).attention.flow_programs == 0
+
+
+def shaped(requests: int, queries: int, bound: int) -> AttentionBatch:
+    """Return a batch of which shapes and bounds alone are asked."""
+    tokens = torch.empty(queries * requests, dtype=torch.int64)
+    return AttentionBatch(
+        torch.empty(requests + 1, dtype=torch.int32), torch.empty(requests, dtype=torch.int32),
+        torch.empty(requests, 1, dtype=torch.int32), tokens, tokens, 16, max_queries=queries, max_keys=bound,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -63,14 +90,32 @@ def test_many_requests_are_given_it(monkeypatch, requests, bound, expected):
         monkeypatch.setattr(attending, kernel, Kernel(name))
     monkeypatch.setattr(attending, "launch_flow", lambda *args: taken.append("flow"))
     cache = torch.empty(0, 8, 128, dtype=torch.bfloat16)
-    tokens = torch.empty(4 * requests, dtype=torch.int64)
-    batch = AttentionBatch(
-        torch.empty(requests + 1, dtype=torch.int32), torch.empty(requests, dtype=torch.int32),
-        torch.empty(requests, 1, dtype=torch.int32), tokens, tokens, 16, max_queries=4, max_keys=bound,
-    )  # fmt: skip
+    batch = shaped(requests, 4, bound)
     launch = AttentionLaunch(read_tuning("sm_90").attention, torch.zeros(1024, dtype=torch.int32), dependent=False)
     attention(torch.empty(4 * requests, 32, 128, dtype=torch.bfloat16), KvLayer(cache, cache), batch, 0.1, None, launch)
     assert taken == [expected]
+
+
+@pytest.mark.parametrize(
+    ("requests", "queries", "bound"), [(40, 4, 1623), (40, 1, 1623), (33, 3, 16384), (64, 2, 4096)]
+)
+def test_walks_laid_out_for_a_pass_are_those_its_layers_need(monkeypatch, requests, queries, bound):
+    config = read_tuning("sm_90").attention
+    launch = AttentionLaunch(config, torch.zeros(1024, dtype=torch.int32), dependent=True, early=True)
+    cache = torch.empty(0, 8, 128, dtype=torch.bfloat16)
+    batch = shaped(requests, queries, bound)
+    needs = []
+    monkeypatch.setattr(
+        attending, "lay_out_walks", lambda described, shape, launch: _walks_shape(config, len(described[1]), shape)
+    )
+    monkeypatch.setattr(
+        attending, "launch_flow", lambda *args: needs.append((_walks_shape(config, len(args[1][1]), args[4]), args[-1]))
+    )
+    q = torch.empty(queries * requests, 32, 128, dtype=torch.bfloat16)
+    walks = walks_of(batch, len(q), 32, KvLayer(cache, cache), q.dtype, launch)
+    attention(q, KvLayer(cache, cache), batch, 0.1, None, launch, None, walks)
+    assert needs == [(walks, walks)] and walks["parts"] == 16
+    assert walks_of(dataclasses.replace(batch, max_keys=64), len(q), 32, KvLayer(cache, cache), q.dtype, launch) is None
 
 
 @pytest.mark.skipif(architecture_of(DEVICE) != "sm_90", reason="a warp of its own asks for keys on Hopper alone")
@@ -100,5 +145,10 @@ def test_keys_that_are_asked_for_give_the_same_bits(counts, before, programs, pa
         attention(q, layer, batch, 0.2, None, AttentionLaunch(config, counters, dependent))
         for config, dependent in ((own, False), (even, False), (flow, False), (flow, True))
     ]
+    launch = AttentionLaunch(flow, counters, dependent=True, early=True)
+    walks = walks_of(batch, len(q), 32, layer, q.dtype, launch)
+    assert walks is not None
+    counters.add_(0)  # lets nobody start early
+    outs += [attention(q, layer, batch, 0.2, None, launch, None, walks) for _ in range(2)]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
     assert not counters.any()

@@ -9,6 +9,7 @@ from triton_samples import FORMATS, REFERENCE, quantized, triton_ops
 from interpreted import DEVICE
 from slipstream.errors import KernelError
 from slipstream.kernels import KERNEL_CHOICES, select
+from slipstream.kernels.triton import blocks, norm_rope, wide_linear
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
@@ -106,6 +107,49 @@ def test_sums_left_to_norm_and_rotation_change_no_bits(kind, generator):
     linear = {shape: LinearConfig(64, 16, 2, 4, 2) for shape in shapes}
     left = triton_ops(linear=linear, wide_linear={few_rows_name(s): replace(tiles, later=True) for s in shapes})
     assert torch.equal(run(model, left, [20, 18]), run(model, triton_ops(linear=linear), [20, 18]))
+
+
+class Recorded:
+    """A kernel that notes how it was launched."""
+
+    def __init__(self, kernel, name, launches):
+        self._kernel, self._name, self._launches = kernel, name, launches
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self._launches.append((self._name, options.get(self._name)))
+            return self._kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_settles(later, generator, monkeypatch):
+    model = make_target(generator, num_layers=2).to(torch.bfloat16).to(DEVICE)
+    weights = [m.weight for m in model.modules() if type(m).__name__ == "Linear"]
+    shapes = {f"dense:{weight.shape[0]}:{weight.shape[1]}" for weight in weights}
+    tiles = WideConfig(64, False, 16, 4, 2, later=later)
+    ops = triton_ops(
+        linear={shape: LinearConfig(64, 16, 2, 4, 2) for shape in shapes},
+        wide_linear={few_rows_name(shape): tiles for shape in shapes},
+    )
+    launches = []
+    monkeypatch.setattr(wide_linear, "wide_kernel", Recorded(wide_linear.wide_kernel, "SETTLES", launches))
+    monkeypatch.setattr(norm_rope, "_rope_kernel", Recorded(norm_rope._rope_kernel, "SETTLED", launches))
+    run(model, ops, [20])
+    layer = [("SETTLES", later), ("SETTLED", later), *[("SETTLES", False)] * 3]
+    assert launches == layer * 2
+
+
+def test_walks_are_laid_out_once_for_all_layers_and_before_any_product(generator, monkeypatch):
+    model = make_target(generator, num_layers=2).to(DEVICE)
+    calls, walks, attention, multiply = [], object(), blocks.attention, blocks.Products.multiply
+    monkeypatch.setattr(blocks, "walks_of", lambda *args: (calls.append("walks"), walks)[1])
+    monkeypatch.setattr(blocks, "attention", lambda *args: (calls.append(args[-1]), attention(*args))[1])
+    monkeypatch.setattr(blocks.Products, "multiply", lambda *args: (calls.append("product"), multiply(*args))[1])
+    run(model, OPS, [5])
+    layer = ["product", walks, *["product"] * 3]
+    assert calls == ["walks", *layer * 2]
 
 
 def test_sums_of_codes_left_to_norm_and_rotation_change_no_bits(generator):

@@ -23,6 +23,13 @@ def test_only_weights_are_asked_for_before_the_inputs_are_there():
         assert row["asked_after"] == row["rows"] + row["step"], row
 
 
+def test_a_product_that_settles_lets_the_next_kernel_start_when_its_inputs_are_there():
+    rows = compiled_by("compile_streams.py")
+    assert {row["settles"] for row in rows} == {False, True}
+    for row in rows:
+        assert row["starts"] == 1 and row["starts_next_late"] == row["settles"], row
+
+
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
 def test_no_other_gpu_is_given_what_only_hopper_has(architecture):
     tiles = read_tuning(architecture).wide_linear.values()

@@ -26,7 +26,15 @@ from slipstream.kernels.triton.attention_blocks import (
     nothing,
 )
 from slipstream.kernels.triton.attention_even import even_kernel
-from slipstream.kernels.triton.attention_hopper import flow_fits, is_quick, launch_flow, launch_quick, quick_options
+from slipstream.kernels.triton.attention_hopper import (
+    Walks,
+    flow_fits,
+    is_quick,
+    launch_flow,
+    launch_quick,
+    lay_out_walks,
+    quick_options,
+)
 from slipstream.kernels.triton.attention_splits import splits_kernel
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
@@ -34,7 +42,6 @@ from slipstream.kernels.triton.variants import Variant
 
 _LOG2E = 1.4426950408889634
 _NARROW_ROWS = 16
-_MOST_REQUESTS = 64  # whose numbers programs in which a warp asks for keys have registers for
 
 
 @triton.jit
@@ -130,8 +137,8 @@ class AttentionLaunch:
         counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
-        early: whether it may then read the batch's description at once: the kernel before must wait for its own
-            inputs before it lets this one start (`wait_then_let_start`).
+        early: whether it may then read the batch's description at once, and the pass's walks: the kernel before must
+            wait for its own inputs before it lets this one start (`wait_then_let_start`), or the one before that.
     """
 
     config: AttentionConfig
@@ -143,28 +150,22 @@ class AttentionLaunch:
 
 def attention(
     q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None, launch: AttentionLaunch,
-    maxima_TH: Tensor | None = None,
+    maxima_TH: Tensor | None = None, walks: Walks | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend over the pages of each request; the grid follows from shapes and host-side bounds alone.
 
     Args:
         maxima_TH: where each head's largest magnitude goes, in passes of fewer queries than `serial_from`.
+        walks: what `walks_of` has laid out for this batch, before the product that queries came of.
     """
     num_tokens, num_heads, width = q_THd.shape
-    num_groups, config = layer.keys_SGd.shape[1], launch.config
-    num_requests = batch.kv_lens_R.shape[0]
-    repeats = num_heads // num_groups
-    most_queries = num_tokens if batch.max_queries is None else batch.max_queries
-    rows = _NARROW_ROWS if most_queries * repeats <= _NARROW_ROWS else config.rows_wide
-    rows = max(rows, triton.next_power_of_2(repeats))
-    tokens = rows // repeats
-    most_keys = batch.page_table_RP.shape[1] * batch.page_size if batch.max_keys is None else batch.max_keys
+    num_groups, num_requests, config = layer.keys_SGd.shape[1], batch.kv_lens_R.shape[0], launch.config
+    most_queries, most_keys, rows, tokens = _bounds(batch, num_tokens, num_heads // num_groups, config)
     one_tile = most_queries <= tokens
     num_tiles = num_requests if one_tile else num_tokens // tokens + num_requests
     head_block = max(triton.next_power_of_2(width), 16)
     out = torch.empty_like(q_THd)
-    described = (batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP, batch.kv_index_T.contiguous(),
-                 batch.ancestors_T.contiguous())  # fmt: skip
+    described = _description(batch)
     # What is copied just now is no description from before the kernel before: it is not to be read early.
     early = launch.early and batch.kv_index_T.is_contiguous() and batch.ancestors_T.is_contiguous()
     strides = (layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, window or 0)
@@ -183,13 +184,58 @@ def attention(
         return out
     shape["EARLY"] = early
     several = (q_THd, layer, out), described, strides, shape, launch, maxima_TH
-    return _attend_by_several(*several, num_tiles, most_queries, most_keys)
+    return _attend_by_several(*several, num_tiles, most_queries, most_keys, walks)
+
+
+def walks_of(
+    batch: AttentionBatch, num_tokens: int, num_heads: int, layer: KvLayer, dtype: torch.dtype, launch: AttentionLaunch
+) -> Walks | None:
+    """Lay out which keys programs attend to in a pass's every layer without a window, if they are ones that walk.
+
+    Args:
+        layer: any of those layers' cache.
+        dtype: that of queries.
+    """
+    num_groups, config = layer.keys_SGd.shape[1], launch.config
+    most_queries, most_keys, rows, tokens = _bounds(batch, num_tokens, num_heads // num_groups, config)
+    narrow = most_queries <= tokens and rows == _NARROW_ROWS and most_queries < config.serial_from
+    if not narrow or not _flows(config, len(batch.kv_lens_R), most_keys, dtype, layer, batch.page_size):
+        return None
+    shape = {
+        "GROUPS": num_groups, "TOKENS": tokens, "REQUESTS": triton.next_power_of_2(len(batch.kv_lens_R)),
+        "QUERIES": _queries_read(most_queries, tokens), "BLOCK": config.block, "PAGE": batch.page_size,
+        "IN_GROUP": SPLITS_IN_GROUP,
+    }  # fmt: skip
+    return lay_out_walks(_description(batch), shape, launch)
+
+
+def _description(batch: AttentionBatch) -> tuple[Tensor, ...]:
+    tokens = (batch.kv_index_T.contiguous(), batch.ancestors_T.contiguous())
+    return batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP, *tokens
+
+
+def _bounds(batch: AttentionBatch, num_tokens: int, repeats: int, config: AttentionConfig) -> tuple[int, int, int, int]:
+    """Return the most queries and keys of a request, and rows and tokens of a tile: `repeats` heads share a key."""
+    most_queries = num_tokens if batch.max_queries is None else batch.max_queries
+    most_keys = batch.page_table_RP.shape[1] * batch.page_size if batch.max_keys is None else batch.max_keys
+    rows = _NARROW_ROWS if most_queries * repeats <= _NARROW_ROWS else config.rows_wide
+    rows = max(rows, triton.next_power_of_2(repeats))
+    return most_queries, most_keys, rows, rows // repeats
+
+
+def _flows(
+    config: AttentionConfig, num_requests: int, most_keys: int, dtype: torch.dtype, layer: KvLayer, page_size: int
+) -> bool:
+    """Tell whether a warp of its own asks for the keys of all requests, each of which is one narrow tile."""
+    cells, num_splits = layer.keys_SGd.shape[1] * num_requests, max(-(-most_keys // config.split), 1)
+    whole, most_groups = _shares(config, cells, num_splits)[1], cells * -(-num_splits // SPLITS_IN_GROUP)
+    return whole and flow_fits(config, (num_requests, most_groups), dtype, layer, page_size)
 
 
 def _attend_by_several(
     tensors: tuple[Tensor, KvLayer, Tensor], described: tuple[Tensor, ...], strides: tuple[int, int, float, int],
     shape: dict[str, Any], launch: AttentionLaunch, maxima_TH: Tensor | None, num_tiles: int, most_queries: int,
-    most_keys: int,
+    most_keys: int, walks: Walks | None,
 ) -> Tensor:  # fmt: skip
     """Attend by programs that share a tile's keys; return the outputs.
 
@@ -206,10 +252,8 @@ def _attend_by_several(
     most_groups = num_groups * num_requests * num_results
     one_tile = most_queries <= tokens
     narrow = one_tile and not shape["HAS_WINDOW"] and rows == _NARROW_ROWS
-    listed = whole and narrow
-    even = listed and _is_even(config, most_groups, shape["PAGE"])
-    flows = listed and maxima_TH is None and config.flow_from <= num_requests <= _MOST_REQUESTS
-    flows = flows and config.flow_groups <= most_groups and flow_fits(config, q_THd, layer, shape["PAGE"])
+    even = whole and narrow and _is_even(config, most_groups, shape["PAGE"])
+    flows = narrow and maxima_TH is None and _flows(config, num_requests, most_keys, q_THd.dtype, layer, shape["PAGE"])
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
     # Where a warp asks for keys, a request's first blocks may leave two results: all groups so far, and the last one.
     num_results = max(num_results, 2) if flows else num_results if even else num_splits
@@ -228,8 +272,8 @@ def _attend_by_several(
         launch_quick(shared, num_results, strides[:3], shape, (num_groups, num_tiles, shares))
         return out
     if flows:
-        shape["QUERIES"] = _even_options(config, most_queries, tokens)["QUERIES"]
-        launch_flow((q_THd, layer, out), described, (sums, partial), (num_results, *strides[1:3]), shape, launch)
+        shape["QUERIES"] = _queries_read(most_queries, tokens)
+        launch_flow((q_THd, layer, out), described, (sums, partial), (num_results, *strides[1:3]), shape, launch, walks)
         return out
     if even:
         del shape["HAS_WINDOW"]
@@ -252,9 +296,14 @@ def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:
 
 def _even_options(config: AttentionConfig, most_queries: int, tokens: int) -> dict[str, int]:
     """Return what the programs have of their own that share all requests' groups."""
-    options = {"QUERIES": 1 if most_queries == 1 else triton.next_power_of_2(tokens)}
+    options = {"QUERIES": _queries_read(most_queries, tokens)}
     options |= {"num_warps": config.num_warps, "num_stages": config.even_stages or config.num_stages}
     return options | ({"maxnreg": config.even_registers} if config.even_registers else {})
+
+
+def _queries_read(most_queries: int, tokens: int) -> int:
+    """Return of how many queries the places are read, one after another."""
+    return 1 if most_queries == 1 else triton.next_power_of_2(tokens)
 
 
 def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, bool]:

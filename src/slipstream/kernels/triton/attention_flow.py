@@ -27,7 +27,16 @@ from slipstream.kernels.triton.attention_flow_merge import (
     store_result,
     take_over,
 )
-from slipstream.kernels.triton.attention_flow_walk import described, described_at, next_of, number_at, stop_of, walk_of
+from slipstream.kernels.triton.attention_flow_walk import (
+    described_at,
+    laid_out,
+    laid_out_pages,
+    next_of,
+    number_at,
+    of_requests,
+    pages_of,
+    stop_of,
+)
 
 HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which the copy engine swizzles
 
@@ -46,18 +55,10 @@ def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLO
 
 
 @gluon.jit
-def _pages(pages_ptr, request, pages_stride, first_page, end, lane, PAGE: gl.constexpr):
-    """Return a warp's worth of pages from a request's first_page on; past its end, that of the last key."""
-    place = gl.minimum(first_page + lane, (gl.maximum(end, 1) - 1) // PAGE)
-    return gl.load(pages_ptr + request.to(gl.int64) * pages_stride + place, cache_modifier=".cg")
-
-
-@gluon.jit
 def _ask(
-    tiles, stores, ready, empty, starts_ptr, lens_ptr, pages_ptr, index_ptr, num_requests, pages_stride, group, part,
-    most_parts, WIDTH: gl.constexpr, TOKENS: gl.constexpr, REQUESTS: gl.constexpr, QUERIES: gl.constexpr,
-    BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, PDL: gl.constexpr,
+    tiles, stores, ready, empty, walks_ptr, pages_ptr, num_requests, pages_stride, group, part, WIDTH: gl.constexpr,
+    REQUESTS: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Ask for every block of the part, as soon as there is room.
 
@@ -68,14 +69,12 @@ def _ask(
     if PDL and not EARLY:
         gdc_wait()
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
-    _, _, ends_R, sure_R = described(starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES, LAYOUT)
-    request, start, num_blocks, walk, _ = walk_of(
-        ends_R, num_requests, part, most_parts, REQUESTS, BLOCK, IN_GROUP, 1, LAYOUT
-    )
-    end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
     lane = gl.arange(0, 32, LAYOUT)
+    request, start, num_blocks, walk, _, first = laid_out(walks_ptr, part, REQUESTS)
+    pages = laid_out_pages(walks_ptr, part, lane, REQUESTS)
+    ends_R, sure_R = of_requests(walks_ptr, 2, REQUESTS, LAYOUT), of_requests(walks_ptr, 3, REQUESTS, LAYOUT)
+    end, sure = first[2], first[3]
     first_page = start // PAGE
-    pages = _pages(pages_ptr, request, pages_stride, first_page, end, lane, PAGE)
     BYTES: gl.constexpr = 2 * BLOCK * WIDTH * 2
     for step in range(num_blocks):
         slot = step % STAGES
@@ -96,7 +95,7 @@ def _ask(
             end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
         if moves | (start // PAGE - first_page >= 32):
             first_page = start // PAGE
-            pages = _pages(pages_ptr, request, pages_stride, first_page, end, lane, PAGE)
+            pages = pages_of(pages_ptr, request, pages_stride, first_page, end, lane, PAGE)
 
 
 @gluon.jit
@@ -215,11 +214,10 @@ def _add_result(
 
 @gluon.jit
 def _attend(
-    stores, ready, empty, q_ptr, out_ptr, starts_ptr, lens_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
-    counter_ptr, num_requests, num_results, scale, group, part, most_parts,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    REQUESTS: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, PDL: gl.constexpr,
+    stores, ready, empty, q_ptr, out_ptr, walks_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr,
+    num_requests, num_results, scale, group, part,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
+    BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend to blocks as they come, store the results of groups, and merge those of requests that are then whole."""
     if PDL and not EARLY:
@@ -229,11 +227,13 @@ def _attend(
     MATRIX: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NUM_WARPS], [16, 8])
     # Every warp has all requests' numbers, so that looking one up takes no meeting.
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0]))
-    described_R = described(starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES, LAYOUT)
-    request, start, num_blocks, walk, counted = walk_of(
-        described_R[2], num_requests, part, most_parts, REQUESTS, BLOCK, IN_GROUP, NUM_WARPS, LAYOUT
-    )
-    q_first, last_token, end, sure = described_at(described_R, request, REQUESTS)
+    request, start, num_blocks, walk, counted, first = laid_out(walks_ptr, part, REQUESTS)
+    described_R = (
+        of_requests(walks_ptr, 0, REQUESTS, LAYOUT), of_requests(walks_ptr, 1, REQUESTS, LAYOUT),
+        of_requests(walks_ptr, 2, REQUESTS, LAYOUT), of_requests(walks_ptr, 3, REQUESTS, LAYOUT),
+    )  # fmt: skip
+    holders_R = of_requests(walks_ptr, 4, REQUESTS, LAYOUT)
+    q_first, last_token, end, sure = first[0], first[1], first[2], first[3]
     if PDL and EARLY:
         gdc_wait()
     q, own, ancestors = _queries(
@@ -268,31 +268,31 @@ def _attend(
         q, own, ancestors = next_q, next_own, next_ancestors
     if (num_blocks > 0) & (walk[0] == 0):
         finish_requests(
-            out_ptr, sums_ptr, partial_ptr, counter_ptr, counted, described_R, num_results, group,
-            HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK * IN_GROUP,
+            out_ptr, sums_ptr, partial_ptr, counter_ptr, (counted[0], counted[1], holders_R), described_R, num_results,
+            group, HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK * IN_GROUP,
         )  # fmt: skip
 
 
 @gluon.jit(
     do_not_specialize=["num_requests", "num_results", "pages_stride"],
-    do_not_specialize_on_alignment=["starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr"],
+    do_not_specialize_on_alignment=["pages_ptr", "index_ptr", "ancestors_ptr"],
 )
 def flow_kernel(
-    keys, values, q_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
-    counter_ptr, num_requests, num_results, pages_stride, scale,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    REQUESTS: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr,
-    STAGES: gl.constexpr, ASK_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
-    PDL: gl.constexpr,
+    keys, values, q_ptr, out_ptr, walks_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr,
+    num_requests, num_results, pages_stride, scale,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
+    BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ASK_REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend to this program's part of the groups of all requests, for its head of keys; see `even_kernel`.
 
     Args:
         keys, values: boxes of a page's slots by 64 columns of a head; BLOCK keys are a split.
+        walks_ptr: what `walks_kernel` has written for as many parts as there are programs to a head.
         STAGES: blocks of the ring, two or more.
         ASK_REGISTERS: registers of the warp that asks.
     """
-    group, part, most_parts = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
+    group, part = gl.program_id(0), gl.program_id(1)
     dtype: gl.constexpr = keys.dtype
     BOXES: gl.constexpr = STAGES * (WIDTH // HALF) * (BLOCK // PAGE)
     key_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], keys.layout)
@@ -310,13 +310,11 @@ def flow_kernel(
     value_blocks = value_boxes._reinterpret(dtype, [STAGES, BLOCK, WIDTH], values.layout)
     gl.warp_specialize(
         [
-            (_attend, ((key_blocks, value_blocks), ready, empty, q_ptr, out_ptr, starts_ptr, lens_ptr, index_ptr,
-                       ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests, num_results, scale, group, part,
-                       most_parts, HEADS, GROUPS, WIDTH, ROWS, TOKENS, REQUESTS, QUERIES, BLOCK, IN_GROUP, STAGES,
-                       EARLY, PDL)),
-            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, starts_ptr, lens_ptr, pages_ptr, index_ptr,
-                    num_requests, pages_stride, group, part, most_parts, WIDTH, TOKENS, REQUESTS, QUERIES, BLOCK, PAGE,
-                    IN_GROUP, STAGES, EARLY, PDL)),
+            (_attend, ((key_blocks, value_blocks), ready, empty, q_ptr, out_ptr, walks_ptr, index_ptr, ancestors_ptr,
+                       sums_ptr, partial_ptr, counter_ptr, num_requests, num_results, scale, group, part, HEADS, GROUPS,
+                       WIDTH, ROWS, REQUESTS, BLOCK, IN_GROUP, STAGES, EARLY, PDL)),
+            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, walks_ptr, pages_ptr, num_requests,
+                    pages_stride, group, part, WIDTH, REQUESTS, BLOCK, PAGE, STAGES, EARLY, PDL)),
         ],
         [1], [ASK_REGISTERS],
     )  # fmt: skip

@@ -5,13 +5,23 @@ request then lies in one program or in two. Who has its first blocks takes them 
 came; who has the others takes them last, and goes on from there: a program has at least as many blocks as the request,
 so the first ones are done by then, and the order of sums is as if nothing were cut. Else groups of splits are cut as in
 `even_kernel`.
+
+All layers of a pass have the same walks, so `walks_kernel` lays them out once, and programs read what it wrote: at
+once, whatever they need, before they wait.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,assignment"
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+OF_REQUEST = 5
+"""Numbers of a request: what `described` says, and how many parts share it."""
+OF_PART = 48
+"""Numbers of a part: what `walk_of` says (12), its first request as `described` (4), and that one's next pages (32)."""
+_REQUEST, _PART, _NUMBERS, _PAGES = gl.constexpr(OF_REQUEST), gl.constexpr(OF_PART), gl.constexpr(16), gl.constexpr(32)
 
 
 @gluon.jit
@@ -113,3 +123,75 @@ def next_of(walk, request, num_requests):
 def stop_of(walk, request, end):
     """Return the key that a request's blocks in this part end at."""
     return gl.where(request == walk[1], walk[2], end)
+
+
+@gluon.jit
+def pages_of(pages_ptr, request, pages_stride, first_page, end, lane, PAGE: gl.constexpr):
+    """Return a warp's worth of pages from a request's first_page on; past its end, that of the last key."""
+    place = gl.minimum(first_page + lane, (gl.maximum(end, 1) - 1) // PAGE)
+    return gl.load(pages_ptr + request.to(gl.int64) * pages_stride + place, cache_modifier=".cg")
+
+
+@gluon.jit(
+    do_not_specialize=["num_requests", "pages_stride"],
+    do_not_specialize_on_alignment=["starts_ptr", "lens_ptr", "pages_ptr", "index_ptr"],
+)
+def walks_kernel(
+    walks_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, num_requests, pages_stride,
+    TOKENS: gl.constexpr, REQUESTS: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr,
+    IN_GROUP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Lay out the walk of one part, and the first program what all parts know of the requests; one warp.
+
+    Whoever reads it before a wait of its own must come two kernels later: see `AttentionLaunch`.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    part, most_parts = gl.program_id(0), gl.num_programs(0)
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
+    described_R = described(starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES, LAYOUT)
+    request, start, num_blocks, walk, counted = walk_of(
+        described_R[2], num_requests, part, most_parts, REQUESTS, BLOCK, IN_GROUP, 1, LAYOUT
+    )
+    first, last, end, sure = described_at(described_R, request, REQUESTS)
+    numbers = (
+        request, start, num_blocks, walk[0].to(gl.int32), walk[1], walk[2], walk[3], walk[4], walk[5], walk[6],
+        counted[0], counted[1], first, last, end, sure,
+    )  # fmt: skip
+    at = walks_ptr + _REQUEST * REQUESTS + part * _PART
+    for i in gl.static_range(_NUMBERS):
+        gl.store(at + i, numbers[i])
+    lane = gl.arange(0, _PAGES, LAYOUT)
+    gl.store(at + _NUMBERS + lane, pages_of(pages_ptr, request, pages_stride, start // PAGE, end, lane, PAGE))
+    if part == 0:
+        known = (described_R[0], described_R[1], described_R[2], described_R[3], counted[2])
+        for i in gl.static_range(_REQUEST):
+            gl.store(walks_ptr + i * REQUESTS + gl.arange(0, REQUESTS, LAYOUT), known[i])
+
+
+@gluon.jit
+def laid_out(walks_ptr, part, REQUESTS: gl.constexpr):
+    """Return a part's numbers: what `walk_of` does, and of its first request what `described` does.
+
+    Read as memory that may change, here and below: past the nearest cache, and all at once. The assembler would move
+    other reads behind the branch around a part of no blocks, one trip after that of their number.
+    """
+    at = walks_ptr + _REQUEST * REQUESTS + part * _PART
+    n = ()
+    for i in gl.static_range(_NUMBERS):
+        n += (gl.load(at + i, volatile=True),)
+    walk = (n[3] != 0, n[4], n[5], n[6], n[7], n[8], n[9])
+    return n[0], n[1], n[2], walk, (n[10], n[11]), (n[12], n[13], n[14], n[15])
+
+
+@gluon.jit
+def laid_out_pages(walks_ptr, part, lane, REQUESTS: gl.constexpr):
+    """Return the pages from a part's first key on, as `pages_of` does."""
+    return gl.load(walks_ptr + _REQUEST * REQUESTS + part * _PART + _NUMBERS + lane, volatile=True)
+
+
+@gluon.jit
+def of_requests(walks_ptr, WHICH: gl.constexpr, REQUESTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a number of each request: its first or last query, its end, what may be hidden, or who shares it."""
+    return gl.load(walks_ptr + WHICH * REQUESTS + gl.arange(0, REQUESTS, LAYOUT), volatile=True)

@@ -3,6 +3,7 @@
 Those are written in Gluon. Where there is no such GPU they are not even read.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.triton.attention import AttentionLaunch
 
 _BOX_COLUMNS = 64  # 128 bytes, the most that the copy engine swizzles
+_MOST_REQUESTS = 64  # whose numbers programs in which a warp asks for keys have registers for
 
 
 def is_quick(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, most_queries: int) -> bool:
@@ -55,21 +57,70 @@ def launch_quick(
     quick_kernel[grid](*shared, num_results, *strides, **own)
 
 
-def flow_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, page_size: int) -> bool:
-    """Tell whether a warp of programs that share all requests' groups may ask for keys.
+def flow_fits(
+    config: AttentionConfig, counts: tuple[int, int], dtype: torch.dtype, layer: KvLayer, page_size: int
+) -> bool:
+    """Tell whether a warp of programs that share all requests' groups may ask for keys, and should.
 
     The copy engine must be fit for it, which copies pages' slots by 64 columns.
+
+    Args:
+        counts: requests, and the most groups they have.
+        dtype: that of queries.
     """
-    keys, values, width = layer.keys_SGd, layer.values_SGd, q_THd.shape[2]
+    if not config.flow_from <= counts[0] <= _MOST_REQUESTS or counts[1] < config.flow_groups:
+        return False
+    keys, values, width = layer.keys_SGd, layer.values_SGd, layer.keys_SGd.shape[2]
     fits = config.flow_programs > 0 and config.split == config.block == 64 and page_size in (16, 32, 64)
-    fits = fits and width in (64, 128) and q_THd.dtype == keys.dtype == values.dtype == torch.bfloat16
+    fits = fits and width in (64, 128) and dtype == keys.dtype == values.dtype == torch.bfloat16
     fits = fits and keys.stride() == values.stride() and keys.stride()[1:] == (width, 1) and keys.stride(0) % 8 == 0
     return fits and keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0
 
 
+@dataclass(frozen=True)
+class Walks:
+    """Which keys each program of a pass attends to in every layer, as `attention_flow_walk.walks_kernel` writes it.
+
+    Args:
+        numbers: int32, on the device.
+        shape: what they were laid out for.
+    """
+
+    numbers: Tensor
+    shape: dict[str, int]
+
+
+def _walks_shape(config: AttentionConfig, num_requests: int, shape: dict[str, Any]) -> dict[str, int]:
+    """Return all that a pass's walks follow from, but for the numbers on the device."""
+    names = ("TOKENS", "REQUESTS", "QUERIES", "BLOCK", "PAGE", "IN_GROUP")
+    parts = max(config.flow_programs // shape["GROUPS"], 1)
+    return {"parts": parts, "num_requests": num_requests, **{name: shape[name] for name in names}}
+
+
+def lay_out_walks(described: tuple[Tensor, ...], shape: dict[str, Any], launch: "AttentionLaunch") -> Walks:
+    """Lay out the walks of a pass.
+
+    Args:
+        described: the batch, as the kernels take it.
+        shape: what the kernels' programs have in common.
+    """
+    from slipstream.kernels.triton.attention_flow_walk import OF_PART, OF_REQUEST, walks_kernel
+
+    starts_R1, lens_R, pages_RP, index_T = described[:4]
+    needed = _walks_shape(launch.config, len(lens_R), shape)
+    size = OF_REQUEST * needed["REQUESTS"] + OF_PART * needed["parts"]
+    numbers = torch.empty(size, dtype=torch.int32, device=lens_R.device)
+    constants = {name: value for name, value in needed.items() if name.isupper()}
+    walks_kernel[(needed["parts"],)](
+        numbers, starts_R1, lens_R, pages_RP, index_T, len(lens_R), pages_RP.stride(0), **constants,
+        PDL=launch.dependent, num_warps=1, **launch_options(launch.dependent),
+    )  # fmt: skip
+    return Walks(numbers, needed)
+
+
 def launch_flow(
     tensors: tuple[Tensor, KvLayer, Tensor], described: tuple[Tensor, ...], results: tuple[Tensor, Tensor],
-    numbers: tuple[int, int, float], shape: dict[str, Any], launch: "AttentionLaunch",
+    numbers: tuple[int, int, float], shape: dict[str, Any], launch: "AttentionLaunch", walks: Walks | None,
 ) -> None:  # fmt: skip
     """Attend by programs in which one warp asks for keys.
 
@@ -77,6 +128,7 @@ def launch_flow(
         tensors: queries, the cache, and the outputs.
         numbers: results of a request, the stride of the page table, and the scale.
         shape: what the kernels' programs have in common.
+        walks: of the pass, if they were laid out two kernels ago or before; else they are just now, to be waited for.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
@@ -90,12 +142,13 @@ def launch_flow(
         box, layout = [shape["PAGE"], _BOX_COLUMNS], NVMMASharedLayout(128, 16, 2)
         return Boxes(cache_SGd, [num_slots, num_groups * width], [cache_SGd.stride(0), 1], box, layout)
 
-    names = ("HEADS", "GROUPS", "WIDTH", "ROWS", "TOKENS", "REQUESTS", "QUERIES", "BLOCK", "PAGE", "IN_GROUP", "EARLY",
-             "PDL")  # fmt: skip
-    flow_kernel[(num_groups, max(config.flow_programs // num_groups, 1))](
-        boxes(layer.keys_SGd), boxes(layer.values_SGd), q_THd, out, *described, *results, launch.counters,
-        len(described[1]), *numbers, **{name: shape[name] for name in names}, **flow_options(config), num_warps=4,
-        **launch_options(launch.dependent),
+    if walks is None or walks.shape != _walks_shape(config, len(described[1]), shape):
+        walks, shape = lay_out_walks(described, shape, launch), {**shape, "EARLY": False}
+    names = ("HEADS", "GROUPS", "WIDTH", "ROWS", "REQUESTS", "BLOCK", "PAGE", "IN_GROUP", "EARLY", "PDL")
+    flow_kernel[(num_groups, walks.shape["parts"])](
+        boxes(layer.keys_SGd), boxes(layer.values_SGd), q_THd, out, walks.numbers, *described[2:], *results,
+        launch.counters, len(described[1]), *numbers, **{name: shape[name] for name in names}, **flow_options(config),
+        num_warps=4, **launch_options(launch.dependent),
     )  # fmt: skip
 
 

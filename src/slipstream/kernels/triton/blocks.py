@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.triton import norm_rope
-from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.attention import AttentionLaunch, attention, walks_of
+from slipstream.kernels.triton.attention_hopper import Walks
 from slipstream.kernels.triton.linear import Epilogue, FoldedNorm, Rows
 from slipstream.kernels.triton.narrow_products import squares_of
 from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite, Stretches
@@ -54,21 +55,32 @@ class Blocks:
         """Apply blocks in order; also return the hidden states captured."""
         seen: dict[int, Tensor] = {}
         state = _State(hidden_TD)
+        walks = self._walks(layers, hidden_TD, ctx)
         for applied, layer in enumerate(layers):
             following = _weight(layers[applied + 1].self_attn.qkv_proj) if applied + 1 < len(layers) else None
-            given_TD, state = self._block(layer, state, ctx, embedding_TD, following)
+            given_TD, state = self._block(layer, state, ctx, embedding_TD, following, walks)
             if applied in captured_layers:
                 seen[applied] = given_TD
         last_TD = seen[len(layers)] = self._whole(state)
         return last_TD, [seen[k] for k in captured_layers]
 
+    def _walks(self, layers: Sequence[Any], hidden_TD: Tensor, ctx: Any) -> Walks | None:
+        """Lay out what programs of attention walk through, for all layers: before the first product, so it is there."""
+        own = next((layer.self_attn for layer in layers if layer.self_attn.shape.window is None), None)
+        if own is None:
+            return None
+        kv, num_heads = ctx.kv.layers[own.layer_index], own.shape.num_heads
+        return walks_of(ctx.batch, len(hidden_TD), num_heads, kv, hidden_TD.dtype, self._launch)
+
     def _block(
-        self, layer: Any, state: "_State", ctx: Any, embedding_TD: Tensor | None, following: Weight | None
-    ) -> tuple[Tensor, "_State"]:
+        self, layer: Any, state: "_State", ctx: Any, embedding_TD: Tensor | None, following: Weight | None,
+        walks: Walks | None,
+    ) -> tuple[Tensor, "_State"]:  # fmt: skip
         """Apply a block; return the hidden states it was given, whole, and what it leaves.
 
         Args:
             following: the weight its outputs are multiplied by next, after a norm.
+            walks: see `walks_of`.
         """
         qkv_weight = _weight(layer.self_attn.qkv_proj)
         if getattr(layer, "hidden_norm", None) is not None:
@@ -81,7 +93,7 @@ class Blocks:
         else:
             hidden_TD, rows = self._normed(state, _norm(layer.input_layernorm), qkv_weight)
             residual = hidden_TD
-        attended = self._attend(layer, rows, ctx)
+        attended = self._attend(layer, rows, ctx, walks)
         gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
         state = self._project(layer.self_attn.o_proj, attended, residual, _weight(gate_up))
         middle_TD, rows = self._normed(state, _norm(layer.post_attention_layernorm), _weight(gate_up))
@@ -97,7 +109,7 @@ class Blocks:
             return None
         return torch.empty(num_rows, count, dtype=torch.float32, device=self._products.counters.device)
 
-    def _attend(self, layer: Any, rows: Rows, ctx: Any) -> "_Unprojected":
+    def _attend(self, layer: Any, rows: Rows, ctx: Any, walks: Walks | None) -> "_Unprojected":
         own, shape = layer.self_attn, layer.self_attn.shape
         weight, bias = _weight(own.qkv_proj), own.qkv_proj.bias
         kv = ctx.kv.layers[own.layer_index]
@@ -108,14 +120,16 @@ class Blocks:
         if own.q_norm is None and self._products.folds_rope(weight, num_rows, rows.dtype, write):
             q = self._products.multiply(rows, weight, Epilogue(bias, rope=write)).view(num_rows, heads[0], -1)
         else:
-            qkv: Tensor | Stretches | None = self._products.stretches(rows, weight) if bias is None else None
+            qkv: Tensor | Stretches | None = None
+            if bias is None:  # attention may then start while this product runs: it needs what was there before it
+                qkv = self._products.stretches(rows, weight, settled=True)
             if qkv is None:
                 qkv = self._products.multiply(rows, weight, Epilogue(bias))
             qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
             q = norm_rope.rope_and_write(qkv, write, qk_norm, rows.dtype, self._products.dependent)
         leaves = num_rows < self._launch.config.serial_from
         maxima = self._room_for_maxima(_weight(own.o_proj), num_rows, heads[0] if leaves else 0)
-        out = attention(q, kv, ctx.batch, shape.head_dim**-0.5, shape.window, self._launch, maxima)
+        out = attention(q, kv, ctx.batch, shape.head_dim**-0.5, shape.window, self._launch, maxima, walks)
         return _Unprojected(out.flatten(1), maxima)
 
     def _normed(self, state: "_State", norm: Norm, weight: Weight) -> tuple[Tensor, Rows]:

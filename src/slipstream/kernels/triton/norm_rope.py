@@ -161,14 +161,18 @@ def _rope_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     x_scale_ptr, w_scale_ptr, qkv_stride, part_stride, slot_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TAKEN: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, QK_NORM: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Take TAKEN heads of one token: rotate queries, or rotate keys and write them, or write values.
 
     With SPLITS heads are float32 sums of so many stretches, `part_stride` apart, and are added and rounded first; sums
-    of codes have scales.
+    of codes have scales. Attention follows, which reads early what was written before the product of these heads: it is
+    there once that product is done, and where it is SETTLED as soon as the programs here run (see `Stretches`).
     """
-    wait_then_let_start(PDL)
+    if SETTLED:
+        wait_for_inputs(PDL)
+    else:
+        wait_then_let_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TAKEN
     head = (first + tl.arange(0, TAKEN))[:, None]
@@ -246,10 +250,12 @@ class Stretches:
 
     Args:
         scales: of the rows [T] and of the outputs [N], if these are sums of codes.
+        settled: whether the product has waited for its inputs before it let the next kernel start.
     """
 
     parts_STN: Tensor
     scales: tuple[Tensor, Tensor] | None = None
+    settled: bool = False
 
 
 def rope_and_write(
@@ -266,6 +272,7 @@ def rope_and_write(
     width = layer.keys_SGd.shape[2]
     assert layer.keys_SGd.stride() == layer.values_SGd.stride() and layer.keys_SGd.stride(1) == width
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    settled = isinstance(qkv, Stretches) and qkv.settled
     if isinstance(qkv, Stretches):
         scales, qkv = qkv.scales or scales, qkv.parts_STN
     num_tokens, splits = qkv.shape[-2], len(qkv) if qkv.dim() == 3 else 1
@@ -277,9 +284,8 @@ def rope_and_write(
         norms[0].weight_D, norms[1].weight_D, *scales, qkv.stride(-2), qkv.stride(0), layer.keys_SGd.stride(0),
         norms[0].eps,
         HEADS=num_heads, GROUPS=num_groups, TAKEN=taken, WIDTH=width, HALF=rope.cos_Pr.shape[1],
-        BLOCK=triton.next_power_of_2(width), SPLITS=splits, QK_NORM=qk_norm is not None, PDL=dependent,
-        num_warps=1 if taken < 4 else 4,
-        **launch_options(dependent),
+        BLOCK=triton.next_power_of_2(width), SPLITS=splits, QK_NORM=qk_norm is not None, SETTLED=settled,
+        PDL=dependent, num_warps=1 if taken < 4 else 4, **launch_options(dependent),
     )  # fmt: skip
     return q
 
@@ -338,13 +344,15 @@ def variants(architecture: str) -> list[Variant]:
         for codes, pointer in (("none", "*bf16"), ("fp8", "*fp8e4nv"), ("int8", "*i8"))
     ]  # fmt: skip
     ropes = [
-        Variant(f"rope, qk norm {on}, {splits} stretches", _rope_kernel, {**rope, "qkv_ptr": pointer},
-                {**heads, **dict.fromkeys(scales), "SPLITS": splits, "QK_NORM": on}, 4, 2, divisible=whole(rope))
+        Variant(f"{'settled ' if splits > 1 else ''}rope, qk norm {on}, {splits} stretches", _rope_kernel,
+                {**rope, "qkv_ptr": pointer},
+                {**heads, **dict.fromkeys(scales), "SPLITS": splits, "QK_NORM": on, "SETTLED": splits > 1}, 4, 2,
+                divisible=whole(rope))
         for on, splits, pointer in ((False, 1, "*bf16"), (True, 1, "*bf16"), (False, 2, "*fp32"))
     ]  # fmt: skip
     ropes.append(
-        Variant("rope, 2 stretches of codes", _rope_kernel, {**rope, "qkv_ptr": "*fp32", **scales},
-                {**heads, "SPLITS": 2, "QK_NORM": False}, 4, 2, divisible=(*whole(rope), *scales))
+        Variant("settled rope, 2 stretches of codes", _rope_kernel, {**rope, "qkv_ptr": "*fp32", **scales},
+                {**heads, "SPLITS": 2, "QK_NORM": False, "SETTLED": True}, 4, 2, divisible=(*whole(rope), *scales))
     )  # fmt: skip
     return [*norms, *ropes, Variant("silu_mul", _silu_mul_kernel, silu, {"BLOCK": 1024, "PDL": False}, 4, 2,
                                     divisible=whole(silu))]  # fmt: skip

@@ -134,10 +134,13 @@ class Products:
         wide = replace(wide, config=replace(wide.config, later=False))
         return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide, rows.dtype)
 
-    def stretches(self, rows: Rows, weight: Weight) -> Stretches | None:
+    def stretches(self, rows: Rows, weight: Weight, *, settled: bool = False) -> Stretches | None:
         """Return the float32 sums of each stretch of columns [S, T, N], if they are left to the kernel that follows.
 
         It then adds them in their order and rounds (`slipstream.kernels.triton.stretches`). None: `multiply` does.
+
+        Args:
+            settled: see `Stretches`.
         """
         num_rows = rows.values_TK.shape[0]
         if self._is_narrow(num_rows):
@@ -152,8 +155,9 @@ class Products:
         launch = self._wide_launch(weight_NK, kind, num_rows, silu=False)
         if launch is None or not launch.config.later:
             return None
+        launch = replace(launch, settles=settled)
         parts_STN = multiply_wide(rows.values_TK, weight_NK, None, kind, Epilogue(), launch, rows.dtype)
-        return Stretches(parts_STN, scales)
+        return Stretches(parts_STN, scales, settled)
 
     def _wide_launch(self, weight_NK: Tensor, kind: str, num_rows: int, *, silu: bool) -> WideLaunch | None:
         """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""

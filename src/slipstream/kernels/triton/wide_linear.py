@@ -26,6 +26,7 @@ class WideLaunch:
         counters: zeros, as in `slipstream.kernels.triton.linear.Launch`.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
+        settles: whether the next kernel may start only once this one's inputs are there.
     """
 
     config: WideConfig
@@ -35,6 +36,7 @@ class WideLaunch:
     counters: Tensor
     dependent: bool
     instruction: int = 0
+    settles: bool = False
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over outputs, tokens and stretches of columns."""
@@ -113,7 +115,7 @@ def multiply_wide(
         SPLITS=1 if config.later else launch.splits, LATER=config.later,
         EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        AHEAD=config.ahead, TOGETHER=config.together, PDL=launch.dependent,
+        AHEAD=config.ahead, TOGETHER=config.together, SETTLES=launch.settles, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
@@ -152,8 +154,8 @@ def _stream(
         tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
         x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, PDL=launch.dependent,
-        num_warps=config.num_warps, **few, **launch_options(launch.dependent),
+        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, SETTLES=launch.settles,
+        PDL=launch.dependent, num_warps=config.num_warps, **few, **launch_options(launch.dependent),
     )  # fmt: skip
 
 
@@ -182,7 +184,7 @@ _PASSES = {  # rows, and whether SiLUs come of them, that what ships is compiled
 def variants(architecture: str) -> list[Variant]:
     """List what ships: each format's tiles by format and by shape, for 32 to 256 rows, whole and split.
 
-    And tiles by format that leave their sums for later.
+    And tiles by format that leave their sums for later, and let the next kernel start at once, or settle.
     """
     tuning = read_tuning(architecture)
     shipped: dict[str, Variant] = {}
@@ -198,11 +200,15 @@ def variants(architecture: str) -> list[Variant]:
             later = fitted(
                 replace(config, later=True), row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes
             )
-            shipped[f"{name} {later}"] = _variant(f"wide {kind} 160 rows", kind, later, row_pieces(160), silu=False)
+            for settles in (False, True):
+                variant = _variant(f"wide {kind} 160 rows", kind, later, row_pieces(160), silu=False, settles=settles)
+                shipped[f"{variant.name} {later}"] = variant
     return list(shipped.values())
 
 
-def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], *, silu: bool) -> Variant:
+def _variant(
+    name: str, kind: str, config: WideConfig, pieces: tuple[int, int], *, silu: bool, settles: bool = False
+) -> Variant:
     code, (first, second) = _POINTERS[kind], pieces
     widths = (first, second or 16, config.block_n)
     sources = [f"tensordesc<{code}[{n}, {config.block_k}]>" if config.tma else f"*{code}" for n in widths]
@@ -217,11 +223,10 @@ def _variant(name: str, kind: str, config: WideConfig, pieces: tuple[int, int], 
         "SPLITS": 1 if silu or config.later else 4, "LATER": config.later and not silu,
         "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
         "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead,
-        "TOGETHER": config.together, "PDL": False,
+        "TOGETHER": config.together, "SETTLES": settles, "PDL": False,
     }  # fmt: skip
-    tiles = (
-        f" {2 if config.pair else 1}x{config.block_n}{', silu' if silu else ', later' if config.later else ', split'}"
-    )
+    end = ", silu" if silu else ", settles" if settles else ", later" if config.later else ", split"
+    tiles = f" {2 if config.pair else 1}x{config.block_n}{end}"
     divisible = tuple(
         arg for arg, type in signature.items() if arg not in ("M", "steps") and not type.startswith("tensordesc")
     )

@@ -77,14 +77,12 @@ def _after(one, one_rest, two, two_rest, PENDING: gl.constexpr, SECOND: gl.const
 @gluon.jit
 def _multiply(
     stores, ready, empty, steps, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Multiply steps as they come; those of a step are still under way when the next is waited for."""
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
     one, one_rest = gl.zeros([BLOCK_N, FIRST], gl.float32, WIDE), gl.zeros([BLOCK_N, REST], gl.float32, NARROW)
     two, two_rest = one, one_rest
-    if PDL:
-        gdc_wait()
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -104,14 +102,12 @@ def _multiply(
 @gluon.jit
 def _multiply_fp8(
     stores, ready, empty, steps, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Multiply steps as they come; the products of a piece are added while those of the next are under way."""
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
     nothing, nothing_rest = gl.zeros([BLOCK_N, FIRST], gl.float32, WIDE), gl.zeros([BLOCK_N, REST], gl.float32, NARROW)
     one, one_rest, two, two_rest = nothing, nothing_rest, nothing, nothing_rest
-    if PDL:
-        gdc_wait()
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -139,13 +135,18 @@ def _multiply_fp8(
 @gluon.jit
 def _take(
     stores, ready, empty, steps, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, FP8: gl.constexpr, SETTLES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Multiply what was asked for; return the sums of both tiles with both pieces of the rows."""
+    if PDL:
+        gdc_wait()
+        if SETTLES:
+            gdc_launch_dependents()
     if FP8:
-        sums = _multiply_fp8(stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, PDL)
+        sums = _multiply_fp8(stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW)
     else:
-        sums = _multiply(stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, PDL)
+        sums = _multiply(stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW)
     return sums
 
 
@@ -200,10 +201,10 @@ def _finish(
 def stream_kernel(
     x_first, x_second, w_tiles, x_scale_ptr, w_scale_ptr, y_ptr, M, N, steps, y_stride, part_stride,
     FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, LATER: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    STAGES: gl.constexpr, LATER: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr, SETTLES: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by one weight tile or a pair, over one stretch of columns."""
+    """Multiply all rows by one weight tile or a pair, over one stretch of columns; SETTLES as in `wide_kernel`."""
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
     split = gl.program_id(2)
     num_outputs = N // 2 if SILU else N
@@ -225,7 +226,7 @@ def stream_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    if PDL:
+    if PDL and not SETTLES:
         gdc_launch_dependents()
     # A group of four warps takes 64 weight rows; two groups share a tile of 64 by halves of the rows.
     DOWN: gl.constexpr = num_warps if 16 * num_warps <= BLOCK_N else 4
@@ -235,7 +236,8 @@ def stream_kernel(
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, REST // ACROSS, COLUMNS])
     one, one_rest, two, two_rest = gl.warp_specialize(
         [
-            (_take, (stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, FP8, PDL)),
+            (_take, (stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, FP8, SETTLES,
+                     PDL)),
             (_ask, ((x_first, x_second, w_tiles), stores, ready, empty, (m_first, n_first, n_second),
                     split * steps * BLOCK_K, steps, FIRST, SECOND, PAIR, BLOCK_K, STAGES,
                     (TILES * BLOCK_N + FIRST + SECOND) * BLOCK_K * ITEM, PDL)),

@@ -12,7 +12,7 @@ likewise; with SiLU they are gates and the rows `up` of the same outputs. Column
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.launch import arrived_last, show_copies, wait_for_inputs
+from slipstream.kernels.triton.launch import arrived_last, show_copies, wait_for_inputs, wait_then_let_start
 from slipstream.kernels.triton.linear import prefetch_rows
 
 
@@ -280,11 +280,12 @@ def wide_kernel(
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, LATER: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
     KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
-    TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    TOGETHER: tl.constexpr, SETTLES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up.
 
-    With LATER nobody does: sums stay as they are, for the kernel that follows.
+    With LATER nobody does: sums stay as they are, for the kernel that follows. With SETTLES that one starts only once
+    the inputs are there here.
     """
     n_tile, m_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     REST: tl.constexpr = SECOND if SECOND > 0 else 16
@@ -298,7 +299,10 @@ def wide_kernel(
         _ask_ahead(w_ptr, n_first, split * steps * BLOCK_K, N, K, BLOCK_N)
         if PAIR:
             _ask_ahead(w_ptr, n_second, split * steps * BLOCK_K, N, K, BLOCK_N)
-    wait_for_inputs(PDL)
+    if SETTLES:
+        wait_then_let_start(PDL)
+    else:
+        wait_for_inputs(PDL)
     one, one_rest, two, two_rest = _stretch(
         x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
         FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL, TOGETHER,
