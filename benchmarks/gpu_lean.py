@@ -73,7 +73,8 @@ TILES: dict[str, dict[str, tuple[Settings, ...]]] = {  # the first of each is ch
     },
 }
 TRIGGERS = (2, 4, 8, -1)
-Task = tuple[Tuning, str, str, LinearConfig, int]
+Task = tuple[Tuning, str, str, LinearConfig, int, bool]
+"""A tuning, format and shape, tiles, rows, and whether the product makes the codes of rows after their norm."""
 
 
 def tiles_of(tuning: Tuning, format: str, shape: str, settings: Settings) -> LinearConfig:
@@ -101,11 +102,11 @@ def short(config: LinearConfig) -> str:
 class Inputs:
     """What a product is given in a layer of so many rows, a number of times over."""
 
-    def __init__(self, products: Products, format: str, shape: str, num_rows: int) -> None:
+    def __init__(self, products: Products, format: str, shape: str, num_rows: int, *, folded: bool) -> None:
         self._device = torch.device("cuda")
         torch.manual_seed(num_rows)
         outputs, inputs = (int(part) for part in shape.split(":"))
-        self._shape, self._format, self._rows = shape, format, num_rows
+        self._shape, self._format, self._rows, self._folded = shape, format, num_rows, folded
         weight = random_weight(format, Shape(shape, outputs, inputs), self._device)
         if isinstance(weight, PackedWeight):  # numbers of both signs
             signs = torch.randint(0, 2, weight.codes.shape, dtype=torch.uint8, device=self._device) << 7
@@ -126,7 +127,7 @@ class Inputs:
             normed = self._shape in (QKV, GATE_UP)
             squares = x.float().pow(2).view(self._rows, -1, 32).sum(-1).contiguous()
             folded = FoldedNorm(self._norm, 1e-5, squares)
-            if normed and (self._format == "dense" or self._rows == 1):
+            if normed and (self._format == "dense" or self._folded):
                 found.append(Rows(x, None, x.dtype, folded))
             elif normed or self._format == "dense":
                 found.append(products.rows_for(self.weight, x))
@@ -161,13 +162,13 @@ class Inputs:
 
 def check(task: Task) -> str:
     """Compare a product's bits with those of `narrow_kernel` for the same tiles; return what is wrong."""
-    tuning, format, shape, config, num_rows = task
+    tuning, format, shape, config, num_rows, folded = task
     try:
         with torch.no_grad():
             device = torch.device("cuda")
             lean = Products(with_tiles(tuning, format, shape, config), device)
             plain = Products(with_tiles(tuning, format, shape, dataclasses.replace(config, lean=0)), device)
-            inputs = Inputs(plain, format, shape, num_rows)
+            inputs = Inputs(plain, format, shape, num_rows, folded=folded)
             expected = inputs.results(plain)
             wrong = 0
             for _ in range(3):
@@ -187,8 +188,8 @@ def checked(tasks: list[Task], pool: Pool, seconds: float) -> set[tuple[str, str
     """Return the products, with their tiles, all of whose checks ended well; say what did not."""
     started, bad, hung = time.monotonic(), set(), False
     pending = [(task, pool.apply_async(check, (task,))) for task in tasks]
-    for (_, format, shape, config, num_rows), result in pending:
-        name = f"{format} {shape} {num_rows} rows, {short(config)}"
+    for (_, format, shape, config, num_rows, folded), result in pending:
+        name = f"{format} {shape} {num_rows} rows{', norm' if folded else ''}, {short(config)}"
         try:
             error = result.get(timeout=max(seconds - (time.monotonic() - started), 0.5))
         except multiprocessing.TimeoutError:
@@ -199,18 +200,22 @@ def checked(tasks: list[Task], pool: Pool, seconds: float) -> set[tuple[str, str
     print(f"checked {len(tasks)} in {time.monotonic() - started:.0f} s{', SOME HUNG' if hung else ''}", flush=True)
     if hung:
         pool.terminate()
-    return {(format, shape, config) for _, format, shape, config, _ in tasks} - bad
+    return {(format, shape, config) for _, format, shape, config, *_ in tasks} - bad
 
 
 def tasks_of(tuning: Tuning, formats: list[str]) -> list[Task]:
-    """Return what is checked: the first tiles of every product for all rows, others for 1 and 4."""
-    return [
-        (tuning, format, shape, tiles_of(tuning, format, shape, settings), num_rows)
-        for format in formats
-        for shape, tried in TILES[format].items()
-        for number, settings in enumerate(tried)
-        for num_rows in (ROWS if number == 0 else (1, 4))
-    ]
+    """Return what is checked: the first tiles of every product for all rows, others and other rings for 1 and 4."""
+    found = []
+    for format in formats:
+        for shape, tried in TILES[format].items():
+            configs = [tiles_of(tuning, format, shape, settings) for settings in tried]
+            configs += [dataclasses.replace(configs[0], lean=configs[0].lean + more) for more in (-1, 1)]
+            for number, config in enumerate(configs):
+                for num_rows in ROWS if number == 0 else (1, 4):
+                    both = format == "fp8" and shape in (QKV, GATE_UP)
+                    ways = ((True,) if num_rows == 1 else (False, True)) if both else (False,)
+                    found += [(tuning, format, shape, config, num_rows, folded) for folded in ways]
+    return found
 
 
 def together(tuning: Tuning, format: str, good: set[tuple[str, str, LinearConfig]]) -> Tuning:
@@ -229,6 +234,8 @@ def changes(
 ) -> Iterator[tuple[str, Tuning]]:
     """Yield what to try, each beside the best so far."""
     names = {QKV: "qkv", OUT: "o", GATE_UP: "gate_up", DOWN: "down"}
+    if format == "fp8":
+        yield "codes after norms made for 4 rows", dataclasses.replace(search.best, fold_norm_codes=4)
     for trigger in TRIGGERS:
         few = {
             name: dataclasses.replace(config, lean_trigger=trigger)
@@ -254,8 +261,8 @@ def changes(
         if config is None or not config.lean:
             continue
         for fields in (
-            {"lean": config.lean - 1}, {"lean": config.lean + 1}, {"lean_registers": 80}, {"lean_registers": 128},
-            {"lean_trigger": 0}, {"lean_trigger": 3}, {"lean_trigger": 8}, {"lean_trigger": -1},
+            {"lean": config.lean - 1}, {"lean": config.lean + 1}, {"lean_trigger": 0}, {"lean_trigger": 3},
+            {"lean_trigger": 8}, {"lean_trigger": -1}, {"lean_registers": 80}, {"lean_registers": 128},
         ):  # fmt: skip
             changed = dataclasses.replace(search.best.linear_few[f"{format}:{shape}"], **fields)
             yield f"{names[shape]}: {short(changed)}", with_tiles(search.best, format, shape, changed)

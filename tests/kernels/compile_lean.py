@@ -35,6 +35,9 @@ DENSE = {
 }
 CASES = {  # tiles, shape and end, rows, norm, codes, parts of a row of which something was left, what is left here
     "fp8 qkv 1": (FP8, QKV, 1, True, "norm", 128, "none"),
+    "fp8 qkv 4, codes of a norm": (FP8, QKV, 4, True, "norm", 128, "none"),
+    "fp8 gate_up 2, codes of a norm": (FP8, GATE_UP, 2, True, "norm", 128, "maxima"),
+    "fp8 gate_up 4, codes of a norm": (FP8, GATE_UP, 4, True, "norm", 128, "maxima"),
     "fp8 qkv 4": (FP8, QKV, 4, False, "none", 1, "none"),
     "fp8 o 1": (FP8, OUT, 1, False, "maxima", 32, "squares"),
     "fp8 o 4": (FP8, OUT, 4, False, "maxima", 32, "none"),
@@ -67,7 +70,7 @@ def compiled(name: str, keep: Path | None) -> dict[str, object]:
         "leave_ptr": "*fp32", "keys_ptr": "*bf16", "values_ptr": "*bf16", "slots_ptr": "*i64",
         "positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "M": "i32", "N": "i32", "K": "i32",
         "num_parts": "i32", "x_stride": "i32", "residual_stride": "i32", "y_stride": "i32", "slot_stride": "i32",
-        "eps": "fp32",
+        "eps": "fp32", "trigger": "i32",
     }  # fmt: skip
     constants = {
         **plan.constants(), "HAS_BIAS": False, "HAS_RESIDUAL": end == "plain",
@@ -75,7 +78,7 @@ def compiled(name: str, keep: Path | None) -> dict[str, object]:
         "HEADS": 32, "GROUPS": 8, "HALF": 64, "PDL": True, "num_warps": 4,
     }  # fmt: skip
     names = lean_kernel.arg_names
-    divisible = [n for n, t in signature.items() if (t.startswith("*") or t == "i32") and n != "M"]
+    divisible = [n for n, t in signature.items() if (t.startswith("*") or t == "i32") and n not in ("M", "trigger")]
     source = GluonASTSource(
         lean_kernel,
         {n: signature.get(n, "constexpr") for n in names},

@@ -28,5 +28,5 @@ def test_what_does_not_fit_is_left_to_other_kernels():
     plan = plan_of(config, 3, 1024, 1, "plain", "maxima", 1)
     assert plan is not None and (plan.mp, plan.bn, plan.steps) == (4, 16, 8)
     assert plan_of(config, 5, 1024, 1, "plain", "maxima", 1) is None
-    assert plan_of(config, 2, 1024, 1, "plain", "norm", 1) is None
+    assert plan_of(config, 2, 1280, 1, "plain", "norm", 1) is None
     assert plan_of(config, 1, 1000, 1, "plain", "maxima", 1) is None

@@ -65,17 +65,16 @@ def _ask_slot(
 
 @gluon.jit
 def _ask(
-    w_tiles, boxes, ready, empty, tile, N, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
+    w_tiles, boxes, ready, empty, tile, N, trigger, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
     BOX: gl.constexpr, BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr,
-    SLOTS: gl.constexpr, TRIGGER: gl.constexpr, END: gl.constexpr, HALF: gl.constexpr, BYTES: gl.constexpr,
-    PDL: gl.constexpr,
+    SLOTS: gl.constexpr, END: gl.constexpr, HALF: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for all weights, as soon as there is room, and let the next kernel start when TRIGGER asks are left."""
+    """Ask for all weights, as soon as there is room, and let the next kernel start when `trigger` asks are left."""
     TOTAL: gl.constexpr = STEPS * PARTS
     FIRST: gl.constexpr = SLOTS if SLOTS < TOTAL else TOTAL
-    LAST: gl.constexpr = TOTAL - TRIGGER  # the ask before which it may start
-    if PDL and TRIGGER < 0 and END != "rope":
-        gdc_launch_dependents()
+    if PDL and END != "rope":  # noqa: SIM102 - the one is known when the kernel is compiled
+        if trigger < 0:
+            gdc_launch_dependents()
     for q in range(FIRST):
         _ask_slot(
             w_tiles, boxes, ready, tile, q, q, N, BLOCK_N, SEG, OWN, BOX, BK, SIDE, PARTS, STEPS, END, HALF, BYTES
@@ -83,7 +82,7 @@ def _ask(
     if PDL:
         # Attention, after a rotation, reads what was written before the kernel before: it may not start earlier.
         gdc_wait()
-        if LAST <= FIRST or (TRIGGER < 0 and END == "rope"):
+        if (END == "rope" and trigger < 0) or TOTAL - trigger <= FIRST:
             gdc_launch_dependents()
     slot, phase = 0, 0
     for q in range(FIRST, TOTAL):
@@ -91,8 +90,8 @@ def _ask(
         _ask_slot(
             w_tiles, boxes, ready, tile, q, slot, N, BLOCK_N, SEG, OWN, BOX, BK, SIDE, PARTS, STEPS, END, HALF, BYTES
         )
-        if PDL and TRIGGER >= 0 and LAST > FIRST:  # noqa: SIM102 - the one is known when the kernel is compiled
-            if q + 1 == LAST:
+        if PDL:  # noqa: SIM102 - the one is known when the kernel is compiled
+            if q + 1 == TOTAL - trigger:
                 gdc_launch_dependents()
         slot += 1
         if slot == SLOTS:
@@ -181,7 +180,6 @@ def _work(
     CHUNK: gl.constexpr = chunk_layout(C, BK)
     ROWS: gl.constexpr = gl.SliceLayout(1, CHUNK)
     E: gl.constexpr = end_layout()
-    R: gl.constexpr = SIDE * MP
     NUM: gl.constexpr = STEPS // C
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32 if FP8 else 16])
     j = tile * OWN + gl.arange(0, SEG, gl.SliceLayout(1, E))
@@ -214,20 +212,20 @@ def _work(
         scale = gl.load(x_scale_ptr + gl.minimum(token, M - 1))[None, :]
     factor, coded, inverse = 0.0, 0.0, 0.0
     if NORM:
-        factor = for_rows(factor_of(left, K, eps, MP, LEFT_LEVELS), SIDE, MP, ROWS)
+        factor = for_rows(factor_of(left, K, eps, MP, LEFT_LEVELS), MP, ROWS)
     if CODES == "maxima":
         found = scale_of(left)
         scale = _for_outputs(found, token, MP)
-        coded, inverse = for_rows(found, SIDE, MP, ROWS), for_rows(gl.div_rn(1.0, found), SIDE, MP, ROWS)
+        coded, inverse = for_rows(found, MP, ROWS), for_rows(gl.div_rn(1.0, found), MP, ROWS)
     rows = normed_rows(raw, weight, factor, NORM)
     if CODES == "norm":
-        gl.static_assert(NUM == 1 and MP == 1)
-        found = row_scale(largest(rows, C, BK), "fp8")
+        gl.static_assert(NUM == 1)
+        found = row_scale(largest(rows, C, MP, BK), "fp8")
         scale = _for_outputs(found, token, MP)
-        coded, inverse = for_rows(found, SIDE, MP, ROWS), for_rows(gl.div_rn(1.0, found), SIDE, MP, ROWS)
+        coded, inverse = for_rows(found, MP, ROWS), for_rows(gl.div_rn(1.0, found), MP, ROWS)
     slot, phase = 0, 0
     if NUM == 1:
-        store_chunk(coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(0), C, R, BN, BK, CHUNK)
+        store_chunk(coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(0), C, SIDE, MP, BN, BK, CHUNK)
         fence_async_shared()
         gl.thread_barrier()
         cos, sin = 0.0, 0.0
@@ -243,7 +241,9 @@ def _work(
             cos, sin = angles(position, tile, cos_ptr, sin_ptr, SEG, OWN, HALF)
         for chunk in range(NUM):
             rows = normed_rows(raw, weight, factor, NORM)
-            store_chunk(coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(chunk & 1), C, R, BN, BK, CHUNK)
+            store_chunk(
+                coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(chunk & 1), C, SIDE, MP, BN, BK, CHUNK
+            )
             fence_async_shared()
             gl.thread_barrier()
             ahead = gl.minimum(chunk + 1, NUM - 1) * (C * BK)
@@ -275,13 +275,13 @@ def _work(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "trigger"])
 def lean_kernel(
     w_tiles, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, norm_ptr, left_ptr, leave_ptr, keys_ptr,
     values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
-    M, N, K, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
+    M, N, K, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps, trigger,
     SEG: gl.constexpr, OWN: gl.constexpr, BOX: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, MP: gl.constexpr,
-    STEPS: gl.constexpr, C: gl.constexpr, U: gl.constexpr, SLOTS: gl.constexpr, TRIGGER: gl.constexpr,
+    STEPS: gl.constexpr, C: gl.constexpr, U: gl.constexpr, SLOTS: gl.constexpr,
     END: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, NORM: gl.constexpr, CODES: gl.constexpr,
     LEFT: gl.constexpr, LEFT_LEVELS: gl.constexpr, LEAVES: gl.constexpr, LEAVE_LEVELS: gl.constexpr,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, HALF: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
@@ -296,7 +296,7 @@ def lean_kernel(
         STEPS, C, U: steps of 128 bytes of columns, those whose rows are prepared at a time, and those in one piece of
             code.
         SLOTS: steps' tiles that the ring holds.
-        TRIGGER: how many asks are left when the next kernel may start; -1: it may at once.
+        trigger: how many asks are left when the next kernel may start; -1: it may at once.
         END, CODES, LEAVES, HEADS, GROUPS, HALF: as in `narrow_kernel`; LEFT = 2^LEFT_LEVELS is its PARTS.
     """
     dtype: gl.constexpr = w_tiles.dtype
@@ -328,8 +328,8 @@ def lean_kernel(
                      slot_stride, eps, BLOCK_N, SEG, OWN, BK, BN, SIDE, PARTS, MP, STEPS, C, U, SLOTS, ITEM == 1, END,
                      HAS_BIAS, HAS_RESIDUAL, NORM, CODES, LEFT, LEFT_LEVELS, LEAVES, LEAVE_LEVELS, HEADS, GROUPS, HALF,
                      PDL)),
-            (_ask, (w_tiles, boxes, ready, empty, tile, N, BLOCK_N, SEG, OWN, BOX, BK, SIDE, PARTS, STEPS, SLOTS,
-                    TRIGGER, END, HALF, SIDE * OWN * 128, PDL)),
+            (_ask, (w_tiles, boxes, ready, empty, tile, N, trigger, BLOCK_N, SEG, OWN, BOX, BK, SIDE, PARTS, STEPS,
+                    SLOTS, END, HALF, SIDE * OWN * 128, PDL)),
         ],
         [1], [40],
     )  # fmt: skip

@@ -30,7 +30,6 @@ class LeanPlan:
     chunk: int
     unrolled: int
     slots: int
-    trigger: int
     end: str
     codes: str
 
@@ -38,7 +37,7 @@ class LeanPlan:
         """Return the kernel's arguments."""
         return {
             "SEG": self.seg, "OWN": self.own, "BOX": self.box, "BN": self.bn, "SIDE": self.side, "MP": self.mp,
-            "STEPS": self.steps, "C": self.chunk, "U": self.unrolled, "SLOTS": self.slots, "TRIGGER": self.trigger,
+            "STEPS": self.steps, "C": self.chunk, "U": self.unrolled, "SLOTS": self.slots,
             "END": self.end, "CODES": self.codes,
         }  # fmt: skip
 
@@ -64,7 +63,7 @@ def plan_of(
     steps, bn = stretch // columns, 8 if side * mp <= 8 else 16
     whole = steps & (steps - 1) == 0
     if codes == "norm":
-        if mp > 1 or not whole or steps < 8:
+        if not whole or steps < 8 or steps * side * mp * columns > 2 * _MOST_NUMBERS:
             return None
         chunk = steps
     elif whole and steps * bn * STEP_BYTES <= _ROOM and steps * side * mp * columns <= _MOST_NUMBERS:
@@ -77,8 +76,7 @@ def plan_of(
     if prepared * 32 < parts * side * seg:  # sums go where the rows were
         return None
     return LeanPlan(
-        seg, own, box, bn, side, mp, steps, chunk, min(chunk, 4), min(config.lean, steps * parts), config.lean_trigger,
-        end, codes,
+        seg, own, box, bn, side, mp, steps, chunk, min(chunk, 4), min(config.lean, steps * parts), end, codes
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Rows as products of 1 to 4 rows multiply them (`lean`): normed, made codes, and put where matrix units read.
 
-A pass's rows are cut in chunks of steps. A chunk has R rows, those of each token in each stretch of columns, and is
-stored over and over until a tile of BN is full; what comes of copies is not stored.
+A pass's rows are cut in chunks of steps. A chunk has SIDE * MP rows, those of each token in each stretch of columns,
+and is stored over and over until a tile of BN is full; what comes of copies is not stored.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,assignment"
@@ -20,12 +20,12 @@ EACH = gl.constexpr(8)
 
 @gluon.constexpr_function
 def chunk_layout(C, BK):
-    """Return how a chunk [C, copies, rows, BK] lies in threads: copies, and mostly rows, in one thread."""
+    """Return how a chunk [C, copies, SIDE, MP, BK] lies in threads: copies and mostly rows in one thread."""
     across = BK // EACH.value
     down = 32 // across
     by_step = min(WARPS.value, max(C // down, 1))
     return gl.BlockedLayout(
-        [1, 1, 1, EACH.value], [down, 1, 1, across], [by_step, 1, WARPS.value // by_step, 1], [3, 2, 1, 0]
+        [1, 1, 1, 1, EACH.value], [down, 1, 1, 1, across], [by_step, 1, WARPS.value // by_step, 1, 1], [4, 3, 2, 1, 0]
     )
 
 
@@ -40,12 +40,25 @@ def chunk_places(
     M, x_stride, SIDE: gl.constexpr, MP: gl.constexpr, STEPS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return where a first chunk's numbers are in the rows, and where in the weights of a norm; [C, R, BK] both."""
-    c = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))
-    r = gl.arange(0, SIDE * MP, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))
-    k = gl.arange(0, BK, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))
-    column = (c * BK)[:, None, None] + (r // MP * (STEPS * BK))[None, :, None] + k[None, None, :]
-    return (gl.minimum(r % MP, M - 1) * x_stride)[None, :, None] + column, column
+    """Return where a first chunk's numbers are in the rows [C, SIDE, MP, BK], and in a norm's weights [C, SIDE, 1, BK].
+
+    Rows past the last repeat it.
+    """
+    BY_TOKEN: gl.constexpr = gl.SliceLayout(2, ROWS)
+    BY_SIDE: gl.constexpr = gl.SliceLayout(1, BY_TOKEN)
+    c = gl.arange(0, C, gl.SliceLayout(1, BY_SIDE))
+    k = gl.arange(0, BK, gl.SliceLayout(0, BY_SIDE))
+    side = gl.arange(0, SIDE, gl.SliceLayout(0, gl.SliceLayout(2, BY_TOKEN)))
+    column = gl.expand_dims((c * BK)[:, None] + k[None, :], 1)
+    column = gl.expand_dims(column + gl.expand_dims((side * (STEPS * BK))[None, :], 2), 2)
+    return gl.minimum(tokens(MP, ROWS), M - 1) * x_stride + column, column
+
+
+@gluon.jit
+def tokens(MP: gl.constexpr, ROWS: gl.constexpr):
+    """Return the numbers of tokens [1, 1, MP, 1]."""
+    token = gl.arange(0, MP, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, ROWS))))
+    return gl.expand_dims(token[None, :][None, :], 3)
 
 
 @gluon.jit
@@ -91,24 +104,23 @@ def of_tokens(numbers, token, MP: gl.constexpr):
 
 
 @gluon.jit
-def for_rows(numbers, SIDE: gl.constexpr, MP: gl.constexpr, ROWS: gl.constexpr):
-    """Return numbers, one for each token, for the rows of a chunk: [1, R, 1], or one for all."""
+def for_rows(numbers, MP: gl.constexpr, ROWS: gl.constexpr):
+    """Return numbers, one for each token, for the rows of a chunk: [1, 1, MP, 1], or one for all."""
     found = of_tokens(numbers, 0, 1)
     if MP > 1:
-        token = gl.arange(0, SIDE * MP, gl.SliceLayout(0, gl.SliceLayout(2, ROWS))) % MP
-        found = of_tokens(numbers, token, MP)[None, :, None]
+        found = of_tokens(numbers, tokens(MP, ROWS), MP)
     return found
 
 
 @gluon.jit
-def largest(normed, C: gl.constexpr, BK: gl.constexpr):
-    """Return the largest magnitude of a single row's chunk, [1]; warps meet once."""
+def largest(normed, C: gl.constexpr, MP: gl.constexpr, BK: gl.constexpr):
+    """Return the largest magnitudes [MP] of rows that are one chunk; warps meet once, and every thread has all."""
     DOWN: gl.constexpr = 32 // (BK // EACH)
-    ALL: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
-    by_step = gl.max(gl.max(gl.abs(normed.to(gl.float32)), 2), 1)
     gl.static_assert(C >= DOWN * WARPS)
-    by_warp = gl.max(gl.max(by_step.reshape([C // (DOWN * WARPS), WARPS, DOWN]), 2), 0)
-    return gl.max(gl.convert_layout(by_warp, ALL).reshape([1, WARPS]), 1)
+    ALL: gl.constexpr = gl.BlockedLayout([WARPS, MP], [32, 1], [WARPS, 1], [1, 0])
+    by_step = gl.max(gl.max(gl.abs(normed.to(gl.float32)), 3), 1)
+    by_warp = gl.max(gl.max(by_step.reshape([C // (DOWN * WARPS), WARPS, DOWN, MP]), 2), 0)
+    return gl.max(gl.convert_layout(by_warp, ALL), 0)
 
 
 @gluon.jit
@@ -129,9 +141,10 @@ def coded_rows(rows, scale, inverse, CODES: gl.constexpr):
 
 @gluon.jit
 def store_chunk(
-    rows, store, C: gl.constexpr, R: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, CHUNK: gl.constexpr
+    rows, store, C: gl.constexpr, SIDE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Store a chunk [C, R, BK] as tiles of BN rows [C * BN, BK], where matrix units see it once warps have met."""
-    copies = gl.expand_dims(rows, 1)
-    tiles, _ = gl.broadcast(copies, gl.full([C, BN // R, R, BK], 0.0, rows.dtype, CHUNK))
+    """Store a chunk [C, SIDE, MP, BK] as tiles of BN rows [C * BN, BK], for matrix units once warps have met."""
+    COPIES: gl.constexpr = BN // (SIDE * MP)
+    tiles, _ = gl.broadcast(gl.expand_dims(rows, 1), gl.full([C, COPIES, SIDE, MP, BK], 0.0, rows.dtype, CHUNK))
     store.store(tiles.reshape([C * BN, BK]))

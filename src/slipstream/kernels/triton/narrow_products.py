@@ -103,7 +103,7 @@ def _multiply_lean(
         *_places(epilogue, y),
         len(x_TK), num_outputs, num_inputs, num_parts, x_TK.stride(0), residual_stride(epilogue), y.stride(0),
         0 if epilogue.rope is None else epilogue.rope.layer.keys_SGd.stride(0),
-        0.0 if rows.norm is None else rows.norm.eps,
+        0.0 if rows.norm is None else rows.norm.eps, config.lean_trigger,
         **plan.constants(), HAS_BIAS=epilogue.bias_N is not None,
         HAS_RESIDUAL=epilogue.residual_TN is not None, NORM=rows.norm is not None, LEFT=parts,
         LEFT_LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), LEAVE_LEVELS=_levels(config),
