@@ -4,9 +4,9 @@
 
 First each product alone, for 1 to 4 rows, in processes that may hang without harm: its outputs, what it leaves for the
 next kernel and what it writes to the cache must have the bits of `narrow_kernel`, in launches one after another. What
-does not is left out. Then whole layers of Llama-8B's shape with cold weights (`gpu_few`): all products, one after
-another, and with other tiles, rings and triggers; what is kept is faster, twice timed, and changes no bit. FOLDER gets
-`sm_90.json`, for kernels/triton/configs, after every format.
+does not is left out. Then whole layers of Llama-8B's shape with cold weights (`gpu_few`): all products so, then one
+after another as it was, with other rings and other triggers; what is kept is faster, twice timed, and changes no bit.
+FOLDER gets `sm_90.json`, for kernels/triton/configs, after every format.
 """
 
 import argparse
@@ -35,53 +35,37 @@ from slipstream.quant.packed import PackedWeight
 Settings = dict[str, Any]
 LAUNCHES, CHECK_SECONDS, ROWS = 24, 75.0, (1, 2, 3, 4)
 SIDE = {"side": True}
-TILES: dict[str, dict[str, tuple[Settings, ...]]] = {  # the first of each is checked for all rows
+TILES: dict[str, dict[str, Settings]] = {
     "fp8": {
-        QKV: (
-            {"block_n": 128, "own_rows": 64, "lean": 11, "lean_box": 32, **SIDE},
-            {"block_n": 128, "own_rows": 48, "lean": 11, "lean_box": 8, **SIDE},
-        ),
-        OUT: (
-            {"block_n": 128, "own_rows": 32, "lean": 6, "lean_box": 32, **SIDE},
-            {"block_n": 64, "own_rows": 16, "lean": 5, "lean_box": 16, **SIDE},
-        ),
-        GATE_UP: (
-            {"block_n": 256, "own_rows": 224, "lean": 5, "lean_box": 16},
-            {"block_n": 256, "own_rows": 256, "lean": 5, "lean_box": 64},
-            {"block_n": 128, "own_rows": 112, "lean": 3, "lean_box": 8},
-        ),
-        DOWN: (
-            {"block_n": 128, "own_rows": 32, "lean": 6, "lean_box": 32, **SIDE},
-            {"block_n": 64, "own_rows": 16, "lean": 5, "lean_box": 16, **SIDE},
-        ),
+        QKV: {"block_n": 128, "own_rows": 64, "lean": 20, **SIDE},
+        OUT: {"block_n": 128, "own_rows": 32, "lean": 8, **SIDE},
+        GATE_UP: {"block_n": 256, "own_rows": 224, "lean": 9},
+        DOWN: {"block_n": 128, "own_rows": 32, "lean": 10, **SIDE},
     },
     "dense": {
-        QKV: (
-            {"block_n": 128, "own_rows": 64, "lean": 11, "lean_box": 32, **SIDE},
-            {"block_n": 128, "own_rows": 48, "lean": 11, "lean_box": 8, **SIDE},
-        ),
-        OUT: ({"block_n": 64, "own_rows": 32, "lean": 11, "lean_box": 32, **SIDE},),
-        GATE_UP: (
-            {"block_n": 256, "own_rows": 224, "lean": 6, "lean_box": 16},
-            {"block_n": 256, "own_rows": 256, "lean": 6, "lean_box": 64},
-            {"block_n": 128, "own_rows": 112, "lean": 4, "lean_box": 8},
-        ),
-        DOWN: (
-            {"block_n": 128, "own_rows": 32, "lean": 6, "lean_box": 32, **SIDE},
-            {"block_n": 64, "own_rows": 16, "lean": 5, "lean_box": 16, **SIDE},
-        ),
+        QKV: {"block_n": 128, "own_rows": 64, "lean": 20, **SIDE},
+        OUT: {"block_n": 64, "own_rows": 32, "lean": 20, **SIDE},
+        GATE_UP: {"block_n": 256, "own_rows": 224, "lean": 10},
+        DOWN: {"block_n": 128, "own_rows": 32, "lean": 10, **SIDE},
     },
 }
-TRIGGERS = (2, 4, 8, -1)
+RINGS = {  # slots, of which two programs never fit a processor
+    "fp8": {QKV: (14, 24), OUT: (), GATE_UP: (6, 11), DOWN: (7, 12)},
+    "dense": {QKV: (14, 24), OUT: (14, 24), GATE_UP: (7, 12), DOWN: (7, 12)},
+}
+TRIGGERS = (-1, 4, 8, 16)
+NAMES = {QKV: "qkv", OUT: "o", GATE_UP: "gate_up", DOWN: "down"}
 Task = tuple[Tuning, str, str, LinearConfig, int, bool]
 """A tuning, format and shape, tiles, rows, and whether the product makes the codes of rows after their norm."""
+Key = tuple[str, int]
+"""A product, and the slots of its ring."""
 
 
-def tiles_of(tuning: Tuning, format: str, shape: str, settings: Settings) -> LinearConfig:
-    """Return a product's tiles with the settings given; the rest is as configured."""
-    name = f"{format}:{shape}"
-    few = tuning.linear_few.get(name, tuning.linear[name])
-    return dataclasses.replace(few, **{"side": False, "ahead": 0, **settings})
+def tiles_of(tuning: Tuning, format: str, shape: str, slots: int = 0, trigger: int = 8) -> LinearConfig:
+    """Return a product's tiles, with so many slots if not as many as usual; its stretches are as configured."""
+    settings = {**TILES[format][shape], **({"lean": slots} if slots else {})}
+    order = tuning.linear[f"{format}:{shape}"]
+    return dataclasses.replace(order, **{"ahead": 0, "lean_trigger": trigger, **settings})
 
 
 def with_tiles(tuning: Tuning, format: str, shape: str, config: LinearConfig) -> Tuning:
@@ -93,10 +77,7 @@ def short(config: LinearConfig) -> str:
     """Return tiles in a word."""
     if not config.lean:
         return "as today"
-    return (
-        f"{config.own_rows}/{config.block_n} slots {config.lean} box {config.lean_box} trigger {config.lean_trigger}"
-        f" registers {config.lean_registers}"
-    )
+    return f"{config.own_rows}/{config.block_n} slots {config.lean} trigger {config.lean_trigger}"
 
 
 class Inputs:
@@ -184,9 +165,10 @@ def check(task: Task) -> str:
     return ""
 
 
-def checked(tasks: list[Task], pool: Pool, seconds: float) -> set[tuple[str, str, LinearConfig]]:
-    """Return the products, with their tiles, all of whose checks ended well; say what did not."""
-    started, bad, hung = time.monotonic(), set(), False
+def checked(tasks: list[Task], pool: Pool, seconds: float) -> set[Key]:
+    """Return the products, with their slots, a check of which did not end well; say how each ended."""
+    started, hung = time.monotonic(), False
+    bad: set[Key] = set()
     pending = [(task, pool.apply_async(check, (task,))) for task in tasks]
     for (_, format, shape, config, num_rows, folded), result in pending:
         name = f"{format} {shape} {num_rows} rows{', norm' if folded else ''}, {short(config)}"
@@ -195,105 +177,58 @@ def checked(tasks: list[Task], pool: Pool, seconds: float) -> set[tuple[str, str
         except multiprocessing.TimeoutError:
             error, hung = "DID NOT END", True
         if error:
-            bad.add((format, shape, config))
+            bad.add((f"{format}:{shape}", config.lean))
         print(f"  {name}: {error or 'the same bits'}", flush=True)
     print(f"checked {len(tasks)} in {time.monotonic() - started:.0f} s{', SOME HUNG' if hung else ''}", flush=True)
     if hung:
         pool.terminate()
-    return {(format, shape, config) for _, format, shape, config, *_ in tasks} - bad
+    return bad
 
 
 def tasks_of(tuning: Tuning, formats: list[str]) -> list[Task]:
-    """Return what is checked: the first tiles of every product for all rows, others and other rings for 1 and 4."""
+    """Return what is checked: the usual ring of every product for all rows, other rings for 1 and 4."""
     found = []
     for format in formats:
-        for shape, tried in TILES[format].items():
-            configs = [tiles_of(tuning, format, shape, settings) for settings in tried]
-            configs += [dataclasses.replace(configs[0], lean=configs[0].lean + more) for more in (-1, 1)]
-            for number, config in enumerate(configs):
-                for num_rows in ROWS if number == 0 else (1, 4):
+        for shape, rings in RINGS[format].items():
+            for slots in (0, *rings):
+                config = tiles_of(tuning, format, shape, slots)
+                for num_rows in (1, 4) if slots else ROWS:
                     both = format == "fp8" and shape in (QKV, GATE_UP)
                     ways = ((True,) if num_rows == 1 else (False, True)) if both else (False,)
                     found += [(tuning, format, shape, config, num_rows, folded) for folded in ways]
     return found
 
 
-def together(tuning: Tuning, format: str, good: set[tuple[str, str, LinearConfig]]) -> Tuning:
-    """Return a tuning in which every product whose bits are right is lean, with the first of its tiles."""
-    for shape, tried in TILES[format].items():
-        for settings in tried:
-            config = tiles_of(tuning, format, shape, settings)
-            if (format, shape, config) in good:
-                tuning = with_tiles(tuning, format, shape, config)
-                break
-    return tuning
-
-
-def changes(
-    today: Tuning, search: Search, format: str, good: set[tuple[str, str, LinearConfig]]
-) -> Iterator[tuple[str, Tuning]]:
+def changes(today: Tuning, search: Search, format: str) -> Iterator[tuple[str, Tuning]]:
     """Yield what to try, each beside the best so far."""
-    names = {QKV: "qkv", OUT: "o", GATE_UP: "gate_up", DOWN: "down"}
+    whole = today
+    for shape in TILES[format]:
+        whole = with_tiles(whole, format, shape, tiles_of(today, format, shape))
+    yield "all lean", whole
     if format == "fp8":
         yield "codes after norms made for 4 rows", dataclasses.replace(search.best, fold_norm_codes=4)
-    for trigger in TRIGGERS:
-        few = {
-            name: dataclasses.replace(config, lean_trigger=trigger)
-            if config.lean and name.startswith(f"{format}:")
-            else config
-            for name, config in search.best.linear_few.items()
-        }
-        yield f"all: trigger {trigger}", dataclasses.replace(search.best, linear_few=few)
-    for shape in (GATE_UP, DOWN, QKV, OUT):
-        name = f"{format}:{shape}"
-        yield (
-            f"{names[shape]}: as today",
-            with_tiles(search.best, format, shape, today.linear_few.get(name, today.linear[name])),
-        )
-        for settings in TILES[format][shape]:
-            config = tiles_of(today, format, shape, settings)
-            if (format, shape, config) in good:
-                trigger = search.best.linear_few[name].lean_trigger
-                config = dataclasses.replace(config, lean_trigger=trigger)
-                yield f"{names[shape]}: {short(config)}", with_tiles(search.best, format, shape, config)
-    for shape in (GATE_UP, DOWN, QKV, OUT):
-        config = search.best.linear_few.get(f"{format}:{shape}")
-        if config is None or not config.lean:
-            continue
-        for fields in (
-            {"lean": config.lean - 1}, {"lean": config.lean + 1}, {"lean_trigger": 0}, {"lean_trigger": 3},
-            {"lean_trigger": 8}, {"lean_trigger": -1}, {"lean_registers": 80}, {"lean_registers": 128},
-        ):  # fmt: skip
-            changed = dataclasses.replace(search.best.linear_few[f"{format}:{shape}"], **fields)
-            yield f"{names[shape]}: {short(changed)}", with_tiles(search.best, format, shape, changed)
+    for shape, rings in RINGS[format].items():
+        name, word = f"{format}:{shape}", NAMES[shape]
+        yield f"{word}: as today", with_tiles(search.best, format, shape, today.linear_few[name])
+        now = search.best.linear_few[name]
+        for slots in (*rings, TILES[format][shape]["lean"]):
+            config = tiles_of(today, format, shape, slots, now.lean_trigger)
+            yield f"{word}: slots {slots}", with_tiles(search.best, format, shape, config)
+        for trigger in TRIGGERS:
+            config = dataclasses.replace(search.best.linear_few[name], lean_trigger=trigger)
+            yield f"{word}: trigger {trigger}", with_tiles(search.best, format, shape, config)
 
 
-def tune(
-    format: str, tuning: Tuning, good: set[tuple[str, str, LinearConfig]], device: torch.device, seconds: float
-) -> tuple[Tuning, list[str]]:
+def tune(format: str, tuning: Tuning, bad: set[Key], device: torch.device, seconds: float) -> tuple[Tuning, list[str]]:
     """Return the fastest tuning, and lines of the table."""
     deadline = time.monotonic() + seconds
     search = Search(format, tuning, device)
-    whole = together(tuning, format, good)
-    search.consider("all lean", whole)
-    if search.best is tuning:
-        print("  all of them together gain nothing: one after another", flush=True)
-        for shape in TILES[format]:
-            name = f"{format}:{shape}"
-            if whole.linear_few[name].lean:
-                search.consider(f"{shape} lean alone", with_tiles(search.best, format, shape, whole.linear_few[name]))
-        for trigger in TRIGGERS:
-            few = {n: dataclasses.replace(c, lean_trigger=trigger) for n, c in whole.linear_few.items()}
-            search.consider(f"all lean, trigger {trigger}", dataclasses.replace(whole, linear_few=few))
-    seen: set[str] = set()
-    for name, changed in changes(tuning, search, format, good):
+    for name, changed in changes(tuning, search, format):
         if time.monotonic() > deadline:
             print("  (time is up: the rest is left out)", flush=True)
             break
-        if changed == search.best or name in seen:
+        if changed == search.best or any((key, c.lean) in bad for key, c in changed.linear_few.items()):
             continue
-        seen.add(name)
-        print(f"  next: {format} {name}", flush=True)  # a launch that hangs is named
         search.consider(name, changed)
     lines = []
     for name, one in (("before", tuning), ("after", search.best), ("before", tuning), ("after", search.best)):
@@ -315,14 +250,14 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()} reads {read_bandwidth(device) / 1e12:.3f} TB/s", flush=True)
     tuning, table = starting_tuning(arguments.start, device), []
     with multiprocessing.get_context("spawn").Pool(min(multiprocessing.cpu_count(), 14)) as pool:
-        good = checked(tasks_of(tuning, formats), pool, CHECK_SECONDS)
+        bad = checked(tasks_of(tuning, formats), pool, CHECK_SECONDS)
     if arguments.no_layers:
         return
     with torch.no_grad():
         for number, format in enumerate(formats):
             left = max(started + arguments.seconds - time.monotonic(), 10.0) / (len(formats) - number)
             try:
-                tuning, lines = tune(format, tuning, good, device, left)
+                tuning, lines = tune(format, tuning, bad, device, left)
                 table += lines
             except Exception as error:  # noqa: BLE001 - the other format is still worth its time
                 print(f"no layers of {format}: {said(error)}", flush=True)

@@ -16,11 +16,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.lean import lean_kernel
-from slipstream.kernels.triton.lean_products import LeanPlan, plan_of
+from slipstream.kernels.triton.lean_products import REGISTERS, LeanPlan, plan_of
 from slipstream.kernels.triton.tuning import LinearConfig
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096, "rope"), (4096, 4096, "plain"), (28672, 4096, "silu"), (4096, 14336, "plain")
-SIDE = {"own_rows": 32, "side": True, "lean_box": 32}
+SIDE = {"own_rows": 32, "side": True}
 FP8 = {
     QKV: LinearConfig(128, 256, 2, 4, 4, lean=11, **{**SIDE, "own_rows": 64}),
     OUT: LinearConfig(128, 256, 4, 4, 4, lean=6, **SIDE),
@@ -33,6 +33,7 @@ DENSE = {
     GATE_UP: LinearConfig(256, 128, 1, 4, 3, own_rows=224, lean=6),
     DOWN: LinearConfig(128, 128, 4, 4, 4, lean=6, **SIDE),
 }
+WEIGHTS = ("w_first", "w_second", "w_third")
 CASES = {  # tiles, shape and end, rows, norm, codes, parts of a row of which something was left, what is left here
     "fp8 qkv 1": (FP8, QKV, 1, True, "norm", 128, "none"),
     "fp8 qkv 4, codes of a norm": (FP8, QKV, 4, True, "norm", 128, "none"),
@@ -63,8 +64,9 @@ def compiled(name: str, keep: Path | None) -> dict[str, object]:
     plan = plan_of(config, rows, num_inputs // config.split_k, itemsize, end, codes, 64)
     assert isinstance(plan, LeanPlan), name
     layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
+    boxes = zip(WEIGHTS, (*plan.boxes(), *plan.boxes()[:1] * 2), strict=False)
     signature = {
-        "w_tiles": f"tensordesc<{code}[{plan.box}, {128 // itemsize}],{layout!r}>",
+        **{weight: f"tensordesc<{code}[{rows}, {128 // itemsize}],{layout!r}>" for weight, rows in boxes},
         "x_ptr": f"*{code}" if codes == "none" else "*bf16", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32",
         "bias_ptr": "*bf16", "residual_ptr": "*bf16", "y_ptr": "*bf16", "norm_ptr": "*bf16", "left_ptr": "*fp32",
         "leave_ptr": "*fp32", "keys_ptr": "*bf16", "values_ptr": "*bf16", "slots_ptr": "*i64",
@@ -85,7 +87,7 @@ def compiled(name: str, keep: Path | None) -> dict[str, object]:
         constants,
         {(names.index(n),): [["tt.divisibility", 16]] for n in divisible},
     )
-    options = {"num_warps": 4, **launch_options(dependent=False), "maxnreg": config.lean_registers}
+    options = {"num_warps": 4, **launch_options(dependent=False), "maxnreg": REGISTERS}
     found = triton.compile(source, target=TARGETS["sm_90"], options=options)
     if keep is not None:
         for kind in ("ptx", "ttgir"):

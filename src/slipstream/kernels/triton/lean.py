@@ -1,9 +1,8 @@
 """Products of 1 to 4 rows whose weights never stop coming (sm_90): one warp asks for them, four multiply.
 
 What `narrow` computes, with its bits. A program takes all stretches of columns of its weight rows, side by side, and
-needs half a processor's fast memory at most, so that the next kernel's programs fit beside it. The warp that asks fills
-a ring with weights before the kernel before has ended, and lets the next kernel start when its own last weights are
-under way: while this kernel drains, the next one's first weights come in.
+its ring of weights is so long that it has a processor to itself: where two fit, some processors are given two, and
+others none. The warp that asks fills the ring before the kernel before has ended, and goes on as room comes free.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,assignment,has-type,index"
@@ -47,27 +46,41 @@ from slipstream.kernels.triton.quantize import row_scale
 
 
 @gluon.jit
-def _ask_slot(
-    w_tiles, boxes, ready, tile, q, slot, N, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
-    BOX: gl.constexpr, BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr,
-    END: gl.constexpr, HALF: gl.constexpr, BYTES: gl.constexpr,
+def _ask_box(
+    w_box, ring, bar, tile, part, k, slot, N, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
+    BK: gl.constexpr, SIDE: gl.constexpr, STEPS: gl.constexpr, END: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the weights of one part of a step: for each stretch OWN rows of BK columns, in boxes."""
+    """Ask for a box of every stretch's rows; larger boxes take the rows before it."""
+    BOX: gl.constexpr = w_box.block_shape[0]
+    FROM: gl.constexpr = OWN // (2 * BOX) * (2 * BOX)
+    rooms = ring._reinterpret(ring.dtype, [ring.shape[0] * (BLOCK_N // BOX), BOX, BK], ring.layout)
+    row = weight_row(tile * OWN + FROM, part, N, END, HALF)
+    for side in gl.static_range(SIDE):
+        room = rooms.index(slot * (BLOCK_N // BOX) + (side * SEG + FROM) // BOX)
+        tma.async_copy_global_to_shared(w_box, [row, side * (STEPS * BK) + k], bar, room)
+
+
+@gluon.jit
+def _ask_slot(
+    w_boxes, ring, ready, tile, q, slot, N, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
+    BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, END: gl.constexpr,
+    HALF: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Ask for the weights of one part of a step: for each stretch OWN rows of BK columns."""
     bar = ready.index(slot)
     mbarrier.expect(bar, BYTES)
-    k = q // PARTS * BK
-    for box in gl.static_range(OWN // BOX):
-        row = weight_row(tile * OWN + box * BOX, q % PARTS, N, END, HALF)
-        for side in gl.static_range(SIDE):
-            room = boxes.index(slot * (BLOCK_N // BOX) + (side * SEG + box * BOX) // BOX)
-            tma.async_copy_global_to_shared(w_tiles, [row, side * (STEPS * BK) + k], bar, room)
+    for i in gl.static_range(len(w_boxes)):
+        _ask_box(
+            w_boxes[i], ring, bar, tile, q % PARTS, q // PARTS * BK, slot, N, BLOCK_N, SEG, OWN, BK, SIDE, STEPS, END,
+            HALF,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _ask(
-    w_tiles, boxes, ready, empty, tile, N, trigger, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
-    BOX: gl.constexpr, BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr,
-    SLOTS: gl.constexpr, END: gl.constexpr, HALF: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
+    w_boxes, ring, ready, empty, tile, N, trigger, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
+    BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr,
+    END: gl.constexpr, HALF: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Ask for all weights, as soon as there is room, and let the next kernel start when `trigger` asks are left."""
     TOTAL: gl.constexpr = STEPS * PARTS
@@ -76,9 +89,7 @@ def _ask(
         if trigger < 0:
             gdc_launch_dependents()
     for q in range(FIRST):
-        _ask_slot(
-            w_tiles, boxes, ready, tile, q, q, N, BLOCK_N, SEG, OWN, BOX, BK, SIDE, PARTS, STEPS, END, HALF, BYTES
-        )
+        _ask_slot(w_boxes, ring, ready, tile, q, q, N, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, END, HALF, BYTES)
     if PDL:
         # Attention, after a rotation, reads what was written before the kernel before: it may not start earlier.
         gdc_wait()
@@ -87,9 +98,7 @@ def _ask(
     slot, phase = 0, 0
     for q in range(FIRST, TOTAL):
         mbarrier.wait(empty.index(slot), phase)
-        _ask_slot(
-            w_tiles, boxes, ready, tile, q, slot, N, BLOCK_N, SEG, OWN, BOX, BK, SIDE, PARTS, STEPS, END, HALF, BYTES
-        )
+        _ask_slot(w_boxes, ring, ready, tile, q, slot, N, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, END, HALF, BYTES)
         if PDL:  # noqa: SIM102 - the one is known when the kernel is compiled
             if q + 1 == TOTAL - trigger:
                 gdc_launch_dependents()
@@ -277,10 +286,10 @@ def _work(
 
 @gluon.jit(do_not_specialize=["M", "trigger"])
 def lean_kernel(
-    w_tiles, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, norm_ptr, left_ptr, leave_ptr, keys_ptr,
-    values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
+    w_first, w_second, w_third, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, norm_ptr, left_ptr,
+    leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     M, N, K, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps, trigger,
-    SEG: gl.constexpr, OWN: gl.constexpr, BOX: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, MP: gl.constexpr,
+    SEG: gl.constexpr, OWN: gl.constexpr, BOXES: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, MP: gl.constexpr,
     STEPS: gl.constexpr, C: gl.constexpr, U: gl.constexpr, SLOTS: gl.constexpr,
     END: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, NORM: gl.constexpr, CODES: gl.constexpr,
     LEFT: gl.constexpr, LEFT_LEVELS: gl.constexpr, LEAVES: gl.constexpr, LEAVE_LEVELS: gl.constexpr,
@@ -289,9 +298,10 @@ def lean_kernel(
     """Multiply.
 
     Args:
+        w_first, w_second, w_third: the weight by boxes of rows that are asked for at a time, the largest first: powers
+            of two that OWN is the sum of. There are BOXES of them.
         SEG, OWN: rows that a tile has for each stretch, and those of them that are a program's; of pairs (SiLU and
             rotations) the tile of gates or values, and that of those that go with them, each.
-        BOX: rows that are asked for at a time; OWN and half a head are multiples.
         BN, MP: columns of the matrix instruction, and tokens among them: M or the next power of two.
         STEPS, C, U: steps of 128 bytes of columns, those whose rows are prepared at a time, and those in one piece of
             code.
@@ -299,7 +309,12 @@ def lean_kernel(
         trigger: how many asks are left when the next kernel may start; -1: it may at once.
         END, CODES, LEAVES, HEADS, GROUPS, HALF: as in `narrow_kernel`; LEFT = 2^LEFT_LEVELS is its PARTS.
     """
-    dtype: gl.constexpr = w_tiles.dtype
+    w_boxes = (w_first,)
+    if BOXES == 2:
+        w_boxes = (w_first, w_second)
+    elif BOXES == 3:
+        w_boxes = (w_first, w_second, w_third)
+    dtype: gl.constexpr = w_first.dtype
     ITEM: gl.constexpr = dtype.primitive_bitwidth // 8
     BK: gl.constexpr = 128 // ITEM
     PARTS: gl.constexpr = 1 if END == "plain" else 2
@@ -309,7 +324,6 @@ def lean_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     gl.static_assert(COUNT * 32 >= PARTS * BLOCK_N)
     ring = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, BK], LAYOUT)
-    boxes = ring._reinterpret(dtype, [SLOTS * (BLOCK_N // BOX), BOX, BK], LAYOUT)
     tiles = gl.allocate_shared_memory(dtype, [COUNT, BN, BK], LAYOUT)
     chunks = tiles._reinterpret(dtype, [COUNT // C, C * BN, BK], LAYOUT)
     sums_store = tiles._reinterpret(gl.float32, [COUNT * 32, BN], PLAIN)
@@ -328,8 +342,8 @@ def lean_kernel(
                      slot_stride, eps, BLOCK_N, SEG, OWN, BK, BN, SIDE, PARTS, MP, STEPS, C, U, SLOTS, ITEM == 1, END,
                      HAS_BIAS, HAS_RESIDUAL, NORM, CODES, LEFT, LEFT_LEVELS, LEAVES, LEAVE_LEVELS, HEADS, GROUPS, HALF,
                      PDL)),
-            (_ask, (w_tiles, boxes, ready, empty, tile, N, trigger, BLOCK_N, SEG, OWN, BOX, BK, SIDE, PARTS, STEPS,
-                    SLOTS, END, HALF, SIDE * OWN * 128, PDL)),
+            (_ask, (w_boxes, ring, ready, empty, tile, N, trigger, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, SLOTS,
+                    END, HALF, SIDE * OWN * 128, PDL)),
         ],
         [1], [40],
     )  # fmt: skip

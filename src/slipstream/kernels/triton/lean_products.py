@@ -11,8 +11,12 @@ from slipstream.kernels.triton.tuning import CHAIN_ROWS, LinearConfig
 
 STEP_BYTES = 128
 """Columns of a step, in bytes of a weight row."""
+REGISTERS = 96
+"""The most a thread may have, over all warps; no less is needed, and no more did any good."""
 _ROOM = 16 << 10  # fast memory that prepared rows may take where they are not all needed at once
 _MATRIX_ROWS = 64
+_MOST_BOXES = 3
+_LEAST_BOX = 8  # rows after which the order of a row's pieces in fast memory is the same again
 _MOST_NUMBERS = 64 * 128  # of a chunk, over all threads
 
 
@@ -22,7 +26,6 @@ class LeanPlan:
 
     seg: int
     own: int
-    box: int
     bn: int
     side: int
     mp: int
@@ -36,10 +39,14 @@ class LeanPlan:
     def constants(self) -> dict[str, int | str]:
         """Return the kernel's arguments."""
         return {
-            "SEG": self.seg, "OWN": self.own, "BOX": self.box, "BN": self.bn, "SIDE": self.side, "MP": self.mp,
-            "STEPS": self.steps, "C": self.chunk, "U": self.unrolled, "SLOTS": self.slots,
+            "SEG": self.seg, "OWN": self.own, "BOXES": len(self.boxes()), "BN": self.bn, "SIDE": self.side,
+            "MP": self.mp, "STEPS": self.steps, "C": self.chunk, "U": self.unrolled, "SLOTS": self.slots,
             "END": self.end, "CODES": self.codes,
         }  # fmt: skip
+
+    def boxes(self) -> tuple[int, ...]:
+        """Return the rows of the boxes in which a stretch's are asked for, the largest first: powers of two."""
+        return tuple(1 << bit for bit in reversed(range(self.own.bit_length())) if self.own >> bit & 1)
 
 
 def plan_of(
@@ -53,11 +60,11 @@ def plan_of(
         half: half a head's columns, where heads are rotated.
     """
     side, parts = config.split_k if config.side else 1, 1 if end == "plain" else 2
-    seg, own, box = config.block_n // (side * parts), config.taken // parts, config.lean_box
+    seg, own = config.block_n // (side * parts), config.taken // parts
     columns = STEP_BYTES // itemsize
     fits = num_rows <= CHAIN_ROWS and side in (1, 2, 4) and (config.side or config.split_k == 1)
-    fits = fits and side * seg % _MATRIX_ROWS == 0 and own % box == 0 and stretch % columns == 0
-    if not fits or (end == "rope" and half % box):
+    fits = fits and side * seg % _MATRIX_ROWS == 0 and own % _LEAST_BOX == 0 and stretch % columns == 0
+    if not fits or own.bit_count() > _MOST_BOXES or (end == "rope" and half % own):
         return None
     mp = 1 << (num_rows - 1).bit_length()
     steps, bn = stretch // columns, 8 if side * mp <= 8 else 16
@@ -76,7 +83,7 @@ def plan_of(
     if prepared * 32 < parts * side * seg:  # sums go where the rows were
         return None
     return LeanPlan(
-        seg, own, box, bn, side, mp, steps, chunk, min(chunk, 4), min(config.lean, steps * parts), end, codes
+        seg, own, bn, side, mp, steps, chunk, min(chunk, 4), min(config.lean, steps * parts), end, codes
     )  # fmt: skip
 
 
@@ -96,14 +103,19 @@ def lean_plan(
     return plan_of(config, x_TK.shape[0], launch.stretch, itemsize, end, codes, half)
 
 
-def weight_boxes(weight_NK: Tensor, plan: LeanPlan) -> Any:  # triton has no types of its own
-    """Return the description by which the copy engine reads boxes of a weight."""
+def weight_boxes(weight_NK: Tensor, plan: LeanPlan) -> tuple[Any, Any, Any]:  # triton has no types of its own
+    """Return the descriptions by which the copy engine reads boxes of a weight; those left over repeat the first."""
     # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     itemsize = weight_NK.element_size()
-    return TensorDescriptor(
-        weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], [plan.box, STEP_BYTES // itemsize],
-        NVMMASharedLayout(STEP_BYTES, 8 * itemsize, 2),
-    )  # fmt: skip
+    layout = NVMMASharedLayout(STEP_BYTES, 8 * itemsize, 2)
+    shape, strides = list(weight_NK.shape), [weight_NK.stride(0), 1]
+    first, *others = plan.boxes()
+    second, third = (*others, first, first)[:2]
+
+    def boxes(rows: int) -> Any:
+        return TensorDescriptor(weight_NK, shape, strides, [rows, STEP_BYTES // itemsize], layout)
+
+    return boxes(first), boxes(second), boxes(third)

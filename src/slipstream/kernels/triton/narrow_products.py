@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.triton.launch import launch_options
-from slipstream.kernels.triton.lean_products import LeanPlan, lean_plan, weight_boxes
+from slipstream.kernels.triton.lean_products import REGISTERS, LeanPlan, lean_plan, weight_boxes
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, partial_sums, residual_stride
 from slipstream.kernels.triton.narrow import narrow_kernel
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
@@ -96,7 +96,7 @@ def _multiply_lean(
     num_parts = 0 if left_TB is None else left_TB.shape[1]
     parts = triton.next_power_of_2(max(num_parts, 1))
     lean_kernel[(launch.grid(len(x_TK), num_outputs, epilogue.silu)[1],)](
-        weight_boxes(weight_NK, plan), x_TK, y if rows.scale_T is None else rows.scale_T,
+        *weight_boxes(weight_NK, plan), x_TK, y if rows.scale_T is None else rows.scale_T,
         y if w_scale_N is None else w_scale_N, y if epilogue.bias_N is None else epilogue.bias_N,
         y if epilogue.residual_TN is None else epilogue.residual_TN, y,
         y if rows.norm is None else rows.norm.weight_D, y if left_TB is None else left_TB, _left(epilogue, y),
@@ -107,7 +107,7 @@ def _multiply_lean(
         **plan.constants(), HAS_BIAS=epilogue.bias_N is not None,
         HAS_RESIDUAL=epilogue.residual_TN is not None, NORM=rows.norm is not None, LEFT=parts,
         LEFT_LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), LEAVE_LEVELS=_levels(config),
-        **_heads(epilogue.rope), PDL=launch.dependent, num_warps=4, maxnreg=config.lean_registers,
+        **_heads(epilogue.rope), PDL=launch.dependent, num_warps=4, maxnreg=REGISTERS,
         **launch_options(launch.dependent),
     )  # fmt: skip
 

@@ -35,10 +35,8 @@ class LinearConfig:
         side: whether a program multiplies all stretches of fewer rows side by side, in products of so few rows that a
             token tile holds them once for each stretch. Then no sums go through memory.
         lean: steps' tiles in the ring of a product of 1 to 4 rows in which one warp asks for weights (`lean`, sm_90);
-            0: there is none.
-        lean_box: weight rows asked for at a time there, a divisor of a program's.
+            0: there is none. So many that two programs do not fit a processor.
         lean_trigger: asks that are left there when the next kernel may start; -1: it may at once.
-        lean_registers: the most a thread may have there, over all its warps.
     """
 
     block_n: int
@@ -50,9 +48,7 @@ class LinearConfig:
     own_rows: int = 0
     side: bool = False
     lean: int = 0
-    lean_box: int = 16
-    lean_trigger: int = 0
-    lean_registers: int = 96
+    lean_trigger: int = -1
 
     @property
     def taken(self) -> int:
