@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.triton.launch import launch_options
+from slipstream.kernels.triton.lean_products import REGISTERS, LeanPlan, lean_plan, weight_boxes
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, partial_sums, residual_stride
 from slipstream.kernels.triton.narrow import narrow_kernel
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
@@ -48,6 +49,12 @@ def multiply_narrow(
     parts = triton.next_power_of_2(max(num_parts, 1))
     side = config.split_k if config.side else 1
     staged = (config.num_stages - 1) * config.block_k
+    end = "rope" if epilogue.rope is not None else "silu" if epilogue.silu else "plain"
+    codes = "none" if not makes_codes else "maxima" if rows.norm is None else "norm"
+    plan = lean_plan(rows, weight_NK, kind, epilogue, launch, end, codes)
+    if plan is not None:
+        _multiply_lean(rows, (weight_NK, w_scale_N), epilogue, launch, plan, y)
+        return y
     narrow_kernel[(num_tiles, splits)](
         x_TK, weight_NK, y if rows.scale_T is None else rows.scale_T, y if w_scale_N is None else w_scale_N,
         y if epilogue.bias_N is None else epilogue.bias_N,
@@ -62,10 +69,8 @@ def multiply_narrow(
         BLOCK_M=launch.block_m, BLOCK_N=config.block_n, TAKEN=config.taken,
         BLOCK_K=_FP8_COLUMNS if twice else config.block_k, TWICE=twice, SPLITS=splits,
         EVEN_K=num_inputs == launch.stretch * config.split_k, KIND=kind,
-        END="rope" if epilogue.rope is not None else "silu" if epilogue.silu else "plain",
-        HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        NORM=rows.norm is not None,
-        CODES="none" if not makes_codes else "maxima" if rows.norm is None else "norm",
+        END=end, HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
+        NORM=rows.norm is not None, CODES=codes,
         SIDE=side, KNOWN=_holding(num_rows), ROWS=_rows_read(num_rows, launch.block_m, side, makes_codes, kind),
         SQUARED=1 if rows.norm is None else triton.next_power_of_2(-(-num_inputs // num_parts)),
         PARTS=parts, LEVELS=parts.bit_length() - 1,
@@ -76,6 +81,35 @@ def multiply_narrow(
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
+
+
+def _multiply_lean(
+    rows: Rows, weight: tuple[Tensor, Tensor | None], epilogue: Epilogue, launch: Launch, plan: LeanPlan, y: Tensor
+) -> None:
+    """Multiply 1 to 4 rows into `y`, with one warp that asks for weights."""
+    # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
+    from slipstream.kernels.triton.lean import lean_kernel
+
+    x_TK, config, (weight_NK, w_scale_N) = rows.values_TK, launch.config, weight
+    num_outputs, num_inputs = weight_NK.shape
+    left_TB = rows.maxima_TB if rows.norm is None else rows.norm.squares_TB
+    num_parts = 0 if left_TB is None else left_TB.shape[1]
+    parts = triton.next_power_of_2(max(num_parts, 1))
+    lean_kernel[(launch.grid(len(x_TK), num_outputs, epilogue.silu)[1],)](
+        *weight_boxes(weight_NK, plan), x_TK, y if rows.scale_T is None else rows.scale_T,
+        y if w_scale_N is None else w_scale_N, y if epilogue.bias_N is None else epilogue.bias_N,
+        y if epilogue.residual_TN is None else epilogue.residual_TN, y,
+        y if rows.norm is None else rows.norm.weight_D, y if left_TB is None else left_TB, _left(epilogue, y),
+        *_places(epilogue, y),
+        len(x_TK), num_outputs, num_inputs, num_parts, x_TK.stride(0), residual_stride(epilogue), y.stride(0),
+        0 if epilogue.rope is None else epilogue.rope.layer.keys_SGd.stride(0),
+        0.0 if rows.norm is None else rows.norm.eps, config.lean_trigger,
+        **plan.constants(), HAS_BIAS=epilogue.bias_N is not None,
+        HAS_RESIDUAL=epilogue.residual_TN is not None, NORM=rows.norm is not None, LEFT=parts,
+        LEFT_LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), LEAVE_LEVELS=_levels(config),
+        **_heads(epilogue.rope), PDL=launch.dependent, num_warps=4, maxnreg=REGISTERS,
+        **launch_options(launch.dependent),
+    )  # fmt: skip
 
 
 def _holding(num_rows: int) -> int:

@@ -245,7 +245,7 @@ class Products:
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
         fits = config.split_k > 1 and num_rows * config.split_k <= tile and num_inputs == stretch * config.split_k
         if not self._is_narrow(num_rows) or (config.side and not fits):
-            config = replace(config, own_rows=0, side=False)
+            config = replace(config, own_rows=0, side=False, lean=0)
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
 

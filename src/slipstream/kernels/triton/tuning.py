@@ -34,6 +34,9 @@ class LinearConfig:
             instructions have 64, and how many programs there are decides how evenly processors read.
         side: whether a program multiplies all stretches of fewer rows side by side, in products of so few rows that a
             token tile holds them once for each stretch. Then no sums go through memory.
+        lean: steps' tiles in the ring of a product of 1 to 4 rows in which one warp asks for weights (`lean`, sm_90);
+            0: there is none. So many that two programs do not fit a processor.
+        lean_trigger: asks that are left there when the next kernel may start; -1: it may at once.
     """
 
     block_n: int
@@ -44,6 +47,8 @@ class LinearConfig:
     ahead: int = 8
     own_rows: int = 0
     side: bool = False
+    lean: int = 0
+    lean_trigger: int = -1
 
     @property
     def taken(self) -> int:
