@@ -22,7 +22,7 @@ from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
 MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "mxfp4", "norm_rope", "stretches",
-           "attention", "sample", "chains", "experts", "latent_attention", "latent_heads", "router",
+           "endings", "attention", "sample", "chains", "experts", "latent_attention", "latent_heads", "router",
            "slipstream.train.triton_variants")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),

@@ -17,49 +17,35 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.lean import lean_kernel
 from slipstream.kernels.triton.lean_products import REGISTERS, LeanPlan, plan_of
-from slipstream.kernels.triton.tuning import LinearConfig
+from slipstream.kernels.triton.tuning import read_tuning
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096, "rope"), (4096, 4096, "plain"), (28672, 4096, "silu"), (4096, 14336, "plain")
-SIDE = {"own_rows": 32, "side": True}
-FP8 = {
-    QKV: LinearConfig(128, 256, 2, 4, 4, lean=11, **{**SIDE, "own_rows": 64}),
-    OUT: LinearConfig(128, 256, 4, 4, 4, lean=6, **SIDE),
-    GATE_UP: LinearConfig(256, 256, 1, 4, 3, own_rows=224, lean=5),
-    DOWN: LinearConfig(128, 256, 4, 4, 4, lean=6, **SIDE),
-}
-DENSE = {
-    QKV: LinearConfig(128, 256, 2, 4, 4, lean=11, **{**SIDE, "own_rows": 64}),
-    OUT: LinearConfig(64, 256, 2, 4, 4, lean=11, **SIDE),
-    GATE_UP: LinearConfig(256, 128, 1, 4, 3, own_rows=224, lean=6),
-    DOWN: LinearConfig(128, 128, 4, 4, 4, lean=6, **SIDE),
-}
+SHIPPED = read_tuning("sm_90").linear_few
 WEIGHTS = ("w_first", "w_second", "w_third")
-CASES = {  # tiles, shape and end, rows, norm, codes, parts of a row of which something was left, what is left here
-    "fp8 qkv 1": (FP8, QKV, 1, True, "norm", 128, "none"),
-    "fp8 qkv 4, codes of a norm": (FP8, QKV, 4, True, "norm", 128, "none"),
-    "fp8 gate_up 2, codes of a norm": (FP8, GATE_UP, 2, True, "norm", 128, "maxima"),
-    "fp8 gate_up 4, codes of a norm": (FP8, GATE_UP, 4, True, "norm", 128, "maxima"),
-    "fp8 qkv 4": (FP8, QKV, 4, False, "none", 1, "none"),
-    "fp8 o 1": (FP8, OUT, 1, False, "maxima", 32, "squares"),
-    "fp8 o 4": (FP8, OUT, 4, False, "maxima", 32, "none"),
-    "fp8 gate_up 1": (FP8, GATE_UP, 1, True, "norm", 128, "maxima"),
-    "fp8 gate_up 4": (FP8, GATE_UP, 4, False, "none", 1, "maxima"),
-    "fp8 down 1": (FP8, DOWN, 1, False, "maxima", 128, "squares"),
-    "fp8 down 4": (FP8, DOWN, 4, False, "maxima", 128, "none"),
-    "dense qkv 1": (DENSE, QKV, 1, True, "none", 128, "none"),
-    "dense qkv 4": (DENSE, QKV, 4, True, "none", 128, "none"),
-    "dense o 1": (DENSE, OUT, 1, False, "none", 1, "squares"),
-    "dense o 4": (DENSE, OUT, 4, False, "none", 1, "squares"),
-    "dense gate_up 1": (DENSE, GATE_UP, 1, True, "none", 128, "none"),
-    "dense gate_up 4": (DENSE, GATE_UP, 4, True, "none", 128, "none"),
-    "dense down 1": (DENSE, DOWN, 1, False, "none", 1, "squares"),
-    "dense down 4": (DENSE, DOWN, 4, False, "none", 1, "squares"),
+CASES = {  # format, shape and end, rows, norm, codes, parts of a row of which something was left, what is left here
+    "fp8 qkv 1": ("fp8", QKV, 1, True, "norm", 128, "none"),
+    "fp8 qkv 4, codes of a norm": ("fp8", QKV, 4, True, "norm", 128, "none"),
+    "fp8 gate_up 2, codes of a norm": ("fp8", GATE_UP, 2, True, "norm", 128, "maxima"),
+    "fp8 gate_up 4, codes of a norm": ("fp8", GATE_UP, 4, True, "norm", 128, "maxima"),
+    "fp8 qkv 4": ("fp8", QKV, 4, False, "none", 1, "none"),
+    "fp8 o 1": ("fp8", OUT, 1, False, "maxima", 32, "squares"),
+    "fp8 o 4": ("fp8", OUT, 4, False, "maxima", 32, "none"),
+    "fp8 gate_up 1": ("fp8", GATE_UP, 1, True, "norm", 128, "maxima"),
+    "fp8 gate_up 4": ("fp8", GATE_UP, 4, False, "none", 1, "maxima"),
+    "fp8 down 1": ("fp8", DOWN, 1, False, "maxima", 128, "squares"),
+    "fp8 down 4": ("fp8", DOWN, 4, False, "maxima", 128, "none"),
+    "dense qkv 1": ("dense", QKV, 1, True, "none", 128, "none"),
+    "dense qkv 4": ("dense", QKV, 4, True, "none", 128, "none"),
+    "dense o 1": ("dense", OUT, 1, False, "none", 1, "squares"),
+    "dense o 4": ("dense", OUT, 4, False, "none", 1, "squares"),
+    "dense down 1": ("dense", DOWN, 1, False, "none", 1, "squares"),
+    "dense down 4": ("dense", DOWN, 4, False, "none", 1, "squares"),
 }
 
 
 def compiled(name: str, keep: Path | None) -> dict[str, object]:
-    tiles, shape, rows, norm, codes, left, leaves = CASES[name]
-    (_, num_inputs, end), config, fp8 = shape, tiles[shape], tiles is FP8
+    format, (num_outputs, num_inputs, end), rows, norm, codes, left, leaves = CASES[name]
+    config, fp8 = SHIPPED[f"{format}:{num_outputs}:{num_inputs}"], format == "fp8"
     itemsize, code = (1, "fp8e4nv") if fp8 else (2, "bf16")
     plan = plan_of(config, rows, num_inputs // config.split_k, itemsize, end, codes, 64)
     assert isinstance(plan, LeanPlan), name

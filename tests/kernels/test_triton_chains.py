@@ -85,6 +85,7 @@ def test_a_chain_is_kept_up_to_the_first_token_the_target_would_not_say():
     assert rows.root_R.tolist() == [4, 2, 1]
     assert rows.committed_R.tolist() == [9, 7, 6]
     assert outcome.last_R.tolist() == [3, 5, 8]
+    assert outcome.last_index_R.tolist() == [8, 6, 5] and outcome.last_keys_R.tolist() == [9, 7, 6]
 
 
 @pytest.mark.parametrize("warm", [0.0, 0.7])

@@ -8,7 +8,7 @@ from triton_samples import FORMATS, REFERENCE, quantized, triton_ops
 
 from interpreted import DEVICE
 from slipstream.errors import KernelError
-from slipstream.kernels import KERNEL_CHOICES, select
+from slipstream.kernels import KERNEL_CHOICES, Ending, select
 from slipstream.kernels.triton import blocks, norm_rope, wide_linear
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
@@ -65,6 +65,33 @@ def test_tokens_that_share_a_position_are_all_rotated_by_it(generator):
         ctx = paged_context(ops, kv, page_table([[0]], DEVICE), queries)
         found.append(model(features, index * 7 + 3, ctx).normed_TD)
     torch.testing.assert_close(*found, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("ops", [OPS, REFERENCE], ids=["triton", "reference"])
+@pytest.mark.parametrize("changes", [{"num_layers": 2}, {"num_layers": 1, "residual": "normed"}])
+def test_tokens_a_pass_ends_with_are_those_of_the_whole_pass(ops, changes, generator):
+    model = make_draft(generator, **changes).to(torch.bfloat16).to(DEVICE)
+    model.rotary.fill(DEVICE)
+    counts, rows = [3, 1, 4], torch.tensor([1, 3, 7], device=DEVICE)
+    before = torch.tensor([4, 20, 9], device=DEVICE)
+    index = torch.cat([torch.arange(b, b + n, device=DEVICE) for b, n in zip(before.tolist(), counts, strict=True)])
+    features = torch.sin(torch.arange(1, 65, device=DEVICE) * index[:, None]).to(torch.bfloat16)
+    found, caches = [], []
+    for ends in (False, True):
+        kv = KvCache.allocate(model.kv_shape, 6, 16, torch.bfloat16, DEVICE)
+        for layer in kv.layers:
+            layer.keys_SGd.copy_(torch.sin(torch.arange(layer.keys_SGd.numel(), device=DEVICE)).view_as(layer.keys_SGd))
+            layer.values_SGd.copy_(layer.keys_SGd * 2)
+        queries = QueryTokens(counts, index, index, torch.full_like(index, -1))
+        ctx = paged_context(ops, kv, page_table([[0, 1], [2, 3], [4, 5]], DEVICE), queries)
+        last = index[rows]
+        starts, lens = torch.arange(4, device=DEVICE, dtype=torch.int32), (last + 1).int()
+        batch = replace(ctx.batch, query_starts_R1=starts, kv_lens_R=lens, kv_index_T=last, max_queries=1,
+                        ancestors_T=torch.full_like(last, -1))  # fmt: skip
+        hidden = model(features, index * 7 % 61, replace(ctx, ending=Ending(rows, batch)) if ends else ctx)
+        found.append(hidden.normed_TD if ends else hidden.normed_TD[rows])
+        caches.append(torch.cat([layer.keys_SGd for layer in kv.layers]))
+    assert torch.equal(found[0], found[1]) and torch.equal(caches[0], caches[1])
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels import AttentionBatch, ChainOutcome, ChainPlaces, ChainRows, Ops, RowSampling, cycle_ops
+from slipstream.kernels import AttentionBatch, ChainOutcome, ChainPlaces, ChainRows, Ending, Ops, RowSampling, cycle_ops
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
@@ -173,15 +173,20 @@ class Cycle:
 
     def _draft_context(self, places: ChainPlaces, node: int, draft_kv: KvCache) -> PagedContext:
         """Return the context of one imagined slot per row, in the place of `node`."""
-        batch = replace(
-            self._context(places, draft_kv).batch,
+        every = self._context(places, draft_kv).batch
+        batch = self._lone_nodes(every, places.kv_lens_NR[node], places.index_NR[node])
+        return PagedContext(self._models.ops, places.index_NR[node], places.slots_NR[node], batch, draft_kv)
+
+    def _lone_nodes(self, batch: AttentionBatch, keys_R: Tensor, index_R: Tensor) -> AttentionBatch:
+        """Return a batch of one node per row: how many keys it sees, and where it lies among them."""
+        return replace(
+            batch,
             query_starts_R1=self._one_each_R1,
-            kv_lens_R=places.kv_lens_NR[node],
-            kv_index_T=places.index_NR[node],
+            kv_lens_R=keys_R,
+            kv_index_T=index_R,
             ancestors_T=self._ones_T[: self._kind.num_rows],
             max_queries=1,
         )
-        return PagedContext(self._models.ops, places.index_NR[node], places.slots_NR[node], batch, draft_kv)
 
     def verify(self, places: ChainPlaces, chain_RN: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run the target over roots and chains; return its captured states and its token at every node."""
@@ -199,16 +204,18 @@ class Cycle:
     def _extend(self, places: ChainPlaces, captured: tuple[Tensor, ...]) -> None:
         """Run the draft over the nodes with the target's true states, and keep what it left at the last accepted one.
 
-        The nodes behind that one are run too, to keep shapes fixed: their keys lie where the next cycle writes.
+        The nodes before that one matter for their keys alone, and those behind it are run too, to keep shapes fixed:
+        their keys lie where the next cycle writes.
         """
         models, state, outcome = self._models, self._state, self._outcome
         assert models.draft is not None and models.draft_kv is not None, "only drafts are extended"
         fused_TD = models.draft.fuse(captured, models.ops)
-        hidden = models.draft(fused_TD, outcome.emitted_RN.flatten(), self._context(places, models.draft_kv))
-        normed_RD = hidden.normed_TD.index_select(0, outcome.last_R)
-        same = hidden.feedback_TD is hidden.normed_TD
-        state.feedback_RD.copy_(normed_RD if same else hidden.feedback_TD.index_select(0, outcome.last_R))
-        state.logits_RV.copy_(models.draft.logits(normed_RD, models.ops))
+        ctx = self._context(places, models.draft_kv)
+        last = self._lone_nodes(ctx.batch, outcome.last_keys_R, outcome.last_index_R)
+        ctx = replace(ctx, ending=Ending(outcome.last_R, last))
+        hidden = models.draft(fused_TD, outcome.emitted_RN.flatten(), ctx)
+        state.feedback_RD.copy_(hidden.feedback_TD)
+        state.logits_RV.copy_(models.draft.logits(hidden.normed_TD, models.ops))
 
 
 def _empty_draft_output(models: CycleModels) -> tuple[Tensor, Tensor]:

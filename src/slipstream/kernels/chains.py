@@ -79,16 +79,20 @@ class ChainPlaces:
 
 @dataclass(frozen=True)
 class ChainOutcome:
-    """What a cycle came to; contiguous int64, written by `accept_chains`.
+    """What a cycle came to; contiguous, int64 unless said, written by `accept_chains`.
 
     Args:
         emitted_RN: the tokens each row emits; those past its last mean nothing.
         last_R: the last accepted node of each row, among the R * N nodes.
+        last_index_R: that node's place among its row's keys.
+        last_keys_R: int32, how many keys there are up to it.
         out_RE: how many tokens each row emits, then the tokens.
     """
 
     emitted_RN: Tensor
     last_R: Tensor
+    last_index_R: Tensor
+    last_keys_R: Tensor
     out_RE: Tensor
 
     @staticmethod
@@ -96,7 +100,8 @@ class ChainOutcome:
         """Return room for what a batch comes to."""
         emitted_RN = torch.zeros(num_rows, num_nodes, dtype=torch.int64, device=device)
         out_RE = torch.zeros(num_rows, num_nodes + 1, dtype=torch.int64, device=device)
-        return ChainOutcome(emitted_RN, torch.zeros_like(emitted_RN[:, 0]), out_RE)
+        last_R, index_R = (torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(2))
+        return ChainOutcome(emitted_RN, last_R, index_R, torch.zeros_like(last_R, dtype=torch.int32), out_RE)
 
 
 @runtime_checkable

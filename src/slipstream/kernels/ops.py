@@ -184,7 +184,8 @@ class Ops(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """Apply blocks in order; also return the hidden states seen after k blocks, for each k captured.
 
-        `embedding_TD` is given for a draft, whose blocks take it beside the hidden state.
+        `embedding_TD` is given for a draft, whose blocks take it beside the hidden state. Where the context has an
+        `ending`, only those tokens' outputs are returned, and none can be captured.
         """
         ...
 
@@ -203,6 +204,19 @@ class Ops(Protocol):
         may round the noise of the rule.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The tokens of a pass whose outputs are wanted; of the others the last block writes keys and values alone.
+
+    Args:
+        rows_L: int64, which tokens.
+        batch: what they attend to.
+    """
+
+    rows_L: Tensor
+    batch: AttentionBatch
 
 
 @dataclass

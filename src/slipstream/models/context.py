@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.spec import MlaSpec
-from slipstream.kernels import AttentionBatch, KvLayer, Ops
+from slipstream.kernels import AttentionBatch, Ending, KvLayer, Ops
 from slipstream.models.latent import LatentUp, absorbed, expanded
 
 
@@ -94,7 +94,11 @@ def latent_shape(mla: MlaSpec, num_layers: int) -> KvShape:
 
 @dataclass(frozen=True)
 class PagedContext:
-    """A pass over pages: where each token's key goes, and what it sees."""
+    """A pass over pages: where each token's key goes, and what it sees.
+
+    Args:
+        ending: the tokens whose outputs are wanted; None wants all.
+    """
 
     ops: Ops
     positions_T: Tensor
@@ -102,6 +106,7 @@ class PagedContext:
     batch: AttentionBatch
     kv: KvCache
     prompt_rows: Sequence[bool] = ()
+    ending: Ending | None = None
 
     def attend(
         self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | None

@@ -35,6 +35,7 @@ from slipstream.kernels.ops import (
     AttentionBatch,
     ChainStart,
     Cut,
+    Ending,
     KvLayer,
     Layer,
     RowSampling,
@@ -259,6 +260,9 @@ class CpuOps:
                 None if embedding is None else embedding.data_ptr(),
             )
         )
+        ending: Ending | None = getattr(ctx, "ending", None)
+        if ending is not None:
+            hidden = hidden.index_select(0, ending.rows_L)
         if hidden_TD.dtype == torch.float32:
             return hidden, captured
         return hidden.to(hidden_TD.dtype), [state.to(hidden_TD.dtype) for state in captured]

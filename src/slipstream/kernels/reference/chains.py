@@ -56,6 +56,8 @@ class TorchChains:
         emitted_RN = torch.where(kept_RN, torch.cat([drafted_RK, chosen_RN[:, -1:]], 1), chosen_RN)
         counts_R = (accepted_R + 1) * rows.active_R
         rows.root_R.copy_(emitted_RN.gather(1, accepted_R[:, None])[:, 0])
+        outcome.last_index_R.copy_(rows.committed_R + accepted_R)
+        outcome.last_keys_R.copy_(rows.committed_R + accepted_R + 1)
         rows.committed_R.add_(counts_R)
         outcome.emitted_RN.copy_(emitted_RN)
         outcome.last_R.copy_(torch.arange(num_rows, device=chain_RN.device) * num_nodes + accepted_R)

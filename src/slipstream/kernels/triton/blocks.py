@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.ops import AttentionBatch, Ending
 from slipstream.kernels.triton import norm_rope
 from slipstream.kernels.triton.attention import AttentionLaunch, attention, walks_of
 from slipstream.kernels.triton.attention_hopper import Walks
+from slipstream.kernels.triton.endings import take_rows
 from slipstream.kernels.triton.linear import Epilogue, FoldedNorm, Rows
 from slipstream.kernels.triton.narrow_products import squares_of
 from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite, Stretches
@@ -54,33 +56,42 @@ class Blocks:
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Apply blocks in order; also return the hidden states captured."""
         seen: dict[int, Tensor] = {}
-        state = _State(hidden_TD)
-        walks = self._walks(layers, hidden_TD, ctx)
+        state, queries = _State(hidden_TD), self._queries(layers, hidden_TD, ctx)
         for applied, layer in enumerate(layers):
             following = _weight(layers[applied + 1].self_attn.qkv_proj) if applied + 1 < len(layers) else None
-            given_TD, state = self._block(layer, state, ctx, embedding_TD, following, walks)
+            given_TD, state = self._block(layer, state, ctx, embedding_TD, following, queries[applied])
             if applied in captured_layers:
                 seen[applied] = given_TD
         last_TD = seen[len(layers)] = self._whole(state)
         return last_TD, [seen[k] for k in captured_layers]
 
-    def _walks(self, layers: Sequence[Any], hidden_TD: Tensor, ctx: Any) -> Walks | None:
+    def _queries(self, layers: Sequence[Any], hidden_TD: Tensor, ctx: Any) -> list["_Queries"]:
+        """Return whose queries each layer attends with: everybody's, but for the last where the pass has an ending."""
+        ending: Ending | None = getattr(ctx, "ending", None)
+        whole = layers if ending is None else layers[:-1]
+        every = _Queries(ctx.batch, self._walks(whole, hidden_TD.dtype, ctx.batch, len(hidden_TD), ctx.kv))
+        if ending is None:
+            return [every] * len(layers)
+        walks = self._walks(layers[-1:], hidden_TD.dtype, ending.batch, len(ending.rows_L), ctx.kv)
+        return [*[every] * len(whole), _Queries(ending.batch, walks, ending.rows_L)]
+
+    def _walks(
+        self, layers: Sequence[Any], dtype: torch.dtype, batch: AttentionBatch, num_tokens: int, kv: Any
+    ) -> Walks | None:
         """Lay out what programs of attention walk through, for all layers: before the first product, so it is there."""
         own = next((layer.self_attn for layer in layers if layer.self_attn.shape.window is None), None)
         if own is None:
             return None
-        kv, num_heads = ctx.kv.layers[own.layer_index], own.shape.num_heads
-        return walks_of(ctx.batch, len(hidden_TD), num_heads, kv, hidden_TD.dtype, self._launch)
+        return walks_of(batch, num_tokens, own.shape.num_heads, kv.layers[own.layer_index], dtype, self._launch)
 
     def _block(
         self, layer: Any, state: "_State", ctx: Any, embedding_TD: Tensor | None, following: Weight | None,
-        walks: Walks | None,
+        queries: "_Queries",
     ) -> tuple[Tensor, "_State"]:  # fmt: skip
         """Apply a block; return the hidden states it was given, whole, and what it leaves.
 
         Args:
             following: the weight its outputs are multiplied by next, after a norm.
-            walks: see `walks_of`.
         """
         qkv_weight = _weight(layer.self_attn.qkv_proj)
         if getattr(layer, "hidden_norm", None) is not None:
@@ -93,12 +104,12 @@ class Blocks:
         else:
             hidden_TD, rows = self._normed(state, _norm(layer.input_layernorm), qkv_weight)
             residual = hidden_TD
-        attended = self._attend(layer, rows, ctx, walks)
+        attended, residual = self._attend(layer, rows, residual, ctx, queries)
         gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
         state = self._project(layer.self_attn.o_proj, attended, residual, _weight(gate_up))
         middle_TD, rows = self._normed(state, _norm(layer.post_attention_layernorm), _weight(gate_up))
-        num_maxima = self._products.num_maxima(_weight(gate_up), len(hidden_TD))
-        maxima = self._room_for_maxima(_weight(down), len(hidden_TD), num_maxima)
+        num_maxima = self._products.num_maxima(_weight(gate_up), len(residual))
+        maxima = self._room_for_maxima(_weight(down), len(residual), num_maxima)
         silu = Epilogue(gate_up.bias, None, silu=True, maxima_TB=maxima)
         inner = _Unprojected(self._products.multiply(rows, _weight(gate_up), silu), maxima)
         return hidden_TD, self._project(down, inner, middle_TD, following)
@@ -109,7 +120,10 @@ class Blocks:
             return None
         return torch.empty(num_rows, count, dtype=torch.float32, device=self._products.counters.device)
 
-    def _attend(self, layer: Any, rows: Rows, ctx: Any, walks: Walks | None) -> "_Unprojected":
+    def _attend(
+        self, layer: Any, rows: Rows, residual_TD: Tensor, ctx: Any, queries: "_Queries"
+    ) -> tuple["_Unprojected", Tensor]:
+        """Write everybody's keys and values, and attend; return also what outputs are added to."""
         own, shape = layer.self_attn, layer.self_attn.shape
         weight, bias = _weight(own.qkv_proj), own.qkv_proj.bias
         kv = ctx.kv.layers[own.layer_index]
@@ -127,10 +141,13 @@ class Blocks:
                 qkv = self._products.multiply(rows, weight, Epilogue(bias))
             qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
             q = norm_rope.rope_and_write(qkv, write, qk_norm, rows.dtype, self._products.dependent)
-        leaves = num_rows < self._launch.config.serial_from
-        maxima = self._room_for_maxima(_weight(own.o_proj), num_rows, heads[0] if leaves else 0)
-        out = attention(q, kv, ctx.batch, shape.head_dim**-0.5, shape.window, self._launch, maxima, walks)
-        return _Unprojected(out.flatten(1), maxima)
+        if queries.rows_L is not None:
+            q, residual_TD = take_rows(queries.rows_L, q, residual_TD, self._products.dependent)
+        leaves = len(q) < self._launch.config.serial_from
+        maxima = self._room_for_maxima(_weight(own.o_proj), len(q), heads[0] if leaves else 0)
+        scale, window = shape.head_dim**-0.5, shape.window
+        out = attention(q, kv, queries.batch, scale, window, self._launch, maxima, queries.walks)
+        return _Unprojected(out.flatten(1), maxima), residual_TD
 
     def _normed(self, state: "_State", norm: Norm, weight: Weight) -> tuple[Tensor, Rows]:
         """Return the hidden states, whole, and the rows of the product that follows."""
@@ -186,6 +203,20 @@ class _State:
     hidden_TD: Tensor
     squares_TB: Tensor | None = None
     sums: Stretches | None = None
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """Whose queries a layer attends with, and what they see; it goes on with those tokens alone.
+
+    Args:
+        walks: see `walks_of`.
+        rows_L: which tokens of the pass; None is all.
+    """
+
+    batch: AttentionBatch
+    walks: Walks | None
+    rows_L: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ def _scattered(seed, position):
 @triton.jit
 def _accept_kernel(
     committed_ptr, root_ptr, active_ptr, seed_ptr, until_ptr, chain_ptr, chosen_ptr, thresholds_ptr, emitted_ptr,
-    last_ptr, out_ptr, num_nodes, num_thresholds, NODES: tl.constexpr, SIMULATED: tl.constexpr, PDL: tl.constexpr,
+    last_ptr, last_index_ptr, last_keys_ptr, out_ptr, num_nodes, num_thresholds,
+    NODES: tl.constexpr, SIMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Accept one row's chain, and move the row on."""
     wait_for_inputs(PDL)
@@ -75,6 +76,8 @@ def _accept_kernel(
     tl.store(root_ptr + row, tl.sum(tl.where(node == accepted, emitted, 0), 0))
     tl.store(committed_ptr + row, committed + count)
     tl.store(last_ptr + row, (row * num_nodes + accepted).to(tl.int64))
+    tl.store(last_index_ptr + row, committed + accepted)
+    tl.store(last_keys_ptr + row, (committed + accepted + 1).to(tl.int32))
     tl.store(emitted_ptr + row * num_nodes + node, emitted, mask=real)
     tl.store(out_ptr + row * (num_nodes + 1), count)
     tl.store(out_ptr + row * (num_nodes + 1) + 1 + node, emitted, mask=real)
@@ -99,7 +102,8 @@ def accept_chains(
     assert num_thresholds < num_nodes, "no more is accepted than was drafted"
     _accept_kernel[(num_rows,)](
         rows.committed_R, rows.root_R, rows.active_R, rows.seed_R, rows.drafts_until_R, *tokens_RN, thresholds_K,
-        outcome.emitted_RN, outcome.last_R, outcome.out_RE, num_nodes, num_thresholds,
+        outcome.emitted_RN, outcome.last_R, outcome.last_index_R, outcome.last_keys_R, outcome.out_RE, num_nodes,
+        num_thresholds,
         NODES=triton.next_power_of_2(num_nodes), SIMULATED=num_thresholds > 0, PDL=dependent, num_warps=1,
         **launch_options(dependent),
     )  # fmt: skip
@@ -114,8 +118,9 @@ def variants(architecture: str) -> list[Variant]:
         "node_slots_ptr": "*i64", "node_position_ptr": "*i64", "kv_lens_ptr": "*i32", "num_nodes": "i32",
         "page_size": "i32", "pages_stride": "i32",
     }  # fmt: skip
-    names = (*whole, "until", "chain", "chosen", "thresholds", "emitted", "last", "out")
-    accept = {f"{name}_ptr": "*i64" for name in names} | {"num_nodes": "i32", "num_thresholds": "i32"}
+    names = (*whole, "until", "chain", "chosen", "thresholds", "emitted", "last", "last_index", "out")
+    accept = {f"{name}_ptr": "*i64" for name in names}
+    accept |= {"last_keys_ptr": "*i32", "num_nodes": "i32", "num_thresholds": "i32"}
     return [
         Variant("places of chains", _place_kernel, place, {"NODES": 4, "PDL": False}, 1, 2),
         *(
