@@ -150,8 +150,11 @@ class Recorded:
         return launch
 
 
-@pytest.mark.parametrize("later", [True, False])
-def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_settles(later, generator, monkeypatch):
+@pytest.mark.parametrize(("later", "walks"), [(True, True), (False, True), (True, False)])
+def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_settles(
+    later, walks, generator, monkeypatch
+):
+    """And only where attention gains by it: where programs walk through the keys of many requests."""
     model = make_target(generator, num_layers=2).to(torch.bfloat16).to(DEVICE)
     weights = [m.weight for m in model.modules() if type(m).__name__ == "Linear"]
     shapes = {f"dense:{weight.shape[0]}:{weight.shape[1]}" for weight in weights}
@@ -161,10 +164,12 @@ def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_sett
         wide_linear={few_rows_name(shape): tiles for shape in shapes},
     )
     launches = []
+    monkeypatch.setattr(blocks, "walks_of", lambda *args: object() if walks else None)
     monkeypatch.setattr(wide_linear, "wide_kernel", Recorded(wide_linear.wide_kernel, "SETTLES", launches))
     monkeypatch.setattr(norm_rope, "_rope_kernel", Recorded(norm_rope._rope_kernel, "SETTLED", launches))
     run(model, ops, [20])
-    layer = [("SETTLES", later), ("SETTLED", later), *[("SETTLES", False)] * 3]
+    settles = later and walks
+    layer = [("SETTLES", settles), ("SETTLED", settles), *[("SETTLES", False)] * 3]
     assert launches == layer * 2
 
 

@@ -135,8 +135,8 @@ class Blocks:
             q = self._products.multiply(rows, weight, Epilogue(bias, rope=write)).view(num_rows, heads[0], -1)
         else:
             qkv: Tensor | Stretches | None = None
-            if bias is None:  # attention may then start while this product runs: it needs what was there before it
-                qkv = self._products.stretches(rows, weight, settled=True)
+            if bias is None:  # where attention walks through many requests, it may start while this product runs
+                qkv = self._products.stretches(rows, weight, settled=queries.walks is not None)
             if qkv is None:
                 qkv = self._products.multiply(rows, weight, Epilogue(bias))
             qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
