@@ -32,19 +32,17 @@ from slipstream.kernels.triton.tuning import AttentionConfig, Tuning
 PAGE, BOUND, CONTEXT, LONG = 16, 4096, 1152, 10240
 NUM_LAYERS, REPLAYS, TURNS, ANSWER_S = 8, 21, 3, 120
 TODAY = "as before"
-BEFORE: Fields = {"quick_one": 0, "quick_several": 0}
-FOUR: Fields = {"quick_one": 4, "quick_several": 4}
-BOTH: Fields = {"quick_one": 4, "quick_several": 8}
+BEFORE: Fields = {"quick_warps": 0}
+FOUR: Fields = {"quick_warps": 4}
 SETTINGS: dict[str, Fields] = {
     "4 warps": FOUR,
-    "4 and 8 warps": BOTH,
-    "8 warps": {"quick_one": 8, "quick_several": 8},
+    "8 warps": {"quick_warps": 8},
     "4, any registers": {**FOUR, "quick_registers": 0},
-    "4 and 8, 8 groups": {**BOTH, "quick_groups": 8},
-    "4 and 8, share 1": {**BOTH, "share": 1},
-    "4 and 8, share 2": {**BOTH, "share": 2},
-    "2 warps": {"quick_one": 2, "quick_several": 2, "quick_registers": 0},
-    "4 and 8, 4224 programs": {**BOTH, "programs": 4224},
+    "4, 8 groups": {**FOUR, "quick_groups": 8},
+    "4, share 1": {**FOUR, "share": 1},
+    "4, share 2": {**FOUR, "share": 2},
+    "2 warps": {"quick_warps": 2, "quick_registers": 0},
+    "4, 4224 programs": {**FOUR, "programs": 4224},
 }
 CONTEXTS = (1, 3, 63, 64, 65, 127, 255, 256, 257, 320, 1023, 1152, 1280, 1281, 1408, 1409, 1500, 2046, 2817, 4000)
 Key = tuple[str, int, Case]

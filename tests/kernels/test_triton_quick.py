@@ -33,7 +33,7 @@ def test_it_reads_keys_and_the_batchs_description_before_it_waits_and_nothing_el
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
 def test_no_other_gpu_is_given_it(architecture):
     config = read_tuning(architecture).attention
-    assert not config.quick_one and not config.quick_several
+    assert not config.quick_warps
 
 
 @pytest.mark.skipif(architecture_of(DEVICE) != "sm_90", reason="it runs on Hopper alone")
@@ -47,7 +47,7 @@ def test_it_gives_the_bits_of_other_programs(shape, counts, before, generator):
     plain = dataclasses.replace(small_tuning().attention, split=64, block=64, share=2)
     for warps in (4, 8):
         found = []
-        for config in (plain, dataclasses.replace(plain, quick_one=warps, quick_several=warps)):
+        for config in (plain, dataclasses.replace(plain, quick_warps=warps)):
             launch = AttentionLaunch(
                 config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=True, early=True
             )

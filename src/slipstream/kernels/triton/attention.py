@@ -267,7 +267,7 @@ def _attend_by_several(
         q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
         sums if maxima_TH is None else maxima_TH,
     )  # fmt: skip
-    if narrow and not whole and is_quick(config, q_THd, layer, most_queries):
+    if narrow and not whole and is_quick(config, q_THd, layer):
         shape |= quick_options(config, most_queries, repeats, rows)
         launch_quick(shared, num_results, strides[:3], shape, (num_groups, num_tiles, shares))
         return out

@@ -21,15 +21,11 @@ _BOX_COLUMNS = 64  # 128 bytes, the most that the copy engine swizzles
 _MOST_REQUESTS = 64  # whose numbers programs in which a warp asks for keys have registers for
 
 
-def is_quick(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, most_queries: int) -> bool:
+def is_quick(config: AttentionConfig, q_THd: Tensor, layer: KvLayer) -> bool:
     """Tell whether programs have one short chain from queries to outputs: a split must be a block, all BF16."""
     types = {q_THd.dtype, layer.keys_SGd.dtype, layer.values_SGd.dtype}
     fits = types == {torch.bfloat16} and q_THd.shape[2] in (64, 128) and layer.keys_SGd.stride(0) % 8 == 0
-    return _quick_warps(config, most_queries) > 0 and config.split == config.block and fits
-
-
-def _quick_warps(config: AttentionConfig, most_queries: int) -> int:
-    return config.quick_one if most_queries == 1 else config.quick_several
+    return config.quick_warps > 0 and config.split == config.block and fits
 
 
 def quick_options(config: AttentionConfig, most_queries: int, repeats: int, rows: int) -> dict[str, int]:
@@ -38,7 +34,7 @@ def quick_options(config: AttentionConfig, most_queries: int, repeats: int, rows
     Args:
         rows: those of the tile of queries.
     """
-    warps = _quick_warps(config, most_queries)
+    warps = config.quick_warps
     rows = max(triton.next_power_of_2(repeats), 4) if most_queries == 1 else rows
     at_once = max(min(config.quick_groups, config.quick_groups * warps // rows), 1)
     options = {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once}

@@ -109,9 +109,8 @@ class AttentionConfig:
         even_from: but for passes with fewer groups than this, over all requests and heads, at the bound on keys.
         even_stages: stages of those; 0: `num_stages`.
         even_registers: see `group_registers`.
-        quick_one: where programs take splits of a request with one query, not groups, warps of those that have one
-            short chain from queries to outputs (`attention_quick`, sm_90); 0: there are none. That changes no bits.
-        quick_several: the same where a request may have several queries.
+        quick_warps: where programs take splits of a request, not groups, warps of those that have one short chain from
+            queries to outputs (`attention_quick`, sm_90); 0: there are none. That changes no bits.
         quick_groups: how many groups of results the last of those reads at once: of 4 rows by 4 warps, and as many
             values a thread in other shapes.
         quick_registers: see `group_registers`.
@@ -139,8 +138,7 @@ class AttentionConfig:
     even_from: int = 0
     even_stages: int = 0
     even_registers: int = 0
-    quick_one: int = 0
-    quick_several: int = 0
+    quick_warps: int = 0
     quick_groups: int = 5
     quick_registers: int = 168
     flow_programs: int = 0
