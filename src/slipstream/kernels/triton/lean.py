@@ -175,51 +175,28 @@ def _for_outputs(scale, token, MP: gl.constexpr):
 
 
 @gluon.jit
-def _work(
-    ring, tiles, chunks, sums_store, ready, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr,
-    norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, tile,
-    M, N, K, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
-    BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr,
-    SIDE: gl.constexpr, PARTS: gl.constexpr, MP: gl.constexpr, STEPS: gl.constexpr, C: gl.constexpr, U: gl.constexpr,
-    SLOTS: gl.constexpr, FP8: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    NORM: gl.constexpr, CODES: gl.constexpr, LEFT: gl.constexpr, LEFT_LEVELS: gl.constexpr, LEAVES: gl.constexpr,
-    LEAVE_LEVELS: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr, HALF: gl.constexpr, PDL: gl.constexpr,
+def _weight_scales(
+    w_scale_ptr, j, N, FP8: gl.constexpr, PARTS: gl.constexpr, END: gl.constexpr, HALF: gl.constexpr
 ):  # fmt: skip
-    """Prepare rows, multiply what was asked for, and finish the sums."""
-    CHUNK: gl.constexpr = chunk_layout(C, BK)
-    ROWS: gl.constexpr = gl.SliceLayout(1, CHUNK)
-    E: gl.constexpr = end_layout()
-    NUM: gl.constexpr = STEPS // C
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32 if FP8 else 16])
-    j = tile * OWN + gl.arange(0, SEG, gl.SliceLayout(1, E))
-    token = gl.arange(0, MP, gl.SliceLayout(0, E))
-    x_at, norm_at = chunk_places(M, x_stride, SIDE, MP, STEPS, C, BK, ROWS)
-    weight = 0.0
-    if NORM:
-        weight = gl.load(norm_ptr + norm_at)
-    w_one, w_two = 0.0, 0.0
+    """Return the scales of both parts' weight rows, where weights are codes."""
+    one, two = 0.0, 0.0
     if FP8:
-        w_one = gl.load(w_scale_ptr + gl.minimum(weight_row(j, 0, N, END, HALF), N - 1))
+        one = gl.load(w_scale_ptr + gl.minimum(weight_row(j, 0, N, END, HALF), N - 1))
         if PARTS == 2:
-            w_two = gl.load(w_scale_ptr + gl.minimum(weight_row(j, 1, N, END, HALF), N - 1))
-    one = gl.zeros([BLOCK_N, BN], gl.float32, MMA)
-    two, nothing = one, one
-    if PDL:
-        gdc_wait()
-    raw = gl.load(x_ptr + x_at)
-    left = 0.0
-    if NORM or CODES == "maxima":
-        left = left_of_rows(left_ptr, M, num_parts, MP, LEFT)
-    residual, slot_of, position = 0.0, 0, 0
-    if HAS_RESIDUAL:
-        there = (token < M)[None, :] & (j < N)[:, None]
-        residual = gl.load(residual_ptr + token[None, :] * residual_stride + j[:, None], mask=there, other=0.0)
-    if END == "rope":
-        slot_of, position = places(slots_ptr, positions_ptr, M, MP)
-    scale = 0.0
+            two = gl.load(w_scale_ptr + gl.minimum(weight_row(j, 1, N, END, HALF), N - 1))
+    return one, two
+
+
+@gluon.jit
+def _known_of_rows(
+    raw, weight, left, x_scale_ptr, token, M, K, eps, C: gl.constexpr, MP: gl.constexpr, BK: gl.constexpr,
+    NUM: gl.constexpr, ROWS: gl.constexpr, FP8: gl.constexpr, NORM: gl.constexpr, CODES: gl.constexpr,
+    LEFT_LEVELS: gl.constexpr,
+):  # fmt: skip
+    """Return a first chunk's rows after their norm, and what is known of all: factors, scales, and those of codes."""
+    scale, factor, coded, inverse = 0.0, 0.0, 0.0, 0.0
     if FP8 and CODES == "none":
         scale = gl.load(x_scale_ptr + gl.minimum(token, M - 1))[None, :]
-    factor, coded, inverse = 0.0, 0.0, 0.0
     if NORM:
         factor = for_rows(factor_of(left, K, eps, MP, LEFT_LEVELS), MP, ROWS)
     if CODES == "maxima":
@@ -232,12 +209,24 @@ def _work(
         found = row_scale(largest(rows, C, MP, BK), "fp8")
         scale = _for_outputs(found, token, MP)
         coded, inverse = for_rows(found, MP, ROWS), for_rows(gl.div_rn(1.0, found), MP, ROWS)
-    slot, phase = 0, 0
+    return rows, factor, scale, coded, inverse
+
+
+@gluon.jit
+def _multiply(
+    ring, tiles, chunks, ready, empty, x_ptr, norm_ptr, x_at, norm_at, rows, raw, weight, factor, coded, inverse,
+    nothing, position, tile, cos_ptr, sin_ptr, SEG: gl.constexpr, OWN: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr,
+    SIDE: gl.constexpr, PARTS: gl.constexpr, MP: gl.constexpr, NUM: gl.constexpr, C: gl.constexpr, U: gl.constexpr,
+    SLOTS: gl.constexpr, FP8: gl.constexpr, END: gl.constexpr, NORM: gl.constexpr, CODES: gl.constexpr,
+    HALF: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Multiply what was asked for, a chunk of prepared rows after the other; return the sums, and pairs' angles."""
+    one, two, slot, phase = nothing, nothing, 0, 0
+    cos, sin = 0.0, 0.0
     if NUM == 1:
         store_chunk(coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(0), C, SIDE, MP, BN, BK, CHUNK)
         fence_async_shared()
         gl.thread_barrier()
-        cos, sin = 0.0, 0.0
         if END == "rope":
             cos, sin = angles(position, tile, cos_ptr, sin_ptr, SEG, OWN, HALF)
         for group in range(C // U):
@@ -245,7 +234,6 @@ def _work(
                 ring, tiles, ready, empty, one, two, nothing, group * U, slot, phase, U, PARTS, SLOTS, FP8
             )
     else:
-        cos, sin = 0.0, 0.0
         if END == "rope":
             cos, sin = angles(position, tile, cos_ptr, sin_ptr, SEG, OWN, HALF)
         for chunk in range(NUM):
@@ -264,6 +252,53 @@ def _work(
                     ring, tiles, ready, empty, one, two, nothing, (chunk & 1) * C + group * U, slot, phase, U, PARTS,
                     SLOTS, FP8,
                 )  # fmt: skip
+    return one, two, cos, sin
+
+
+@gluon.jit
+def _work(
+    ring, tiles, chunks, sums_store, ready, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr,
+    norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, tile,
+    M, N, K, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
+    BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr,
+    SIDE: gl.constexpr, PARTS: gl.constexpr, MP: gl.constexpr, STEPS: gl.constexpr, C: gl.constexpr, U: gl.constexpr,
+    SLOTS: gl.constexpr, FP8: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    NORM: gl.constexpr, CODES: gl.constexpr, LEFT: gl.constexpr, LEFT_LEVELS: gl.constexpr, LEAVES: gl.constexpr,
+    LEAVE_LEVELS: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr, HALF: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Prepare rows, multiply what was asked for, and finish the sums."""
+    CHUNK: gl.constexpr = chunk_layout(C, BK)
+    E: gl.constexpr = end_layout()
+    NUM: gl.constexpr = STEPS // C
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32 if FP8 else 16])
+    j = tile * OWN + gl.arange(0, SEG, gl.SliceLayout(1, E))
+    token = gl.arange(0, MP, gl.SliceLayout(0, E))
+    x_at, norm_at = chunk_places(M, x_stride, SIDE, MP, STEPS, C, BK, gl.SliceLayout(1, CHUNK))
+    weight = 0.0
+    if NORM:
+        weight = gl.load(norm_ptr + norm_at)
+    w_one, w_two = _weight_scales(w_scale_ptr, j, N, FP8, PARTS, END, HALF)
+    nothing = gl.zeros([BLOCK_N, BN], gl.float32, MMA)
+    if PDL:
+        gdc_wait()
+    raw = gl.load(x_ptr + x_at)
+    left, residual, slot_of, position = 0.0, 0.0, 0, 0
+    if NORM or CODES == "maxima":
+        left = left_of_rows(left_ptr, M, num_parts, MP, LEFT)
+    if HAS_RESIDUAL:
+        there = (token < M)[None, :] & (j < N)[:, None]
+        residual = gl.load(residual_ptr + token[None, :] * residual_stride + j[:, None], mask=there, other=0.0)
+    if END == "rope":
+        slot_of, position = places(slots_ptr, positions_ptr, M, MP)
+    rows, factor, scale, coded, inverse = _known_of_rows(
+        raw, weight, left, x_scale_ptr, token, M, K, eps, C, MP, BK, NUM, gl.SliceLayout(1, CHUNK), FP8, NORM, CODES,
+        LEFT_LEVELS,
+    )  # fmt: skip
+    one, two, cos, sin = _multiply(
+        ring, tiles, chunks, ready, empty, x_ptr, norm_ptr, x_at, norm_at, rows, raw, weight, factor, coded, inverse,
+        nothing, position, tile, cos_ptr, sin_ptr, SEG, OWN, BK, BN, SIDE, PARTS, MP, NUM, C, U, SLOTS, FP8, END, NORM,
+        CODES, HALF, CHUNK,
+    )  # fmt: skip
     first, second = finished_sums(one, two, sums_store, BLOCK_N, SEG, SIDE, PARTS, MP)
     if FP8:
         first = first * (scale * w_one[:, None])
