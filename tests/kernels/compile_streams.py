@@ -19,6 +19,8 @@ from slipstream.kernels.triton.wide_streams import stream_kernel
 
 FEW, MANY = (32, 40, 64), (96, 128, 160, 192, 256)
 """Rows of every width a token tile has."""
+USUAL_FEW, USUAL_MANY = 40, 160
+"""Those of 40 requests of one node and of four."""
 GATED = ("28672:4096",)
 """The shape whose outputs are gates and the rows `up`."""
 QUERIES_KEYS_VALUES = ("6144:4096", "6144:8192")
@@ -29,13 +31,21 @@ Case = tuple[str, WideConfig, tuple[int, int], bool, bool]
 
 
 def shipped() -> dict[Case, None]:
-    """Return what streams: format, tiles, pieces of the rows, whether with SiLU, and whether it settles."""
-    tuning, found = read_tuning("sm_90"), {}
+    """Return what streams: format, tiles, pieces of the rows, whether with SiLU, and whether it settles.
+
+    Every width of rows for the first tiles that stream of a format, and for those with SiLU; for others the usual one.
+    """
+    tuning, found, seen = read_tuning("sm_90"), {}, set()
     for name, config in tuning.wide_linear.items():
         shape, few, _ = name.partition("/")
         format, _, outputs = shape.partition(":")
-        for num_rows in (FEW if few else MANY) if config.stream else ():
-            pieces, silu = row_pieces(num_rows), outputs in GATED
+        if not config.stream:
+            continue
+        silu, every, usual = outputs in GATED, (FEW if few else MANY), (USUAL_FEW if few else USUAL_MANY)
+        widths = every if silu or (format, few) not in seen else (usual,)
+        seen.add((format, few))
+        for num_rows in widths:
+            pieces = row_pieces(num_rows)
             settles = config.later and outputs in QUERIES_KEYS_VALUES
             found[format, fitted(config, pieces, format, silu, tuning.shared_bytes), pieces, silu, settles] = None
     return found

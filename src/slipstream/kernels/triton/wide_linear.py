@@ -174,11 +174,19 @@ _POINTERS = {"dense": "bf16", "int8": "i8", "fp8": "fp8e4nv", "fp8_upcast": "fp8
 _MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp8_upcast": "bf16"}
 
 
+_GATED = ("28672:4096",)  # shapes whose outputs are gates and the rows `up`
 _PASSES = {  # rows, and whether SiLUs come of them, that what ships is compiled for: by the rows a name ends in
     str(FEWER_ROWS): ((32, False), (32, True)),
     str(FEW_ROWS): ((40, False), (64, True)),
     "": ((96, False), (160, False), (160, True), (256, True)),
 }
+
+
+def _passes(name: str) -> tuple[tuple[int, bool], ...]:
+    """Return the passes that tiles of a name are for; a shape's outputs are all gated, or none is."""
+    tiles, _, few = name.partition("/")
+    shape = tiles.partition(":")[2]
+    return tuple((num_rows, silu) for num_rows, silu in _PASSES[few] if not shape or silu == (shape in _GATED))
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -191,7 +199,7 @@ def variants(architecture: str) -> list[Variant]:
     for name, config in tuning.wide_linear.items():
         format = name.partition(":")[0]
         kind = "fp8_upcast" if format == "fp8" and not tuning.fp8_dot else format
-        for num_rows, silu in _PASSES[name.partition("/")[2]]:
+        for num_rows, silu in _passes(name):
             pieces = row_pieces(num_rows)
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
