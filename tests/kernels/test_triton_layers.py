@@ -133,7 +133,8 @@ def test_sums_left_to_norm_and_rotation_change_no_bits(kind, generator):
     shapes = {f"dense:{weight.shape[0]}:{weight.shape[1]}" for weight in weights}
     linear = {shape: LinearConfig(64, 16, 2, 4, 2) for shape in shapes}
     left = triton_ops(linear=linear, wide_linear={few_rows_name(s): replace(tiles, later=True) for s in shapes})
-    assert torch.equal(run(model, left, [20, 18]), run(model, triton_ops(linear=linear), [20, 18]))
+    passes = [20, 18] if kind == "target" else [20]
+    assert torch.equal(run(model, left, passes), run(model, triton_ops(linear=linear), passes))
 
 
 class Recorded:
@@ -197,9 +198,9 @@ def test_sums_of_codes_left_to_norm_and_rotation_change_no_bits(generator):
     tuned = {"linear": {shape: LinearConfig(64, 32, 2, 4, 2) for shape in shapes}, "fp8_dot": True}
     tiles = WideConfig(64, False, 32, 4, 2, later=True, together=True)
     left = triton_ops(wide_linear={few_rows_name(shape): tiles for shape in shapes}, **tuned)
-    expected = run(model, triton_ops(**tuned), [20, 18])
+    expected = run(model, triton_ops(**tuned), [20])
     assert torch.isfinite(expected).all()
-    assert torch.equal(run(model, left, [20, 18]), expected)
+    assert torch.equal(run(model, left, [20]), expected)
 
 
 def test_blocks_of_another_make_run_one_operation_at_a_time_and_say_so(generator, caplog):

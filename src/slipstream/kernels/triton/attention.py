@@ -341,7 +341,7 @@ def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str,
 
 
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: narrow and wide tiles, merged by several programs or by one, for heads of 64 and 128."""
+    """List what ships: narrow and wide tiles, merged by several programs or by one; of groups the wider heads alone."""
     config = read_tuning(architecture).attention
     pointers = {
         "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i32",
@@ -369,7 +369,7 @@ def variants(architecture: str) -> list[Variant]:
         serial = kernel is _attention_kernel
         divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
         divisible += ("slot_stride",)
-        for heads, groups, width in ((32, 8, 128), (9, 3, 64)):
+        for heads, groups, width in ((32, 8, 128),) if whole and not serial else ((32, 8, 128), (9, 3, 64)):
             repeats = heads // groups
             constants = {
                 "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,

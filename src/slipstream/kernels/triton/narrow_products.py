@@ -9,7 +9,7 @@ from slipstream.kernels.triton.lean_products import REGISTERS, LeanPlan, lean_pl
 from slipstream.kernels.triton.linear import Epilogue, Launch, Rows, partial_sums, residual_stride
 from slipstream.kernels.triton.narrow import narrow_kernel
 from slipstream.kernels.triton.norm_rope import SQUARED, RopeWrite
-from slipstream.kernels.triton.tuning import LinearConfig, read_tuning
+from slipstream.kernels.triton.tuning import CHAIN_ROWS, LinearConfig, Tuning, read_tuning
 from slipstream.kernels.triton.variants import Matrix, Variant
 
 MOST_ROWS = 16
@@ -198,7 +198,7 @@ def variants(architecture: str) -> list[Variant]:
         for tiles, whose in ((config, ""), (few, ", few rows")) if few != config else ((config, ""),):
             fitted = tuning.fitted(tiles, MOST_ROWS, itemsize, staged_rows=False)
             parts = 256 if not norm or whose else shape[1] // SQUARED  # as many as tiles of 16 leave
-            for rows in _rows_compiled(kind, codes, fitted, few != config and not whose):
+            for rows in _rows_compiled(tuning, kind, codes, fitted, few != config and not whose):
                 counted = f", codes of {rows} rows" if codes != "none" else ", one row" if rows == 1 else ""
                 name = f"narrow {kind}, {end}{', norm' if norm else ''}{counted}, {shape[0]} x {shape[1]}{whose}"
                 folds: dict[str, bool | int | str] = {
@@ -212,12 +212,18 @@ def variants(architecture: str) -> list[Variant]:
     return shipped
 
 
-def _rows_compiled(kind: str, codes: str, config: LinearConfig, most: bool) -> tuple[int, ...]:
+def _rows_compiled(
+    tuning: Tuning, kind: str, codes: str, config: LinearConfig, most: bool
+) -> tuple[int, ...]:  # fmt: skip
     """Return the numbers of rows that a step of what ships may read; `most`: but for those that have other tiles."""
+    if codes != "none":
+        folded = _holding(tuning.fold_codes if codes == "maxima" else tuning.fold_norm_codes)
+        if most and folded <= CHAIN_ROWS:
+            return ()
+        rows = (1, folded)[most or folded == 1 :]
+        return (MOST_ROWS // config.split_k,) if config.side else rows
     if config.side:
         return (MOST_ROWS // config.split_k,)
-    if codes != "none":
-        return {"maxima": (1, MOST_ROWS), "norm": (1, MOST_WHOLE_ROWS)}[codes][-1 if most else 0 :]
     return (1, MOST_ROWS) if kind == "dense" and not most else (MOST_ROWS,)
 
 

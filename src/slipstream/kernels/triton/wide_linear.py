@@ -199,7 +199,8 @@ def variants(architecture: str) -> list[Variant]:
     for name, config in tuning.wide_linear.items():
         format = name.partition(":")[0]
         kind = "fp8_upcast" if format == "fp8" and not tuning.fp8_dot else format
-        for num_rows, silu in _passes(name):
+        # Tiles that stream are this kernel's only where a product has a bias.
+        for num_rows, silu in _passes(name)[-1:] if config.stream else _passes(name):
             pieces = row_pieces(num_rows)
             used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
             variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
