@@ -74,7 +74,7 @@ def drive(engine: Engine, work: list, order: random.Random) -> dict[int, list]:
     return answers
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=22, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     work=requests,
     draft=st.sampled_from(sorted(DRAFTS)),

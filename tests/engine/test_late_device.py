@@ -75,7 +75,7 @@ def drive(engine: Engine, work: list, order: random.Random, aborted: set[int]) -
     return answers
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     work=WORK,
     draft=st.sampled_from(sorted(DRAFTS)),

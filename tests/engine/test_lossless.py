@@ -77,7 +77,7 @@ def drive(engine: Engine, work: list, order: random.Random) -> list[list[int]]:
     return answers
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=48, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     work=requests,
     draft=st.sampled_from(sorted(DRAFTS)),
@@ -101,7 +101,7 @@ def test_any_draft_gives_the_tokens_of_plain_decoding(
     assert drive(engine, work, order) == [plain_answer(*item) for item in work]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=48, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     work=requests,
     page_size=st.sampled_from([1, 4, 16]),

@@ -181,7 +181,7 @@ FIELDS = st.sampled_from(
 PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/admin/speculation"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=110, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(PATHS), st.dictionaries(FIELDS, JSON, max_size=4))
 def test_no_json_makes_the_server_fail(client, path, changes):
     seed = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT, "/tokenize": {"prompt": "x"}}.get(path, {})
