@@ -31,6 +31,7 @@ def test_lean_products_have_a_processor_to_themselves_and_do_not_spill():
     for row in rows:
         assert PROCESSOR // 2 < row["shared"] + RESERVED <= PROCESSOR and row["spills"] == 0, row
         assert row["matrix"] and row["waits"] == 2, row  # those who multiply, and the one who asks
+        assert bool(row["reads_before"]) == row["known_before"] and row["folded"] == 0, row
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])

@@ -219,6 +219,12 @@ class Ending:
     batch: AttentionBatch
 
 
+def ended(hidden_TD: Tensor, ctx: Any) -> Tensor:
+    """Return a whole pass's outputs, or those of the tokens its context ends with."""
+    ending: Ending | None = getattr(ctx, "ending", None)
+    return hidden_TD if ending is None else hidden_TD.index_select(0, ending.rows_L)
+
+
 @dataclass
 class Borrowed:
     """Tokens of a request's own text that its draft does not know, with rows of the draft's head for them.

@@ -35,10 +35,10 @@ from slipstream.kernels.ops import (
     AttentionBatch,
     ChainStart,
     Cut,
-    Ending,
     KvLayer,
     Layer,
     RowSampling,
+    ended,
 )
 from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
@@ -260,9 +260,7 @@ class CpuOps:
                 None if embedding is None else embedding.data_ptr(),
             )
         )
-        ending: Ending | None = getattr(ctx, "ending", None)
-        if ending is not None:
-            hidden = hidden.index_select(0, ending.rows_L)
+        hidden = ended(hidden, ctx)
         if hidden_TD.dtype == torch.float32:
             return hidden, captured
         return hidden.to(hidden_TD.dtype), [state.to(hidden_TD.dtype) for state in captured]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
-from slipstream.kernels.ops import AttentionBatch, Ending, KvLayer, Layer, RowSampling
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, ended
 from slipstream.kernels.reference.attention import as_kept, attention, latent_attention
 from slipstream.kernels.reference.experts import choose_experts, experts
 from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel
@@ -137,10 +137,7 @@ class ReferenceOps:
             hidden_TD = layer(hidden_TD, ctx) if embedding_TD is None else layer(hidden_TD, ctx, embedding_TD)
             if applied in captured_layers:
                 seen[applied] = hidden_TD
-        ending: Ending | None = getattr(ctx, "ending", None)
-        if ending is not None:
-            hidden_TD = hidden_TD.index_select(0, ending.rows_L)
-        return hidden_TD, [seen[k] for k in captured_layers]
+        return ended(hidden_TD, ctx), [seen[k] for k in captured_layers]
 
     def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
         """Take the argmax of perturbed logits; only tokens that could still win are given their noise."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
-from slipstream.kernels.ops import AttentionBatch, Ending, KvLayer, Layer, RowSampling
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, ended
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton import chains, norm_rope, router, sample
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
@@ -162,8 +162,7 @@ class TritonOps:
             reason = self._latent_blocks.unfit(layers, ctx)
             if not reason:
                 last_TD, captured = self._latent_blocks.run(layers, hidden_TD, ctx, captured_layers)
-                ending: Ending | None = getattr(ctx, "ending", None)
-                return last_TD if ending is None else last_TD.index_select(0, ending.rows_L), captured
+                return ended(last_TD, ctx), captured
         else:
             reason = self._blocks.unfit(layers, ctx)
         if reason:
