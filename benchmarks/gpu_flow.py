@@ -53,7 +53,6 @@ CANDIDATES: dict[str, Fields] = {  # programs are 132 processors times those tha
     "5 blocks": ONE,
     "4 blocks": {**ONE, "flow_stages": 4},
     "6 blocks": {**ONE, "flow_stages": 6},
-    "3 blocks, 2 a processor": {**ONE, "flow_programs": 264, "flow_stages": 3},
 }
 RUNS = 200  # of 40 requests, for each number of queries and each set of contexts
 TASK_SECONDS = 90.0  # what checking one candidate's bits may take, compiling included

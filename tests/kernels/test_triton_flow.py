@@ -32,7 +32,8 @@ def test_it_fits_spills_nothing_and_multiplies_by_the_instruction_of_the_others(
 
 def test_before_it_has_waited_it_stores_nothing_and_reads_past_the_nearest_cache():
     for row in flowing():
-        assert row["waits"] == 2, row  # of those that attend, and of the one that asks
+        # Of those that attend, of the one that asks, and of that one again before it asks what another program left.
+        assert row["waits"] == 3, row
         assert not row["cached_before_wait"] and not row["stored_before_wait"], row
         boxes = 64 // int(row["name"].rpartition(" ")[2])
         assert row["asks"] == 2 * boxes * (2 if "128" in row["name"] else 1), row

@@ -5,6 +5,11 @@ same. The warp that asks walks ahead of the others, through a ring of blocks of 
 page. Keys that earlier passes wrote it asks for before the kernel before has ended. Which keys are whose, and who
 finishes a request: `attention_flow_walk`.
 
+There is one warp to a scheduler that attends, so nothing hides what it waits for, and a block's chain is kept short.
+Queries are in fast memory, those of the next request from this one's first block on; what another program has left
+comes there by the warp that asks. Warps meet twice: for their maxima, at the barrier that gives room back, and for
+the weights.
+
 A block's room is free once its numbers were multiplied, not once they were asked of fast memory: such reads are still
 under way when threads meet, and the copy engine does not wait for them. One that other programs' stores hold up long
 enough would find a later block.
@@ -15,11 +20,12 @@ enough would find a later block.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, mma_v2, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.triton.attention_blocks import merge
 from slipstream.kernels.triton.attention_flow_merge import (
+    ask_left,
     finish_requests,
     hand_over,
     nothing,
@@ -28,6 +34,7 @@ from slipstream.kernels.triton.attention_flow_merge import (
     take_over,
 )
 from slipstream.kernels.triton.attention_flow_walk import (
+    all_described,
     described_at,
     laid_out,
     laid_out_pages,
@@ -56,7 +63,8 @@ def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLO
 
 @gluon.jit
 def _ask(
-    tiles, stores, ready, empty, walks_ptr, pages_ptr, num_requests, pages_stride, group, part, WIDTH: gl.constexpr,
+    tiles, stores, ready, empty, left, walks_ptr, pages_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
+    num_results, pages_stride, group, part, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
     REQUESTS: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -90,8 +98,11 @@ def _ask(
         start += BLOCK
         moves = start >= stop_of(walk, request, end)
         if moves:
-            following = next_of(walk, request, num_requests)
-            request, start = following[0], following[1]
+            request, start, is_late = next_of(walk, request, num_requests)
+            if is_late & (step + 1 < num_blocks):
+                if PDL and EARLY:
+                    gdc_wait()
+                ask_left(left, counter_ptr, sums_ptr, partial_ptr, request, group, num_results, GROUPS, WIDTH, ROWS)
             end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
         if moves | (start // PAGE - first_page >= 32):
             first_page = start // PAGE
@@ -99,22 +110,29 @@ def _ask(
 
 
 @gluon.jit
-def _queries(
-    q_ptr, index_ptr, ancestors_ptr, q_first, last_token, group, HEADS: gl.constexpr, REPEATS: gl.constexpr,
-    WIDTH: gl.constexpr, ROWS: gl.constexpr, MATRIX: gl.constexpr,
+def _ask_queries(
+    q_ptr, queries, q_first, last_token, group, HEADS: gl.constexpr, REPEATS: gl.constexpr, WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return a request's queries, where they are, and which keys before them they see.
-
-    Rows past the last query repeat it.
-    """
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MATRIX, 2)
-    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LEFT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LEFT))
+    """Ask for a request's queries. Rows past the last one repeat it."""
+    LANES: gl.constexpr = WIDTH // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     token = gl.maximum(gl.minimum(q_first + row // REPEATS, last_token), 0).to(gl.int64)
     head = group * REPEATS + row % REPEATS
-    q = gl.load(q_ptr + (token * HEADS + head)[:, None] * WIDTH + column[None, :])
+    q_at = q_ptr + (token * HEADS + head)[:, None] * WIDTH + column[None, :]
+    async_copy.async_copy_global_to_shared(queries, q_at)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _places(
+    index_ptr, ancestors_ptr, q_first, last_token, REPEATS: gl.constexpr, ROWS: gl.constexpr, MATRIX: gl.constexpr
+):
+    """Return where a request's queries are, and which keys before them they see."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, MATRIX))
     token = gl.maximum(gl.minimum(q_first + row // REPEATS, last_token), 0)
-    return q, gl.load(index_ptr + token).to(gl.int32), gl.load(ancestors_ptr + token)
+    return gl.load(index_ptr + token).to(gl.int32), gl.load(ancestors_ptr + token)
 
 
 @gluon.jit
@@ -128,43 +146,57 @@ def _hide(scores, own, ancestors, start, end, BLOCK: gl.constexpr, MATRIX: gl.co
 
 
 @gluon.jit
-def _weigh(scores, v, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constexpr, MATRIX: gl.constexpr):
-    """Return the result of a block, which is a split: what `attention_blocks.add_block` makes of it and of nothing."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MATRIX, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MATRIX, 2)
-    best = gl.max(scores, 1)
-    pivot = gl.where(best == float("-inf"), 0.0, best)
-    weight = gl.convert_layout(gl.exp2(scores - pivot[:, None]).to(v.dtype), LEFT)
-    acc = mma_v2(weight, v, gl.zeros([ROWS, WIDTH], gl.float32, MATRIX))
-    ones = gl.full([BLOCK, 8], 1.0, v.dtype, RIGHT)  # all columns of the sum are alike, and every warp has them
-    total = mma_v2(weight, ones, gl.zeros([ROWS, 8], gl.float32, MATRIX))
-    return best, gl.max(total, 1), acc
+def _maximum_of_warp(scores, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """Return each row's largest score among a warp's keys: a column for each warp, which has eight keys in 32."""
+    apart = gl.reshape(scores, [ROWS, BLOCK // 32, 4, 8])
+    return gl.max(gl.max(apart, 1), 2)
+
+
+@gluon.jit
+def _maximum_of_block(maxima, ROWS: gl.constexpr, MATRIX: gl.constexpr):
+    """Return each row's largest score of all, where the tile has the row."""
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[0, 0], [0, 0]], block_bases=[], shape=[ROWS, 4],
+    )  # fmt: skip
+    return gl.convert_layout(gl.max(maxima.load(ALL), 1), gl.SliceLayout(1, MATRIX), assert_trivial=True)
 
 
 @gluon.jit
 def _attend_block(
-    stores, ready, empty, step, slot, q, own, ancestors, start, end, sure, scale,
+    stores, ready, empty, maxima, weights, step, slot, q, own, ancestors, start, end, sure, scale,
     ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, MATRIX: gl.constexpr,
 ):  # fmt: skip
-    """Return the result of a step's block, once it has come, and tell that the room of the one before is free."""
+    """Return the result of a step's block, once it has come, and tell that the room of the one before is free.
+
+    A block is a split, so that is what `attention_blocks.add_block` makes of it and of nothing.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MATRIX, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MATRIX, 2)
     mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
     k = stores[0].index(slot).permute((1, 0)).load(RIGHT)
     scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MATRIX)) * scale
     v = stores[1].index(slot).load(RIGHT)
-    gl.thread_barrier()  # one thread tells for all that they have multiplied the block before
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
     if start + BLOCK > sure:
         scores = _hide(scores, own, ancestors, start, end, BLOCK, MATRIX)
         # Slots past the end may hold anything, and nothing times NaN is NaN.
         key = gl.arange(0, BLOCK, gl.SliceLayout(1, RIGHT))
         v = gl.where((start + key < end)[:, None], v, gl.zeros([BLOCK, WIDTH], v.dtype, RIGHT))
-    return _weigh(scores, v, ROWS, BLOCK, WIDTH, MATRIX)
+    maxima.store(_maximum_of_warp(scores, ROWS, BLOCK))
+    gl.thread_barrier()  # for the maxima, and one thread tells for all that they have multiplied the block before
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+    best = _maximum_of_block(maxima, ROWS, MATRIX)
+    pivot = gl.where(best == float("-inf"), 0.0, best)
+    weights.store(gl.exp2(scores - pivot[:, None]).to(v.dtype))
+    weight = weights.load(LEFT)
+    acc = mma_v2(weight, v, gl.zeros([ROWS, WIDTH], gl.float32, MATRIX))
+    ones = gl.full([BLOCK, 8], 1.0, v.dtype, RIGHT)  # all columns of the sum are alike, and every warp has them
+    return best, gl.max(mma_v2(weight, ones, gl.zeros([ROWS, 8], gl.float32, MATRIX)), 1), acc
 
 
 @gluon.jit
 def _add_result(
-    so_far, group_so_far, found, walk, here, following, start, end, moves, is_late, step, num_blocks,
+    so_far, group_so_far, found, left, walk, here, start, end, moves, is_late, step, num_blocks,
     out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results, group,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr,
     IN_GROUP: gl.constexpr, MATRIX: gl.constexpr,
@@ -173,7 +205,8 @@ def _add_result(
 
     Args:
         so_far, group_so_far: of the request's groups, where it is not cut at groups, and of the group's blocks.
-        here, following: this block's request and the next one's, each with its first and last query.
+        left: what another program has left of the request that comes last.
+        here: this block's request, its first and its last query.
 
     Returns:
         What the next block finds of its request's groups and of its group.
@@ -181,7 +214,6 @@ def _add_result(
     REPEATS: gl.constexpr = HEADS // GROUPS
     best, total, acc = so_far
     request, q_first, last_token = here
-    next_request, next_first, next_last = following
     group_best, group_total, group_acc = merge(
         group_so_far[0], group_so_far[1], group_so_far[2], found[0], found[1], found[2]
     )
@@ -204,72 +236,72 @@ def _add_result(
         best, total, acc = nothing(ROWS, WIDTH, MATRIX)
         group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
         if is_late & (step + 1 < num_blocks):
-            cell = next_request.to(gl.int64) * GROUPS + group
-            best, total, acc, group_best, group_total, group_acc = take_over(
-                sums_ptr, partial_ptr, counter_ptr + cell, cell * num_results, next_first, next_last, REPEATS, ROWS,
-                WIDTH, MATRIX,
-            )  # fmt: skip
+            best, total, acc, group_best, group_total, group_acc = take_over(left, MATRIX)
     return best, total, acc, group_best, group_total, group_acc
 
 
 @gluon.jit
 def _attend(
-    stores, ready, empty, q_ptr, out_ptr, walks_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr,
-    num_requests, num_results, scale, group, part,
+    stores, rooms, left, ready, empty, q_ptr, out_ptr, walks_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
+    counter_ptr, num_requests, num_results, scale, group, part,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
     BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Attend to blocks as they come, store the results of groups, and merge those of requests that are then whole."""
+    """Attend to blocks as they come, store the results of groups, and merge those of requests that are then whole.
+
+    Args:
+        rooms: for the queries of this request and the next, for warps' maxima, and for weights.
+        left: what another program has left of the request that comes last.
+    """
     if PDL and not EARLY:
         gdc_wait()
+    queries, maxima, weights = rooms
     REPEATS: gl.constexpr = HEADS // GROUPS
     NUM_WARPS: gl.constexpr = 4
     MATRIX: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NUM_WARPS], [16, 8])
     # Every warp has all requests' numbers, so that looking one up takes no meeting.
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0]))
     request, start, num_blocks, walk, counted, first = laid_out(walks_ptr, part, REQUESTS)
-    described_R = (
-        of_requests(walks_ptr, 0, REQUESTS, LAYOUT), of_requests(walks_ptr, 1, REQUESTS, LAYOUT),
-        of_requests(walks_ptr, 2, REQUESTS, LAYOUT), of_requests(walks_ptr, 3, REQUESTS, LAYOUT),
-    )  # fmt: skip
-    holders_R = of_requests(walks_ptr, 4, REQUESTS, LAYOUT)
+    described_R = all_described(walks_ptr, REQUESTS, LAYOUT)
     q_first, last_token, end, sure = first[0], first[1], first[2], first[3]
     if PDL and EARLY:
         gdc_wait()
-    q, own, ancestors = _queries(
-        q_ptr, index_ptr, ancestors_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
-    )
+    _ask_queries(q_ptr, queries.index(0), q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS)
+    own, ancestors = _places(index_ptr, ancestors_ptr, q_first, last_token, REPEATS, ROWS, MATRIX)
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    which, fresh = 0, True  # where the request's queries are, and whether the next one's are to be asked for
+    after, after_start, is_late = request, start, False
+    after_first, after_last, after_end, after_sure = q_first, last_token, end, sure
     best, total, acc = nothing(ROWS, WIDTH, MATRIX)  # of the request's groups so far, where it is not cut at groups
     group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
     for step in range(num_blocks):
-        slot = step % STAGES
-        next_request, next_start, next_first, next_last = request, start + BLOCK, q_first, last_token
-        next_end, next_sure, is_late = end, sure, False
-        next_q, next_own, next_ancestors = q, own, ancestors
-        moves = next_start >= stop_of(walk, request, end)
-        if moves:
-            next_request, next_start, is_late = next_of(walk, request, num_requests)
-            next_first, next_last, next_end, next_sure = described_at(described_R, next_request, REQUESTS)
-            next_q, next_own, next_ancestors = _queries(
-                q_ptr, index_ptr, ancestors_ptr, next_first, next_last, group, HEADS, REPEATS, WIDTH, ROWS, MATRIX
-            )
+        q = queries.index(which).load(gl.DotOperandLayout(0, MATRIX, 2))
+        if fresh:
+            after, after_start, is_late = next_of(walk, request, num_requests)
+            after_first, after_last, after_end, after_sure = described_at(described_R, after, REQUESTS)
+            _ask_queries(q_ptr, queries.index(1 - which), after_first, after_last, group, HEADS, REPEATS, WIDTH, ROWS)
         found = _attend_block(
-            stores, ready, empty, step, slot, q, own, ancestors, start, end, sure, scale,
+            stores, ready, empty, maxima, weights, step, step % STAGES, q, own, ancestors, start, end, sure, scale,
             ROWS, BLOCK, WIDTH, STAGES, MATRIX,
         )  # fmt: skip
+        moves = start + BLOCK >= stop_of(walk, request, end)
         best, total, acc, group_best, group_total, group_acc = _add_result(
-            (best, total, acc), (group_best, group_total, group_acc), found, walk, (request, q_first, last_token),
-            (next_request, next_first, next_last), start, end, moves, is_late, step, num_blocks,
-            out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results, group,
-            HEADS, GROUPS, WIDTH, ROWS, BLOCK, IN_GROUP, MATRIX,
+            (best, total, acc), (group_best, group_total, group_acc), found, left, walk, (request, q_first, last_token),
+            start, end, moves, is_late, step, num_blocks, out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results,
+            group, HEADS, GROUPS, WIDTH, ROWS, BLOCK, IN_GROUP, MATRIX,
         )  # fmt: skip
-        request, start, q_first, last_token = next_request, next_start, next_first, next_last
-        end, sure = next_end, next_sure
-        q, own, ancestors = next_q, next_own, next_ancestors
+        start, fresh = start + BLOCK, moves
+        if moves:
+            request, start, q_first, last_token = after, after_start, after_first, after_last
+            end, sure, which = after_end, after_sure, 1 - which
+            own, ancestors = _places(index_ptr, ancestors_ptr, q_first, last_token, REPEATS, ROWS, MATRIX)
+            async_copy.wait_group(0)
+            gl.thread_barrier()
     if (num_blocks > 0) & (walk[0] == 0):
         finish_requests(
-            out_ptr, sums_ptr, partial_ptr, counter_ptr, (counted[0], counted[1], holders_R), described_R, num_results,
-            group, HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK * IN_GROUP,
+            out_ptr, sums_ptr, partial_ptr, counter_ptr, walks_ptr, counted, num_results, group, HEADS, GROUPS, WIDTH,
+            ROWS, REQUESTS, BLOCK * IN_GROUP, LAYOUT,
         )  # fmt: skip
 
 
@@ -297,6 +329,15 @@ def flow_kernel(
     BOXES: gl.constexpr = STAGES * (WIDTH // HALF) * (BLOCK // PAGE)
     key_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], keys.layout)
     value_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], values.layout)
+    queries = gl.allocate_shared_memory(dtype, [2, ROWS, WIDTH], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    maxima = gl.allocate_shared_memory(gl.float32, [ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    weights = gl.allocate_shared_memory(dtype, [ROWS, BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    left = (
+        gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+    )
+    mbarrier.init(left[2], count=32)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -310,11 +351,13 @@ def flow_kernel(
     value_blocks = value_boxes._reinterpret(dtype, [STAGES, BLOCK, WIDTH], values.layout)
     gl.warp_specialize(
         [
-            (_attend, ((key_blocks, value_blocks), ready, empty, q_ptr, out_ptr, walks_ptr, index_ptr, ancestors_ptr,
-                       sums_ptr, partial_ptr, counter_ptr, num_requests, num_results, scale, group, part, HEADS, GROUPS,
-                       WIDTH, ROWS, REQUESTS, BLOCK, IN_GROUP, STAGES, EARLY, PDL)),
-            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, walks_ptr, pages_ptr, num_requests,
-                    pages_stride, group, part, WIDTH, REQUESTS, BLOCK, PAGE, STAGES, EARLY, PDL)),
+            (_attend, ((key_blocks, value_blocks), (queries, maxima, weights), left, ready, empty, q_ptr, out_ptr,
+                       walks_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
+                       num_results, scale, group, part, HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK, IN_GROUP, STAGES,
+                       EARLY, PDL)),
+            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, left, walks_ptr, pages_ptr, sums_ptr,
+                    partial_ptr, counter_ptr, num_requests, num_results, pages_stride, group, part, GROUPS, WIDTH, ROWS,
+                    REQUESTS, BLOCK, PAGE, STAGES, EARLY, PDL)),
         ],
         [1], [ASK_REGISTERS],
     )  # fmt: skip

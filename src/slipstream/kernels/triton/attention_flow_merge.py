@@ -5,9 +5,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from slipstream.kernels.triton.attention_blocks import merge
-from slipstream.kernels.triton.attention_flow_walk import number_at
+from slipstream.kernels.triton.attention_flow_walk import number_at, of_request, of_requests
 
 
 @gluon.jit
@@ -46,24 +47,37 @@ def hand_over(
 
 
 @gluon.jit
-def take_over(
-    sums_ptr, partial_ptr, flag_ptr, result, q_first, last_token, REPEATS: gl.constexpr, ROWS: gl.constexpr,
-    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+def ask_left(
+    left, counter_ptr, sums_ptr, partial_ptr, request, group, num_results, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return what another program has left of a request, its groups so far and its last group; wait if it must be.
+    """Ask for what another program has left of a request, its groups so far and its last group; wait if it must be.
 
-    That program has a lower number, so it runs, and it waits for nobody before it leaves it.
+    One warp. That program has a lower number, so it runs, and it waits for nobody before it leaves it.
     """
-    there = gl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="gpu")
+    cell = request.to(gl.int64) * GROUPS + group
+    there = gl.atomic_cas(counter_ptr + cell, 1, 0, sem="acquire", scope="gpu")
     while there != 1:
-        there = gl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="gpu")
-    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    real = q_first + row // REPEATS <= last_token
-    sums_at = sums_ptr + result * (2 * ROWS) + row
-    part_at = partial_ptr + result * (ROWS * WIDTH) + (row[:, None] * WIDTH + column[None, :])
-    best, total, acc = _stored(sums_at, part_at, 0, 2, real, ROWS, WIDTH)
-    group_best, group_total, group_acc = _stored(sums_at, part_at, 1, 2, real, ROWS, WIDTH)
-    return best, total, acc, group_best, group_total, group_acc
+        there = gl.atomic_cas(counter_ptr + cell, 1, 0, sem="acquire", scope="gpu")
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    sums_at = sums_ptr + cell * num_results * (2 * ROWS) + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
+    for i in gl.static_range(4):
+        async_copy.async_copy_global_to_shared(left[0].index(i), sums_at + i * ROWS)
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)), gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
+    part_at = partial_ptr + cell * num_results * (ROWS * WIDTH) + (row[:, None] * WIDTH + column[None, :])
+    async_copy.async_copy_global_to_shared(left[1].index(0), part_at)
+    async_copy.async_copy_global_to_shared(left[1].index(1), part_at + ROWS * WIDTH)
+    async_copy.mbarrier_arrive(left[2], increment_count=False)
+
+
+@gluon.jit
+def take_over(left, LAYOUT: gl.constexpr):
+    """Return what was asked for: a request's groups so far, and its last group."""
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    mbarrier.wait(left[2], 0)
+    best, total, acc = left[0].index(0).load(ROW), left[0].index(1).load(ROW), left[1].index(0).load(LAYOUT)
+    group_best, group_total = left[0].index(2).load(ROW), left[0].index(3).load(ROW)
+    return best, total, acc, group_best, group_total, left[1].index(1).load(LAYOUT)
 
 
 @gluon.jit
@@ -137,25 +151,25 @@ def _finish_request(
 
 @gluon.jit
 def finish_requests(
-    out_ptr, sums_ptr, partial_ptr, counter_ptr, counted, described_R, num_results, group,
+    out_ptr, sums_ptr, partial_ptr, counter_ptr, walks_ptr, counted, num_results, group,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
-    GROUP_KEYS: gl.constexpr,
+    GROUP_KEYS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Count this part among those that are done with its requests, and finish the requests it is the last of."""
-    LAYOUT: gl.constexpr = described_R[0].type.layout
-    from_request, to_request, holders_R = counted
+    from_request, to_request = counted
+    holders_R = of_requests(walks_ptr, 4, REQUESTS, LAYOUT)
     r = gl.arange(0, REQUESTS, LAYOUT)
     mine_R = (r >= from_request) & (r < to_request)
     gl.thread_barrier()
     one_R = gl.full([REQUESTS], 1, gl.int32, LAYOUT)
     counters = counter_ptr + r * GROUPS + group
     before_R = gl.atomic_add(counters, one_R, mask=mine_R, sem="acq_rel", scope="gpu")
-    last_R = (mine_R & (before_R == holders_R - 1)).to(gl.int32)
-    gl.store(counters, one_R - 1, mask=last_R != 0)
+    others_R = gl.where(mine_R, holders_R - 1 - before_R, 1)  # numbers, which stay in registers as masks would not
+    gl.store(counters, one_R - 1, mask=others_R == 0)
     for one in range(from_request, to_request):
-        if number_at(last_R, one, REQUESTS) != 0:
+        if number_at(others_R, one, REQUESTS) == 0:
             _finish_request(
-                out_ptr, sums_ptr, partial_ptr, one, num_results, group, number_at(described_R[0], one, REQUESTS),
-                number_at(described_R[1], one, REQUESTS), number_at(described_R[2], one, REQUESTS), HEADS, GROUPS,
-                WIDTH, ROWS, GROUP_KEYS,
+                out_ptr, sums_ptr, partial_ptr, one, num_results, group, of_request(walks_ptr, 0, one, REQUESTS),
+                of_request(walks_ptr, 1, one, REQUESTS), of_request(walks_ptr, 2, one, REQUESTS), HEADS, GROUPS, WIDTH,
+                ROWS, GROUP_KEYS,
             )  # fmt: skip

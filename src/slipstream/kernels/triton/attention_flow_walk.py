@@ -195,3 +195,16 @@ def laid_out_pages(walks_ptr, part, lane, REQUESTS: gl.constexpr):
 def of_requests(walks_ptr, WHICH: gl.constexpr, REQUESTS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return a number of each request: its first or last query, its end, what may be hidden, or who shares it."""
     return gl.load(walks_ptr + WHICH * REQUESTS + gl.arange(0, REQUESTS, LAYOUT), volatile=True)
+
+
+@gluon.jit
+def of_request(walks_ptr, WHICH: gl.constexpr, request, REQUESTS: gl.constexpr):
+    """Return such a number of one request."""
+    return gl.load(walks_ptr + WHICH * REQUESTS + request, volatile=True)
+
+
+@gluon.jit
+def all_described(walks_ptr, REQUESTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return what `described` does, of all requests."""
+    first_R, last_R = of_requests(walks_ptr, 0, REQUESTS, LAYOUT), of_requests(walks_ptr, 1, REQUESTS, LAYOUT)
+    return first_R, last_R, of_requests(walks_ptr, 2, REQUESTS, LAYOUT), of_requests(walks_ptr, 3, REQUESTS, LAYOUT)
