@@ -12,7 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import KvLayer
-from slipstream.kernels.triton.launch import launch_options, wait_for_inputs, wait_then_let_start
+from slipstream.kernels.triton.launch import (
+    launch_options,
+    let_next_start,
+    wait_for_inputs,
+    wait_for_previous,
+    wait_then_let_start,
+)
 from slipstream.kernels.triton.quantize import CODE_DTYPES, Codes, encode, row_scale
 from slipstream.kernels.triton.variants import Variant
 
@@ -126,17 +132,26 @@ def scaled_sums(sums, x_scale_ptr, w_scale_ptr, row, at, real):
 def _turn_halves(
     row_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, x_scale_ptr, w_scale_ptr,
     token, first, head, part_stride, slot_stride,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, SETTLED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `_rope_kernel` does, for heads that turn whole: each number is read once, and all are asked for at once."""
+    """What `_rope_kernel` does, for heads that turn whole: each number is read once, and all are asked for at once.
+
+    Where it is SETTLED, a token's place and its angles are asked for before the wait, past the nearest cache, which may
+    hold old lines then.
+    """
     at = tl.arange(0, HALF)[None, :]
     real = (at < HALF) & (head >= 0)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    position = tl.load(positions_ptr + token).to(tl.int64)
+    if SETTLED:
+        let_next_start(PDL)
+    slot = tl.load(slots_ptr + token, cache_modifier=".cg").to(tl.int64)
+    position = tl.load(positions_ptr + token, cache_modifier=".cg").to(tl.int64)
+    cos, sin = tl.load(cos_ptr + position * HALF + at), tl.load(sin_ptr + position * HALF + at)
+    if SETTLED:
+        wait_for_previous(PDL)
     source = head * (2 * HALF) + at
     x = added_stretches(row_ptr + source, part_stride, real, SPLITS)
     y = added_stretches(row_ptr + source + HALF, part_stride, real, SPLITS)
-    cos, sin = tl.load(cos_ptr + position * HALF + at), tl.load(sin_ptr + position * HALF + at)
     dtype = q_ptr.dtype.element_ty
     x = scaled_sums(x, x_scale_ptr, w_scale_ptr, token, source, real).to(dtype)
     y = scaled_sums(y, x_scale_ptr, w_scale_ptr, token, source + HALF, real).to(dtype)
@@ -169,17 +184,19 @@ def _rope_kernel(
     of codes have scales. Attention follows, which reads early what was written before the product of these heads: it is
     there once that product is done, and where it is SETTLED as soon as the programs here run (see `Stretches`).
     """
-    if SETTLED:
-        wait_for_inputs(PDL)
-    else:
+    HALVES: tl.constexpr = WIDTH == 2 * HALF and BLOCK == WIDTH and not QK_NORM
+    if not SETTLED:
         wait_then_let_start(PDL)
+    elif not HALVES:
+        wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TAKEN
     head = (first + tl.arange(0, TAKEN))[:, None]
-    if WIDTH == 2 * HALF and BLOCK == WIDTH and not QK_NORM:
+    if HALVES:
         _turn_halves(
             qkv_ptr + token * qkv_stride, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
             x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride, HEADS, GROUPS, HALF, SPLITS,
+            SETTLED, PDL,
         )  # fmt: skip
         return
     at = tl.arange(0, BLOCK)[None, :]
