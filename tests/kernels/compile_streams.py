@@ -68,8 +68,8 @@ def compiled(
     }  # fmt: skip
     constants = {
         "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "STAGES": stages, "LATER": later, "FP8": format == "fp8", "SILU": silu, "SETTLES": settles, "PDL": True,
-        "num_warps": warps,
+        "STAGES": stages, "LATER": later, "FP8": format == "fp8", "SILU": silu,
+        "AT_ONCE": config.at_once, "SETTLES": settles, "PDL": True, "num_warps": warps,
     }  # fmt: skip
     names = stream_kernel.arg_names
     divisible = ("x_scale_ptr", "w_scale_ptr", "y_ptr", "N", "y_stride", "part_stride")

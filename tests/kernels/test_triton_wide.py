@@ -168,7 +168,9 @@ def test_streamed_products_give_the_bits_of_narrow_tiles(format, pair, splits, g
     outputs, inputs = 256, 1024
     kind, step = ("dense", 64) if format == "dense" else ("fp8", 128)
     shape = f"{kind}:{outputs}:{inputs}"
-    tiles = WideConfig(64, pair, step, 4, 3, tma=True, later=splits > 1, together=kind == "fp8", stream=True)
+    tiles = WideConfig(
+        64, pair, step, 4, 3, tma=True, later=splits > 1, together=kind == "fp8", stream=True, at_once=pair
+    )
     linear = {shape: LinearConfig(64, step, splits, 4, 2)}
     narrow, streamed = (
         Products(small_tuning(linear=linear, wide_linear=wide_linear), DEVICE)

@@ -156,7 +156,7 @@ class Blocks:
             return x_TD, Rows(x_TD, None, x_TD.dtype, FoldedNorm(norm.weight_D, norm.eps, state.squares_TB))
         codes = self._products.wants(weight)
         if state.sums is not None and codes is None:
-            x_TD, normed_TD = add_stretches(state.sums, x_TD, norm, dependent)
+            x_TD, normed_TD = add_stretches(state.sums, x_TD, norm, dependent, self._products.add_warps)
             assert normed_TD is not None, "a norm was asked for"
             return x_TD, self._products.rows_for(weight, normed_TD)
         if state.sums is not None and codes is not None:
@@ -171,7 +171,8 @@ class Blocks:
         """Return the hidden states with whatever is still to be added."""
         if state.sums is None:
             return state.hidden_TD
-        return add_stretches(state.sums, state.hidden_TD, None, self._products.dependent)[0]
+        products = self._products
+        return add_stretches(state.sums, state.hidden_TD, None, products.dependent, products.add_warps)[0]
 
     def _project(self, linear: Any, inputs: "_Unprojected", residual_TN: Tensor, following: Weight | None) -> "_State":
         """Multiply and add the residual; leave sums of squares if the `following` product applies its norm itself."""

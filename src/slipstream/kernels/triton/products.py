@@ -45,6 +45,7 @@ class Products:
         self._tuning = tuning
         self.counters = torch.zeros(1 << 18, dtype=torch.int32, device=device)
         self.dependent = tuning.dependent_launch
+        self.add_warps = tuning.add_warps
         self.configs: dict[str, LinearConfig] = {}
 
     def prepare(self, weight: PackedWeight) -> PackedWeight:

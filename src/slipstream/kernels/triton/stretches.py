@@ -15,7 +15,10 @@ from torch import Tensor
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.norm_rope import Norm, Stretches, added_stretches, pair_sums, scaled_sums
 from slipstream.kernels.triton.quantize import CODE_DTYPES, Codes, encode, row_scale
+from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
+
+_CODE_WARPS = 16  # of a program that makes codes of its row, which it goes over twice
 
 
 @triton.jit
@@ -55,12 +58,16 @@ def _add_kernel(
 
 
 def add_stretches(
-    sums: Stretches, residual_TD: Tensor, norm: Norm | None, dependent: bool
+    sums: Stretches, residual_TD: Tensor, norm: Norm | None, dependent: bool, warps: int = 8
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a product's rows with their residual, and these normalised if there is a norm."""
+    """Return a product's rows with their residual, and these normalised if there is a norm.
+
+    Args:
+        warps: see `slipstream.kernels.triton.tuning.Tuning.add_warps`.
+    """
     hidden = torch.empty(sums.parts_STN.shape[1:], dtype=residual_TD.dtype, device=residual_TD.device)
     normed = None if norm is None else torch.empty_like(hidden)
-    _launch(sums, residual_TD, norm, (hidden, hidden if normed is None else normed, None), "none", dependent)
+    _launch(sums, residual_TD, norm, (hidden, hidden if normed is None else normed, None), "none", dependent, warps)
     return hidden, normed
 
 
@@ -71,13 +78,13 @@ def add_stretches_to_codes(
     hidden = torch.empty(sums.parts_STN.shape[1:], dtype=residual_TD.dtype, device=residual_TD.device)
     codes_TD = torch.empty(hidden.shape, dtype=CODE_DTYPES[codes], device=hidden.device)
     scale_T = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    _launch(sums, residual_TD, norm, (hidden, codes_TD, scale_T), codes, dependent)
+    _launch(sums, residual_TD, norm, (hidden, codes_TD, scale_T), codes, dependent, _CODE_WARPS)
     return hidden, codes_TD, scale_T
 
 
 def _launch(
     sums: Stretches, residual_TD: Tensor, norm: Norm | None, outs: tuple[Tensor, Tensor, Tensor | None], codes: str,
-    dependent: bool,
+    dependent: bool, warps: int,
 ) -> None:  # fmt: skip
     splits, num_rows, width = sums.parts_STN.shape
     block = triton.next_power_of_2(width)
@@ -85,16 +92,18 @@ def _launch(
         sums.parts_STN, residual_TD, outs[0] if norm is None else norm.weight_D, *outs[:2],
         *(sums.scales or (None, None)), outs[2], width, sums.parts_STN.stride(0), residual_TD.stride(0),
         0.0 if norm is None else norm.eps, BLOCK=block, LEVELS=block.bit_length() - 1, SPLITS=splits,
-        NORM=norm is not None, CODES=codes, PDL=dependent, num_warps=_num_warps(width, codes),
+        NORM=norm is not None, CODES=codes, PDL=dependent, num_warps=_num_warps(width, warps),
         **launch_options(dependent),
     )  # fmt: skip
 
 
-def _num_warps(width: int, codes: str) -> int:
-    """Return the warps of a row; more for codes, whose row is read and gone over twice."""
-    if width <= 1024:
-        return 4
-    return 8 if codes == "none" else 16
+def _num_warps(width: int, warps: int) -> int:
+    """Return the warps of a row: so many, but no fewer than four numbers to a thread.
+
+    With four of them everything a row needs is asked for at once. The compiler has a thread with more read one stretch
+    after another.
+    """
+    return 4 if width <= 1024 else min(warps, max(int(triton.next_power_of_2(width)) // 128, 8))
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -104,18 +113,19 @@ def variants(architecture: str) -> list[Variant]:
         "normed_ptr": "*bf16", "width": "i32", "part_stride": "i32", "residual_stride": "i32", "eps": "fp32",
     }  # fmt: skip
     divisible = tuple(name for name, kind in signature.items() if kind != "fp32")
+    warps = read_tuning(architecture).add_warps
     constants = {"BLOCK": 4096, "LEVELS": 12, "CODES": "none", "PDL": False}
     absent = {"x_scale_ptr": None, "w_scale_ptr": None, "scale_ptr": None}
     found = [
         Variant(f"add {splits} stretches, norm {norm}", _add_kernel, signature,
-                {**constants, **absent, "SPLITS": splits, "NORM": norm}, _num_warps(4096, "none"), 2,
+                {**constants, **absent, "SPLITS": splits, "NORM": norm}, _num_warps(4096, warps), 2,
                 divisible=divisible)
         for splits, norm in ((2, True), (4, True), (8, True), (4, False))
     ]  # fmt: skip
     codes = {**signature, "normed_ptr": "*fp8e4nv", **dict.fromkeys(absent, "*fp32")}
     found.append(
         Variant("add 4 stretches of codes, norm to codes", _add_kernel, codes,
-                {**constants, "SPLITS": 4, "NORM": True, "CODES": "fp8"}, _num_warps(4096, "fp8"), 2,
+                {**constants, "SPLITS": 4, "NORM": True, "CODES": "fp8"}, _num_warps(4096, _CODE_WARPS), 2,
                 divisible=(*divisible, *absent))
     )  # fmt: skip
     return found

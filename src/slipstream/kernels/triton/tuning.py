@@ -71,6 +71,7 @@ class WideConfig:
             sums: the same bits there, and instructions that need not wait for one another.
         stream: whether one warp asks for tiles and the others multiply them (`wide_streams`, sm_90), where a product
             has one stretch and no residual, or leaves its stretches for later.
+        at_once: there, whether a step must have been multiplied before the next is waited for (not FP8, where it must).
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
 
@@ -84,6 +85,7 @@ class WideConfig:
     ahead: bool = True
     together: bool = False
     stream: bool = False
+    at_once: bool = False
     from_rows: int = 17
 
 
@@ -165,6 +167,7 @@ class Tuning:
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
         instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
+        add_warps: warps of a program that adds a row's stretches, of 4,096 numbers or more.
         weights_first: whether products of up to 16 rows start on their weights before their rows are there.
         fold_rows: up to so many rows, norms and rotations are part of those products.
         fold_codes: up to so many rows, those with FP8 weights make the codes of their rows, where no norm is between.
@@ -185,6 +188,7 @@ class Tuning:
     fp8_dot: bool = False
     instruction: int = 0
     dependent_launch: bool = False
+    add_warps: int = 8
     weights_first: bool = False
     fold_rows: int = 0
     fold_codes: int = 0

@@ -154,8 +154,9 @@ def _stream(
         tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
         x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, SETTLES=launch.settles,
-        PDL=launch.dependent, num_warps=config.num_warps, **few, **launch_options(launch.dependent),
+        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, AT_ONCE=config.at_once,
+        SETTLES=launch.settles, PDL=launch.dependent, num_warps=config.num_warps, **few,
+        **launch_options(launch.dependent),
     )  # fmt: skip
 
 

@@ -77,9 +77,13 @@ def _after(one, one_rest, two, two_rest, PENDING: gl.constexpr, SECOND: gl.const
 @gluon.jit
 def _multiply(
     stores, ready, empty, steps, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply steps as they come; those of a step are still under way when the next is waited for."""
+    """Multiply steps as they come.
+
+    The room of a step is free once it was multiplied. With AT_ONCE that is waited for before the next step is: where
+    steps are long in coming, more of them can be. Else a step is still under way when the next is waited for.
+    """
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
     one, one_rest = gl.zeros([BLOCK_N, FIRST], gl.float32, WIDE), gl.zeros([BLOCK_N, REST], gl.float32, NARROW)
     two, two_rest = one, one_rest
@@ -94,8 +98,11 @@ def _multiply(
             two = warpgroup_mma(stores[3].index(stage), x, two, is_async=True)
             if SECOND > 0:
                 two_rest = warpgroup_mma(stores[3].index(stage), rest, two_rest, is_async=True)
-        one, one_rest, two, two_rest = _after(one, one_rest, two, two_rest, 1, SECOND, PAIR)
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+        one, one_rest, two, two_rest = _after(one, one_rest, two, two_rest, 0 if AT_ONCE else 1, SECOND, PAIR)
+        if AT_ONCE:
+            mbarrier.arrive(empty.index(stage))
+        else:
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
     return _after(one, one_rest, two, two_rest, 0, SECOND, PAIR)
 
 
@@ -135,8 +142,8 @@ def _multiply_fp8(
 @gluon.jit
 def _take(
     stores, ready, empty, steps, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, FP8: gl.constexpr, SETTLES: gl.constexpr,
-    PDL: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, FP8: gl.constexpr, AT_ONCE: gl.constexpr,
+    SETTLES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Multiply what was asked for; return the sums of both tiles with both pieces of the rows."""
     if PDL:
@@ -146,7 +153,7 @@ def _take(
     if FP8:
         sums = _multiply_fp8(stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW)
     else:
-        sums = _multiply(stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW)
+        sums = _multiply(stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, AT_ONCE)
     return sums
 
 
@@ -201,8 +208,8 @@ def _finish(
 def stream_kernel(
     x_first, x_second, w_tiles, x_scale_ptr, w_scale_ptr, y_ptr, M, N, steps, y_stride, part_stride,
     FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, LATER: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr, SETTLES: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, LATER: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr, AT_ONCE: gl.constexpr,
+    SETTLES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by one weight tile or a pair, over one stretch of columns; SETTLES as in `wide_kernel`."""
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
@@ -236,8 +243,8 @@ def stream_kernel(
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, REST // ACROSS, COLUMNS])
     one, one_rest, two, two_rest = gl.warp_specialize(
         [
-            (_take, (stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, FP8, SETTLES,
-                     PDL)),
+            (_take, (stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, FP8, AT_ONCE,
+                     SETTLES, PDL)),
             (_ask, ((x_first, x_second, w_tiles), stores, ready, empty, (m_first, n_first, n_second),
                     split * steps * BLOCK_K, steps, FIRST, SECOND, PAIR, BLOCK_K, STAGES,
                     (TILES * BLOCK_N + FIRST + SECOND) * BLOCK_K * ITEM, PDL)),
