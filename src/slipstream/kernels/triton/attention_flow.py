@@ -7,8 +7,7 @@ finishes a request: `attention_flow_walk`.
 
 There is one warp to a scheduler that attends, so nothing hides what it waits for, and a block's chain is kept short.
 Queries are in fast memory, those of the next request from this one's first block on; what another program has left
-comes there by the warp that asks. Warps meet twice: for their maxima, at the barrier that gives room back, and for
-the weights.
+comes there by the warp that asks. Warps meet for their maxima, at the barrier that gives room back, and for weights.
 
 A block's room is free once its numbers were multiplied, not once they were asked of fast memory: such reads are still
 under way when threads meet, and the copy engine does not wait for them. One that other programs' stores hold up long
@@ -154,7 +153,7 @@ def _maximum_of_warp(scores, ROWS: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _maximum_of_block(maxima, ROWS: gl.constexpr, MATRIX: gl.constexpr):
-    """Return each row's largest score of all, where the tile has the row."""
+    """Return each row's largest score of all, to the threads that have the row: lane // 4, and eight more."""
     ALL: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[0, 0], [0, 0]], block_bases=[], shape=[ROWS, 4],
@@ -332,7 +331,7 @@ def flow_kernel(
     queries = gl.allocate_shared_memory(dtype, [2, ROWS, WIDTH], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     maxima = gl.allocate_shared_memory(gl.float32, [ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     weights = gl.allocate_shared_memory(dtype, [ROWS, BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    left = (
+    left = (  # of two results maxima and sums, and values; and the barrier at which every lane arrives that asked
         gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),

@@ -53,7 +53,8 @@ def ask_left(
 ):  # fmt: skip
     """Ask for what another program has left of a request, its groups so far and its last group; wait if it must be.
 
-    One warp. That program has a lower number, so it runs, and it waits for nobody before it leaves it.
+    One warp. That program has a lower number, so it runs, and it waits for nobody before it leaves it. Rows without a
+    query may be anything, and nobody stores what becomes of them.
     """
     cell = request.to(gl.int64) * GROUPS + group
     there = gl.atomic_cas(counter_ptr + cell, 1, 0, sem="acquire", scope="gpu")

@@ -71,7 +71,7 @@ class WideConfig:
             sums: the same bits there, and instructions that need not wait for one another.
         stream: whether one warp asks for tiles and the others multiply them (`wide_streams`, sm_90), where a product
             has one stretch and no residual, or leaves its stretches for later.
-        at_once: there, whether a step must have been multiplied before the next is waited for (not FP8, where it must).
+        at_once: there, whether a step must have been multiplied before the next is waited for; with FP8 it always must.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
 
