@@ -127,7 +127,7 @@ def short(config: WideConfig | None) -> str:
     """Return tiles in a word."""
     if config is None:
         return "narrow tiles"
-    on = [name for name in ("stream", "together", "later") if getattr(config, name)]
+    on = [name for name in ("stream", "at_once", "together", "later") if getattr(config, name)]
     tiles = f"{'2x' if config.pair else ''}{config.block_n}x{config.block_k}/w{config.num_warps}s{config.num_stages}"
     return "-".join([tiles, *(() if config.tma else ("ptr",)), *on])
 
