@@ -48,7 +48,7 @@ def multiplied(products: Products, rows: Rows, weight: Weight, end: Epilogue, ze
     sums = None if zeros_TN is None else products.stretches(rows, weight)
     if sums is None or zeros_TN is None:
         return products.multiply(rows, weight, end)
-    return add_stretches(sums, zeros_TN, None, products.dependent)[0]
+    return add_stretches(sums, zeros_TN, None, products.dependent, products.add_warps)[0]
 
 
 def compile_one(task: Task) -> str:

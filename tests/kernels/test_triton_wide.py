@@ -7,7 +7,7 @@ from triton_samples import numbers, quantized, small_tuning
 
 from interpreted import DEVICE
 from slipstream.kernels.triton.linear import Epilogue
-from slipstream.kernels.triton.norm_rope import Norm, norm_codes, rms_norm
+from slipstream.kernels.triton.norm_rope import Norm, Stretches, norm_codes, rms_norm
 from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.stretches import add_stretches, add_stretches_to_codes
 from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, architecture_of, few_rows_name
@@ -88,8 +88,20 @@ def test_stretches_of_codes_that_are_added_later_give_the_bits_of_a_product_that
         assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
         assert torch.equal(scale, expected_scale)
         assert torch.equal(
-            add_stretches(sums, residual[:count], norm, dependent=False)[1], rms_norm(expected, norm, False)
+            add_stretches(sums, residual[:count], norm, dependent=False, warps=8)[1], rms_norm(expected, norm, False)
         )
+
+
+@pytest.mark.parametrize("warps", [8, 32])
+def test_rows_that_many_warps_add_come_to_what_torch_adds_up(warps, generator):
+    width = 4096
+    parts = numbers(2, 3, width, generator=generator)
+    residual = numbers(3, width, generator=generator, dtype=torch.bfloat16)
+    norm = Norm(numbers(width, generator=generator, dtype=torch.bfloat16), 1e-5)
+    hidden, normed = add_stretches(Stretches(parts), residual, norm, dependent=False, warps=warps)
+    expected = (parts[0] + parts[1]).bfloat16() + residual
+    assert torch.equal(hidden, expected)
+    assert torch.equal(normed, rms_norm(expected, norm, dependent=False))
 
 
 @pytest.mark.parametrize("pair", [False, True])
@@ -104,7 +116,7 @@ def test_stretches_that_are_added_later_give_the_bits_of_a_product_that_adds_the
         rows = narrow.rows_for(weight, x[:count])
         expected = narrow.multiply(rows, weight, Epilogue(residual_TN=residual[:count]))
         parts = left.stretches(rows, weight)
-        hidden, normed = add_stretches(parts, residual[:count], norm, dependent=False)
+        hidden, normed = add_stretches(parts, residual[:count], norm, dependent=False, warps=8)
         assert torch.equal(hidden, expected)
         assert torch.equal(normed, rms_norm(expected, norm, dependent=False))
         assert torch.equal(left.multiply(rows, weight, Epilogue(residual_TN=residual[:count])), expected)
@@ -186,7 +198,7 @@ def test_streamed_products_give_the_bits_of_narrow_tiles(format, pair, splits, g
         if splits > 1:
             sums = streamed.stretches(rows, weight)
             assert sums is not None, "stretches are left to the kernel that follows"
-            got = add_stretches(sums, residual[:count], None, dependent=False)[0]
+            got = add_stretches(sums, residual[:count], None, dependent=False, warps=8)[0]
             assert torch.equal(got, narrow.multiply(rows, weight, Epilogue(residual_TN=residual[:count]))), count
         else:
             for silu in (False, True):

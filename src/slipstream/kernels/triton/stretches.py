@@ -58,7 +58,7 @@ def _add_kernel(
 
 
 def add_stretches(
-    sums: Stretches, residual_TD: Tensor, norm: Norm | None, dependent: bool, warps: int = 8
+    sums: Stretches, residual_TD: Tensor, norm: Norm | None, dependent: bool, warps: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return a product's rows with their residual, and these normalised if there is a norm.
 
@@ -98,12 +98,12 @@ def _launch(
 
 
 def _num_warps(width: int, warps: int) -> int:
-    """Return the warps of a row: so many, but no fewer than four numbers to a thread.
+    """Return the warps of a row: four where it is short, else so many, but no fewer than four numbers to a thread.
 
     With four of them everything a row needs is asked for at once. The compiler has a thread with more read one stretch
     after another.
     """
-    return 4 if width <= 1024 else min(warps, max(int(triton.next_power_of_2(width)) // 128, 8))
+    return 4 if width <= 1024 else min(warps, int(triton.next_power_of_2(width)) // 128)
 
 
 def variants(architecture: str) -> list[Variant]:

@@ -167,7 +167,7 @@ class Tuning:
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
         instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
-        add_warps: warps of a program that adds a row's stretches, of 4,096 numbers or more.
+        add_warps: the most warps of a program that adds the stretches of a row of more than 1,024 numbers.
         weights_first: whether products of up to 16 rows start on their weights before their rows are there.
         fold_rows: up to so many rows, norms and rotations are part of those products.
         fold_codes: up to so many rows, those with FP8 weights make the codes of their rows, where no norm is between.
