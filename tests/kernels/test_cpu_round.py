@@ -125,6 +125,35 @@ class Spelled:
         return ""
 
 
+class SpelledForAWhile(Spelled):
+    """Breaks at its eighth token."""
+
+    left = 7
+
+    def push(self, ids):
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("broken on purpose")
+        return super().push(ids)
+
+
+@pytest.mark.parametrize("name", ["none", "follower"])
+def test_a_request_that_fails_in_rounds_that_go_on_leaves_the_others_alone(fast_ops, name):
+    def told(failing):
+        engine = build_engine(TARGET, DRAFTS[name](), CHAIN, EngineConfig(max_context=64, page_size=4), fast_ops)
+        if failing:
+            engine.add([3, 1, 4, 1, 5], SamplingParams(max_tokens=30), 0, detokenizer=SpelledForAWhile())
+        kept = engine.add([9, 2, 6], SamplingParams(max_tokens=40), 1)
+        emissions = []
+        while engine.has_work:
+            emissions += engine.step(60.0)
+            engine.check_invariants()
+        assert [str(e.error) for e in emissions if e.error is not None] == ["broken on purpose"] * failing
+        return [token.token_id for e in emissions if e.request_id == kept for token in e.tokens]
+
+    assert told(failing=True) == told(failing=False)
+
+
 @pytest.mark.parametrize("name", ["none", "follower"])
 @pytest.mark.parametrize("how", ["end token", "stop string", "length"])
 def test_rounds_end_with_the_answer_and_go_on_with_the_others(fast_ops, name, how):

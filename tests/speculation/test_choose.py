@@ -65,10 +65,10 @@ def test_sampled_tokens_have_the_targets_distribution_whatever_was_drafted(draft
     for seed in range(draws):
         rows = [Row(params, seed, 7)] + [Row(params, seed, 8)] * len(drafted)
         logits_LV = torch.stack([root_logits, *(second[token].log() for token in drafted)])
-        accepted = accept(batch, choose(logits_LV, rows, OPS)[None])
+        accepted = accept(batch, choose(logits_LV, rows, OPS).tokens_L[None])
         emitted = accepted.tokens_RE[0, : int(accepted.counts_R[0])].tolist()
         if len(emitted) == 1:  # not drafted: the next pass draws the second token at its own position
-            emitted.append(int(choose(second[emitted[0]].log()[None], [Row(params, seed, 8)], OPS)))
+            emitted.append(int(choose(second[emitted[0]].log()[None], [Row(params, seed, 8)], OPS).tokens_L))
         counts[emitted[0], emitted[1]] += 1
     assert chi_square(counts.flatten(), (first[:, None] * second).flatten()) < 31.3
 
@@ -145,3 +145,16 @@ def test_samples_of_one_request_have_seeds_of_their_own():
     assert seeds[0] == 2**63 - 1
     assert len(set(seeds)) == 100
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
+def test_a_temperature_that_would_overflow_is_greedy(temperature):
+    params = SamplingParams(temperature=temperature, top_p=0.5)
+    assert params == SamplingParams(top_p=0.5)
+    logits_LV = torch.tensor([[1.0, 90.0, 80.0]])
+    assert choose(logits_LV, [Row(params, 3, 5)], OPS).tokens_L.tolist() == [1]
+
+
+def test_a_bias_may_be_a_whole_number():
+    row = Row(SamplingParams(logit_bias={5: 5}), 0, 0)
+    assert process(torch.zeros(8), row).tolist() == [0, 0, 0, 0, 0, 5, 0, 0]

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -245,7 +245,7 @@ class Engine:
         self._score_prompts(plan, batch, hidden)
         chosen = self._choose(plan, batch, trees, hidden)
         accepted = self._accept(plan, tree_batch, trees, chosen.tokens_L)
-        emissions, kept = self._commit(plan, trees, accepted, chosen.logits)
+        emissions, kept = self._commit(plan, trees, accepted, chosen)
         self._observe(plan, batch, kept, hidden)
         return emissions
 
@@ -326,31 +326,29 @@ class Engine:
             return accept(tree_batch, chosen_RN)
 
     def _commit(
-        self, plan: Sequence[Scheduled], trees: Sequence[Tree], accepted: Accepted, logits: Mapping[int, Tensor]
+        self, plan: Sequence[Scheduled], trees: Sequence[Tree], accepted: Accepted, chosen: Chosen
     ) -> tuple[list[Emission], list[list[int]]]:
         """Hand out what was accepted; return it and, for each planned request, the nodes whose keys stay."""
         emissions: list[Emission] = []
         kept: list[list[int]] = []
-        counts = accepted.counts_R.tolist()
-        tokens, nodes = accepted.tokens_RE.tolist(), accepted.nodes_RE.tolist()
-        first_logit = 0
+        columns = (accepted.counts_R.tolist(), accepted.tokens_RE.tolist(), accepted.nodes_RE.tolist())
+        paths = zip(trees, *columns, strict=True)
+        first_row = 0
         for work in plan:
-            path: list[int] = []
-            emitted: list[int] = []
+            session, path = self._session(work), list[int]()
+            emission = None if session.failure is None else session.failed()
             if work.emits:
-                row = len(emissions)
-                count, tree = counts[row], trees[row]
-                by_node = {n: logits[first_logit + n] for n in range(len(tree.tokens)) if first_logit + n in logits}
-                first_logit += len(tree.tokens)
+                tree, count, tokens, nodes = next(paths)
+                at = chosen.at_nodes(first_row, len(tree.tokens))
+                first_row += len(tree.tokens)
+                pairs = session.sound(list(zip(tokens[:count], nodes[:count], strict=True)), at.failed)
                 room = self._config.max_context - len(work.request.tokens)
-                accepted_path = list(zip(tokens[row][:count], nodes[row][:count], strict=True))
-                totals = self.stats.acceptance
-                emission = self._session(work).emit(tree, accepted_path, by_node, room, totals)
-                emitted = [token.token_id for token in emission.tokens]
-                path = nodes[row][1 : len(emitted)]
+                emission = session.emit(tree, pairs, at.logits, room, self.stats.acceptance)
+                path = nodes[1 : len(emission.tokens)]
                 self._runner.keep(work.request.pages, work.start + work.num_tokens - 1, path)
-                emissions.append(emission)
+            emitted = [] if emission is None else [token.token_id for token in emission.tokens]
             self._scheduler.commit(work.request, work.num_tokens + len(path), emitted)
+            emissions += [] if emission is None else [emission]
             kept.append(path)
         return emissions, kept
 
@@ -360,7 +358,7 @@ class Engine:
             return
         observed = []
         for work, first_row, path in zip(plan, batch.first_rows, kept, strict=True):
-            if work.request.speculate:
+            if work.request.speculate and self._session(work).failure is None:
                 root_row = first_row + work.num_tokens - 1
                 rows = [*range(first_row, root_row + 1), *(root_row + node for node in path)]
                 followers = work.request.tokens[work.start + 1 : work.start + 1 + len(rows)]

@@ -77,6 +77,8 @@ class LLM:
             while not done:
                 for emission in self.engine.step(PATIENCE_S):
                     if emission.request_id == request_id:
+                        if emission.error is not None:
+                            raise emission.error
                         yield emission
                         done = emission.finish_reason is not None
         finally:
@@ -104,6 +106,8 @@ class LLM:
 
     def _completion(self, request_id: int, emissions: Sequence[Emission]) -> Completion:
         last = emissions[-1]
+        if last.error is not None:
+            raise last.error
         assert last.finish_reason is not None
         return Completion(
             prompt_tokens=last.prompt,

@@ -195,9 +195,15 @@ class LeadingRunner:
             whole,
         )
         tokens_L, whole_WV = self._everywhere.run(call)
-        if whole:
-            tokens_L[whole] = choose(whole_WV, [rows[i] for i in whole], self._everywhere.held.ops)
-        return Chosen(tokens_L, dict(zip(whole, whole_WV, strict=True)))
+        if not whole:
+            return Chosen(tokens_L, {})
+        seen = choose(whole_WV, [rows[i] for i in whole], self._everywhere.held.ops)
+        tokens_L[whole] = seen.tokens_L
+        return Chosen(
+            tokens_L,
+            {whole[i]: logits_V for i, logits_V in seen.logits.items()},
+            {whole[i]: error for i, error in seen.failed.items()},
+        )
 
     def logits(self, hidden: Hidden, rows: Sequence[int]) -> Tensor:
         """Return whole logits of some rows of the last pass."""

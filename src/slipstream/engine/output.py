@@ -1,5 +1,6 @@
 """From tokens to what a reader gets: text in whole characters, stop strings, and which tokens were drafted."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,7 +45,8 @@ class Emission:
     """What one step gave one request.
 
     `stats` are the request's own so far; `tail` is text that waited for the end. `prompt_logprobs` come with the
-    first emission if they were asked for: one for each token of the prompt, None for the first.
+    first emission if they were asked for: one for each token of the prompt, None for the first. `error` is what ended
+    a request whose finish reason is ERROR: something about the request itself, which no other request noticed.
     """
 
     request_id: int
@@ -55,16 +57,13 @@ class Emission:
     finish_reason: FinishReason | None = None
     tail: str = ""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    error: Exception | None = None
 
     @staticmethod
     def joined(emissions: "Sequence[Emission]") -> "Emission":
         """Return what several steps gave one request as one; only the first may have a prompt's log probabilities."""
-        first, last = emissions[0], emissions[-1]
         tokens = tuple(token for emission in emissions for token in emission.tokens)
-        reason, tail = last.finish_reason, last.tail
-        return Emission(
-            first.request_id, first.prompt, first.seed, tokens, last.stats, reason, tail, first.prompt_logprobs
-        )
+        return dataclasses.replace(emissions[-1], tokens=tokens, prompt_logprobs=emissions[0].prompt_logprobs)
 
     @property
     def text(self) -> str:

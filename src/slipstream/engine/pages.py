@@ -112,3 +112,12 @@ def chain_key(previous: bytes, tokens: Sequence[int]) -> bytes:
     digest = hashlib.blake2b(previous, digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
+
+
+def salt_key(salt: str) -> bytes:
+    """Return what the key of a first page begins with: texts of different salts have no page in common."""
+    return (
+        hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache salt").digest()
+        if salt
+        else b""
+    )

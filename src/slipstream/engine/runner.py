@@ -56,9 +56,7 @@ class Runner:
 
     def choose(self, hidden: Hidden, rows_L: Tensor, rows: Sequence[Row]) -> Chosen:
         """Return the target's token at some rows of the pass."""
-        logits_LV = self.logits(hidden, rows_L)
-        wanted = {index: logits_LV[index] for index, row in enumerate(rows) if row.params.logprobs is not None}
-        return Chosen(choose(logits_LV, rows, self._ops), wanted)
+        return choose(self.logits(hidden, rows_L), rows, self._ops)
 
     def logits(self, hidden: Hidden, rows: Tensor | Sequence[int]) -> Tensor:
         """Return logits of some rows of the pass, in float32: those of this rank's part of the vocabulary."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.pages import PageAllocator, chain_key
+from slipstream.engine.pages import PageAllocator, chain_key, salt_key
 from slipstream.engine.request import FinishReason, Request, Status
 from slipstream.errors import RequestError
 
@@ -260,12 +260,13 @@ class Scheduler:
         """Return a page's key.
 
         A draft's key at slot t depends on token t + 1, so with a draft a page's content is only the same if the token
-        after it is: that token is part of the key. Pages whose draft keys were never written are told apart.
+        after it is: that token is part of the key. Pages whose draft keys were never written are told apart, and so
+        are those of requests with another salt.
         """
         size = self._config.page_size
         while len(request.chain_keys) <= index:
             start = len(request.chain_keys) * size
-            previous = request.chain_keys[-1] if request.chain_keys else b""
+            previous = request.chain_keys[-1] if request.chain_keys else salt_key(request.params.cache_salt)
             request.chain_keys.append(chain_key(previous, request.tokens[start : start + size]))
         key = request.chain_keys[index]
         if not self._needs.has_kv:

@@ -1,6 +1,7 @@
 """A request's companion at run time: what its sampling looks back on, its text so far, its acceptance statistics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,13 +15,18 @@ from slipstream.speculation.tree import Tree
 
 
 class Session:
-    """What the engine keeps beside a request's plain values."""
+    """What the engine keeps beside a request's plain values.
+
+    What a request brings with it (grammar, stop strings, settings, tokenizer) is used here; if that raises, `failure`
+    holds the error, the request's next emission is its last, and the other requests of the step go on.
+    """
 
     def __init__(
         self, request: Request, vocab_size: int, device: torch.device, detokenizer: Detokenizer | None
     ) -> None:
         self.request = request
         self.stats = AcceptanceStats()
+        self.failure: Exception | None = None
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.params.stop)
         looks_back = request.params.counts_tokens or request.params.min_tokens > 0
@@ -62,10 +68,51 @@ class Session:
         num_top = self.request.params.prompt_logprobs
         assert num_top is not None, "scored prompts were asked for"
         first = len(self._prompt_logprobs)
-        for token, logits_V in zip(self.request.prompt[first : first + len(logits_KV)], logits_KV, strict=True):
-            self._prompt_logprobs.append(_logprob(logits_V, token, num_top))
+        with self._contained():
+            for token, logits_V in zip(self.request.prompt[first : first + len(logits_KV)], logits_KV, strict=True):
+                self._prompt_logprobs.append(_logprob(logits_V, token, num_top))
+
+    def sound(self, path: Sequence[tuple[int, int]], failed: Mapping[int, Exception]) -> Sequence[tuple[int, int]]:
+        """Return a path up to the first node whose choice failed: plain decoding would have come so far, too.
+
+        A failure at the root is the request's; one further on is met again when that node is the root.
+        """
+        first = next((index for index, (_, node) in enumerate(path) if node in failed), len(path))
+        if first == 0:
+            self.failure = self.failure or failed[path[0][1]]
+        return path[:first]
 
     def emit(
+        self,
+        tree: Tree,
+        path: Sequence[tuple[int, int]],
+        logits: Mapping[int, Tensor],
+        room: int,
+        totals: AcceptanceStats,
+    ) -> Emission:
+        """Turn a step's accepted tokens into what the reader gets; a request that fails gets its last emission."""
+        if self.failure is None:
+            with self._contained():
+                return self._emit(tree, path, logits, room, totals)
+        return self.failed()
+
+    def failed(self) -> Emission:
+        """Return the last emission of a request that failed: no tokens, and why."""
+        assert self.failure is not None, "the request failed"
+        request = self.request
+        return Emission(
+            request.request_id, request.prompt, request.seed, (), self.stats, FinishReason.ERROR, error=self.failure
+        )
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """Keep what goes wrong with this request's own data to this request."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (kept as the request's failure, and handed to whoever asked for it)
+            self.failure = self.failure or error
+
+    def _emit(
         self,
         tree: Tree,
         path: Sequence[tuple[int, int]],

@@ -130,6 +130,7 @@ class Converter:
                 prompt_logprobs=prompt_logprobs,
                 n=request.n or 1,
                 grammar=self.grammars.compile(request.response_format),
+                cache_salt=request.cache_salt or "",
             )
         except RequestError as error:
             raise HttpError(400, str(error), param=str(error).split()[0]) from error

@@ -92,6 +92,9 @@ class Generation(_Message):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
+        default=None, description="Share cached prompts only with requests that send the same salt."
+    )
     response_format: ResponseFormat | None = None
     speculate: bool = Field(default=True, description="Let the draft guess. The answer is the same either way.")
     speculation_stats: bool = Field(

@@ -187,6 +187,8 @@ class EngineWorker:
         answer.times.emitted(len(emission.tokens), now)
         num_drafted = emission.stats.drafted - answer.num_drafted
         answer.num_drafted = emission.stats.drafted
+        if emission.error is not None:
+            return self._close(emission.request_id, _failure(emission.error))
         finished = emission.finish_reason is not None
         event = StepEvent(
             _with_tail(emission),
@@ -212,8 +214,8 @@ class EngineWorker:
                     self._tokenizer.detokenizer(job.skip_special),
                     job.speculate,
                 )
-            except RequestError as error:
-                self._deliver([(ticket, index, HttpError(400, str(error)))])
+            except Exception as error:  # noqa: BLE001 (a request that cannot begin ends alone; the thread lives on)
+                self._deliver([(ticket, index, _failure(error))])
                 continue
             self._answers[request_id] = _Answer(ticket, index, AnswerTimes(self.meters, arrived))
             self._ids[ticket].add(request_id)
@@ -275,6 +277,14 @@ def _reason(event: StepEvent | HttpError) -> str:
         return "abort" if event.status == 499 else "error"
     assert event.finish_reason is not None, "the answer is over"
     return event.finish_reason.value
+
+
+def _failure(error: Exception) -> HttpError:
+    """Return what a request is told whose own data could not be worked with; what was not foreseen is logged."""
+    if isinstance(error, RequestError):
+        return HttpError(400, str(error))
+    logger.error("an answer failed alone: %s: %s", type(error).__name__, error, exc_info=error)
+    return HttpError(500, "This answer failed; the server's log has the reason. Other answers are not affected.")
 
 
 def _stopped() -> HttpError:

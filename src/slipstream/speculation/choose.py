@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from slipstream.errors import RequestError
 from slipstream.kernels import Ops
 from slipstream.speculation.grammar import GrammarState
 from slipstream.speculation.sampling import SamplingParams
@@ -54,32 +55,52 @@ class Row:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The target's token at each row, and the logits [V] of those rows whose log probabilities are wanted."""
+    """The target's token at each row, and the logits [V] of those rows whose log probabilities are wanted.
+
+    `failed` holds what went wrong at rows whose own settings could not be applied; their tokens mean nothing.
+    """
 
     tokens_L: Tensor
     logits: Mapping[int, Tensor]
+    failed: Mapping[int, Exception] = field(default_factory=dict)
+
+    def at_nodes(self, first_row: int, num_nodes: int) -> "Chosen":
+        """Return the part that belongs to one tree, by node."""
+        rows = range(first_row, first_row + num_nodes)
+        return Chosen(
+            self.tokens_L[first_row : rows.stop],
+            {node: self.logits[row] for node, row in enumerate(rows) if row in self.logits},
+            {node: self.failed[row] for node, row in enumerate(rows) if row in self.failed},
+        )
 
 
-def choose(logits_LV: Tensor, rows: Sequence[Row], ops: Ops) -> Tensor:
+def choose(logits_LV: Tensor, rows: Sequence[Row], ops: Ops) -> Chosen:
     """Return the target's token for each row. `position` is the absolute position of the token being chosen."""
-    logits_LV = _process_rows(logits_LV, rows)
+    wanted = {index: logits_LV[index] for index, row in enumerate(rows) if row.params.logprobs is not None}
+    logits_LV, failed = _process_rows(logits_LV, rows)
     device = logits_LV.device
-    return ops.choose(
+    tokens_L = ops.choose(
         logits_LV,
         torch.tensor([row.params.temperature for row in rows], dtype=torch.float32, device=device),
         torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device),
         torch.tensor([row.position for row in rows], dtype=torch.int64, device=device),
     )
+    return Chosen(tokens_L, wanted, failed)
 
 
-def _process_rows(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
+def _process_rows(logits_LV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, dict[int, Exception]]:
+    """Apply each row's settings to its logits; also return what went wrong, by row."""
     shaped = [index for index, row in enumerate(rows) if row.params.shapes_logits]
+    failed: dict[int, Exception] = {}
     if not shaped:
-        return logits_LV
+        return logits_LV, failed
     logits_LV = logits_LV.float().clone()
     for index in shaped:
-        logits_LV[index] = process(logits_LV[index], rows[index])
-    return logits_LV
+        try:
+            logits_LV[index] = process(logits_LV[index], rows[index])
+        except Exception as error:  # noqa: BLE001 (a request's own data may fail that request only)
+            failed[index] = error
+    return logits_LV, failed
 
 
 def process(logits_V: Tensor, row: Row) -> Tensor:
@@ -89,13 +110,25 @@ def process(logits_V: Tensor, row: Row) -> Tensor:
         logits_V = _penalise(logits_V, row)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
-        logits_V = logits_V.index_add(0, ids, torch.tensor(list(params.logit_bias.values()), device=logits_V.device))
-    num_output = (row.history.num_output if row.history else 0) + len(row.path)
-    if num_output < params.min_tokens and row.end_tokens:
-        logits_V = logits_V.index_fill(0, torch.tensor(row.end_tokens, device=logits_V.device), -torch.inf)
-    if row.grammar is not None and (allowed_V := row.grammar.allowed(row.path)) is not None:
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=logits_V.device)
+        logits_V = logits_V.index_add(0, ids, biases)
+    if (allowed_V := _allowed(row, len(logits_V))) is not None:
         logits_V = logits_V.masked_fill(~allowed_V.to(logits_V.device), -torch.inf)
     return _truncate(logits_V, params) if params.truncates else logits_V
+
+
+def _allowed(row: Row, vocab_size: int) -> Tensor | None:
+    """Return which tokens the grammar and the minimum length leave; None if they rule nothing out."""
+    allowed_V = None if row.grammar is None else row.grammar.allowed(row.path)
+    if allowed_V is not None and not allowed_V.any():
+        raise RequestError("The grammar of this answer leaves no token that could follow.")
+    num_output = (row.history.num_output if row.history else 0) + len(row.path)
+    if num_output >= row.params.min_tokens or not row.end_tokens:
+        return allowed_V
+    everything_V = torch.ones(vocab_size, dtype=torch.bool) if allowed_V is None else allowed_V
+    longer_V = everything_V.index_fill(0, torch.tensor(row.end_tokens), False)
+    # An answer that its grammar has completed cannot be made longer: there, and only there, min_tokens gives way.
+    return longer_V if longer_V.any() else allowed_V
 
 
 def _penalise(logits_V: Tensor, row: Row) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, checked when built."""
+"""How a request wants its tokens made, checked when built."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,8 @@ from slipstream.errors import RequestError
 from slipstream.speculation.grammar import Grammar
 
 MAX_TOP_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5
+"""Below this a temperature is 0: dividing logits by less overflows float32, and the best token wins anyway."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class SamplingParams:
     """Everything that decides a request's tokens and when it ends.
 
     Args:
+        temperature: 0 takes the best token; so does anything below MIN_TEMPERATURE.
         seed: the same seed gives the same text, with any draft or none; None draws one (and the result names it).
         top_k: 0 keeps the whole vocabulary.
         stop: strings that end the answer; they are not part of it.
@@ -22,6 +25,7 @@ class SamplingParams:
         logprobs: None, or how many alternatives to report beside each token (0 = the token alone).
         prompt_logprobs: the same for the prompt's own tokens; such a request computes its whole prompt.
         grammar: what the answer must follow; tokens that break it are ruled out at every node.
+        cache_salt: requests share cached pages only with requests of the same salt; it never changes the tokens.
     """
 
     max_tokens: int = 128
@@ -42,6 +46,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -61,6 +66,8 @@ class SamplingParams:
         ):
             if not (math.isfinite(value) and low <= value <= high):
                 raise RequestError(f"{name} is {value}; it must lie between {low} and {high}.")
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if self.top_p == 0:
             raise RequestError("top_p is 0, which keeps no token; use temperature 0 for greedy decoding.")
         if self.repetition_penalty == 0:
