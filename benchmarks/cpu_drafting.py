@@ -4,7 +4,7 @@
 
 Texts do not depend on drafts, so the draft's chain after every token of an answer can be written down once, with what
 the target keeps of it; passes over 8 such answers are then replayed, cut at many floors, depths and needs, and timed by
-what a pass and its parts take. The costs are those of the machine in docs/cpu.md; `benchmarks/cpu_step.py` and
+what a pass and its parts take. The costs are those of the machine in docs/log/cpu.md; `benchmarks/cpu_step.py` and
 `stats.phase_seconds` tell another's. The controller is let loose on the same passes, with and without noise.
 """
 

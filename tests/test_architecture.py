@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "slipstream"
 MODULES = sorted(SOURCE.rglob("*.py"))
-PAGES = sorted(path for place in ("*.md", "docs/*.md", "recipes/*/*.md") for path in ROOT.glob(place))
+PAGES = sorted(path for place in ("*.md", "docs/**/*.md", "recipes/*/*.md") for path in ROOT.glob(place))
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "base", "misc"}
@@ -55,11 +55,20 @@ def test_every_word_of_the_glossary_is_explained():
         assert f"**{word}**" in glossary, word
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what a page's headings are called in links: lower case, words joined by hyphens, marks left out."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.+?) *$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_links_only_to_what_exists(page):
     text = page.read_text(encoding="utf-8")
-    linked = re.findall(r"\]\((?!http)([^)#\s]+)", text)
-    named = re.findall(r"`((?:benchmarks|scripts|tests|recipes|src)/[\w./-]+\.\w+)", text)
-    missing = [name for name in linked if not (page.parent / name).exists()]
+    linked = re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)", text)
+    named = re.findall(r"`((?:benchmarks|docs|scripts|tests|recipes|src)/[\w./-]+\.\w+)", text)
+    missing = [path for path, _ in linked if not (page.parent / path).exists()]
     missing += [name for name in named if not (ROOT / name).exists()]
     assert not missing
+    places = [(page.parent / path if path else page, anchor) for path, anchor in linked if anchor]
+    assert not [f"{place.name}#{anchor}" for place, anchor in places if anchor not in anchors(place)]

@@ -12,7 +12,7 @@ from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("recipes/*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("recipes/*/README.md"))]
 runner = CliRunner()
 
 
