@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "slipstream"
 MODULES = sorted(SOURCE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PAGES = sorted(path for place in ("*.md", "docs/**/*.md", "recipes/*/*.md") for path in ROOT.glob(place))
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -47,6 +48,20 @@ def test_library_code_reads_no_environment_variables(path):
     if relative(path) in ENVIRONMENT_READERS:
         return
     assert not re.search(r"os\.environ|os\.getenv|\bgetenv\(", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_test_imports_another(path):
+    """What tests share has a module of its own: it does not go away, or run twice, with the test it came from."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    names = {
+        name
+        for node in imports
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        if name.rpartition(".")[2].startswith("test_")
+    }
+    assert not names
 
 
 def test_every_word_of_the_glossary_is_explained():

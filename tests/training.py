@@ -13,8 +13,11 @@ from slipstream.models.target import Target
 from slipstream.train.corpus import Text, join
 from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
 from slipstream.train.objective import DraftShape, Objective, new_draft
+from slipstream.train.ops import TrainOps
 from slipstream.train.packing import Packer
+from slipstream.train.seen import Seen
 from slipstream.train.trainer import TrainConfig, Trainer
+from slipstream.train.unroll import PackedContext
 from slipstream.train.vocab import choose_vocab
 from slipstream.train.world import World
 
@@ -123,6 +126,19 @@ def draft_step_by_step(objective, ids, slot, steps):
         logits.append(draft.logits(out.normed_TD, ops))
         feedback = out.feedback_TD
     return torch.cat(logits)
+
+
+def greedy(target, prompt, max_new):
+    """Return what plain greedy decoding writes after a prompt."""
+    ids = list(prompt)
+    ops = TrainOps(torch.device("cpu"))
+    while len(ids) < len(prompt) + max_new:
+        row = torch.tensor([ids])
+        ctx = PackedContext(ops, torch.arange(len(ids))[None], Seen(torch.zeros_like(row)))
+        ids.append(int(target.logits(target(row, ctx).last_TD[0, -1], ops).argmax()))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
 
 
 def greedy_texts(target, count, max_new=24, seed=0):

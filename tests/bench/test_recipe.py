@@ -9,6 +9,7 @@ from slipstream.bench.arms import differences
 from slipstream.bench.inferencex import Unsaid, import_entry
 from slipstream.bench.plan import build_plan, server_command
 from slipstream.bench.recipe_file import RecipeError, load_recipe
+from tests.bench.inferencex_entry import KEY, MASTER
 
 GOOD = """
 name: tiny
@@ -128,22 +129,6 @@ def test_an_optional_arm_whose_draft_is_not_here_is_left_out_with_a_reason(load)
     assert {point.key.arm for point in plan.points()} == {"plain"}
 
 
-MASTER = """
-kimik2.5-fp4-mi355x-vllm-eagle3-fp8:
-  image: vllm/vllm-openai-rocm:nightly
-  model: amd/Kimi-K2.5-MXFP4
-  model-prefix: kimik2.5
-  runner: mi355x
-  precision: fp4
-  framework: vllm
-  multinode: false
-  scenarios:
-    fixed-seq-len:
-    - {isl: 1024, osl: 1024, search-space: [{tp: 8, spec-decoding: eagle3_fp8, conc-start: 4, conc-end: 64},
-                                            {tp: 4, spec-decoding: eagle3_fp8, conc-start: 4, conc-end: 64}]}
-    - {isl: 1024, osl: 8192, search-space: [{tp: 8, spec-decoding: eagle3_fp8, conc-start: 4, conc-end: 64},
-                                            {tp: 4, spec-decoding: eagle3_fp8, conc-start: 4, conc-end: 64}]}
-"""
 UNSAID = Unsaid((0, 1000), draft="amd/kimi-k2.5-eagle3-fp8", draft_precision="fp8", num_steps=6)
 
 
@@ -155,9 +140,6 @@ def master(tmp_path):
         return path
 
     return write
-
-
-KEY = "kimik2.5-fp4-mi355x-vllm-eagle3-fp8"
 
 
 def test_an_inferencex_entry_becomes_a_recipe_that_schedules_every_row(master, tmp_path):

@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,10 @@ from slipstream.bench.plan import build_plan
 from slipstream.bench.recipe_file import RecipeError, load_recipe
 from slipstream.bench.sweep import RunOptions, run_plan
 from slipstream.records.store import read_record, read_records
+from tests.bench.fake_server import DRAFTING, FAKE, FAST
+from tests.bench.quiet import Quiet
 from tests.ports import free_port
 
-FAKE = Path(__file__).with_name("fake_server.py")
-FAST = {"ttft_s": 0.002, "step_s": 0.0005}
-DRAFTING = FAST | {"accepts": [0.9, 0.5]}
 FAULTS = {
     "dies": DRAFTING | {"die_after": 6},
     "hangs": DRAFTING | {"hang_every": 5},
@@ -26,24 +24,6 @@ FAULTS = {
     "absent": {"refuse_to_start": True},
     "silent": FAST,  # declares a draft and never drafts
 }
-
-
-class Quiet:
-    def __init__(self):
-        self.started = []
-        self.servers = 0
-
-    def point_started(self, point, number, total):
-        self.started.append(point.key)
-
-    def request_done(self):
-        pass
-
-    def point_finished(self, record):
-        pass
-
-    def server_starting(self, launch, log_file):
-        self.servers += 1
 
 
 @pytest.fixture

@@ -1,52 +1,21 @@
 """The verbs work from the command line: plan, validate, run, eval and report."""
 
-import asyncio
 import json
 import lzma
 import sys
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from slipstream.bench.client import ServerError
 from slipstream.bench.recipe_file import RecipeError
-from slipstream.cli import bench, eval, report
 from slipstream.records.store import read_record
-from tests.bench.fake_server import Behaviour, FakeServer
-from tests.bench.test_sweep import DRAFTING, FAKE, FAST
+from tests.bench.fake_server import DRAFTING, FAKE, FAST, Behaviour
+from tests.bench.inferencex_entry import KEY, MASTER
+from tests.bench.verbs import call, running
 from tests.ports import free_port
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "bench"
-
-app = typer.Typer()
-app.add_typer(bench.app, name="bench")
-app.add_typer(eval.app, name="eval")
-app.command()(report.report)
-
-
-def call(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=True)
-
-
-@contextmanager
-def running(*behaviours):
-    """Run fake servers in a thread of their own, and give their addresses."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    fakes = [FakeServer(behaviour) for behaviour in behaviours]
-    try:
-        yield [asyncio.run_coroutine_threadsafe(fake.start(), loop).result() for fake in fakes]
-    finally:
-        for fake in fakes:
-            asyncio.run_coroutine_threadsafe(fake.stop(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 @pytest.fixture
@@ -169,8 +138,6 @@ def test_lossless_fails_when_one_token_differs(tmp_path):
 
 
 def test_an_inferencex_entry_is_imported(tmp_path):
-    from tests.bench.test_recipe import KEY, MASTER
-
     (tmp_path / "master.yaml").write_text(MASTER)
     assert KEY in call("bench", "import", tmp_path / "master.yaml").output
     done = call(

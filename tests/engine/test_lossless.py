@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from arrivals import drive
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -59,22 +60,6 @@ requests = st.lists(
 def plain_answer(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
     """Decode alone, without a draft, one token a pass."""
     return drive(engine_of(TARGET, prefix_cache=False, page_size=16), [(prompt, params, seed)], random.Random(0))[0]
-
-
-def drive(engine: Engine, work: list, order: random.Random) -> list[list[int]]:
-    """Add requests at random moments, step until all have ended, check invariants after each step."""
-    waiting = list(enumerate(work))
-    names: dict[int, int] = {}
-    answers: list[list[int]] = [[] for _ in work]
-    while waiting or engine.has_work:
-        while waiting and (not engine.has_work or order.random() < 0.4):
-            index, (prompt, params, seed) = waiting.pop(0)
-            names[engine.add(prompt, params, seed)] = index
-        for emission in engine.step():
-            answers[names[emission.request_id]] += [token.token_id for token in emission.tokens]
-        engine.check_invariants()
-    assert engine.page_usage == 0
-    return answers
 
 
 @settings(max_examples=48, deadline=None, suppress_health_check=[HealthCheck.too_slow])

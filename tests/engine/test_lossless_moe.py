@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
+from arrivals import drive
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_lossless import drive
 
 from oracle import OracleDrafter
 from slipstream.checkpoint.reader import open_checkpoint

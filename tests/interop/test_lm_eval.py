@@ -9,7 +9,7 @@ import pytest
 from slipstream.bench.peers.environments import lm_eval_environment
 from slipstream.records.store import read_record
 from tests.bench.fake_server import Behaviour
-from tests.bench.test_verbs import call, running
+from tests.bench.verbs import call, running
 
 pytestmark = pytest.mark.interop
 STORED = Path(__file__).parents[1] / "bench/data/gsm8k_answers.json"

@@ -19,8 +19,8 @@ from slipstream.bench.sweep import RunOptions, run_plan
 from slipstream.checkpoint.embedded import embedded_model
 from slipstream.cli.peers import vllm_settings
 from slipstream.records.store import read_records
-from tests.bench.test_sweep import Quiet
-from tests.bench.test_verbs import call
+from tests.bench.quiet import Quiet
+from tests.bench.verbs import call
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.interop, pytest.mark.embedded]

@@ -4,51 +4,20 @@ import logging
 import pytest
 import torch
 from cpu_samples import causal, packed_weight
+from layer_samples import make_draft, make_target
 
-from slipstream.checkpoint.spec import DraftSpec, ModelSpec, RopeSpec
+from slipstream.checkpoint.spec import RopeSpec
 from slipstream.errors import KernelError
 from slipstream.kernels import AttentionBatch, select
 from slipstream.kernels.cpu import library
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache, PagedContext
-from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.target import Target
 from slipstream.quant.packed import MixedWeight
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
 KEYS = (torch.float32, torch.bfloat16, torch.float16)
-SHAPE = dict(  # noqa: C408
-    vocab_size=90,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_eps=1e-5,
-    rope=RopeSpec(10000.0, 16),
-    max_position=256,
-)
-
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "rope": RopeSpec(10000.0, 64), "num_layers": 2}
-
-
-def make_target(generator, **changes) -> Target:
-    model = Target(ModelSpec(architecture="llama", tie_embeddings=False, **{**SHAPE, **changes}))
-    return randomize(model, generator)
-
-
-def make_draft(generator, **changes) -> Eagle3Draft:
-    spec = DraftSpec(architecture="eagle3", draft_vocab_size=90, target_hidden_size=64, **{**SHAPE, **changes})
-    return randomize(Eagle3Draft(spec), generator)
-
-
-def randomize(model, generator):
-    for parameter in model.parameters():
-        scale = 1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    return model
 
 
 def pack(model, format, ops, generator):

@@ -3,20 +3,19 @@ import dataclasses
 import pytest
 import torch
 from cpu_samples import causal, filled_cache
-from triton_samples import REFERENCE, batch_to_device, layer_to_device, numbers, small_tuning, triton_ops
+from triton_samples import (
+    REFERENCE,
+    attention_sample,
+    batch_to_device,
+    layer_to_device,
+    small_tuning,
+    triton_ops,
+)
 
 from interpreted import DEVICE
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 
 OPS = triton_ops()
-
-
-def sample(counts, before, page_size, shape, generator, dtype=torch.float32):
-    heads, groups, width = shape
-    batch = causal(counts, before, page_size, generator)
-    keys, values = ([torch.randn(n, groups, width, generator=generator) for n in batch.kv_lens_R] for _ in range(2))
-    layer = layer_to_device(filled_cache(batch, keys, values), dtype)
-    return numbers(sum(counts), heads, width, generator=generator, dtype=dtype), layer, batch_to_device(batch)
 
 
 @pytest.mark.parametrize("window", [None, 21])
@@ -31,20 +30,20 @@ def sample(counts, before, page_size, shape, generator, dtype=torch.float32):
     ],
 )
 def test_attention_is_the_references(counts, before, page_size, shape, window, generator):
-    q, layer, batch = sample(counts, before, page_size, shape, generator)
+    q, layer, batch = attention_sample(counts, before, page_size, shape, generator)
     got = OPS.attention(q, layer, batch, 0.25, window)
     torch.testing.assert_close(got, REFERENCE.attention(q, layer, batch, 0.25, window), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_keys_and_values_are_read_as_stored(generator):
-    q, layer, batch = sample([3, 1], [40, 90], 16, (8, 2, 32), generator, torch.bfloat16)
+    q, layer, batch = attention_sample([3, 1], [40, 90], 16, (8, 2, 32), generator, torch.bfloat16)
     expected = REFERENCE.attention(q.float(), layer_to_device(layer), batch, 0.2, None)
     torch.testing.assert_close(OPS.attention(q, layer, batch, 0.2, None).float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("nodes", [5, 12])
 def test_a_tree_sees_only_ancestors(nodes, generator):
-    q, layer, batch = sample([nodes, 1], [70, 20], 16, (4, 2, 16), generator)
+    q, layer, batch = attention_sample([nodes, 1], [70, 20], 16, (4, 2, 16), generator)
     parents = [-1, *(int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, nodes))]
     ancestors = batch.ancestors_T.clone()
     for node in range(nodes):
@@ -79,7 +78,7 @@ def one_request(q, layer, batch, row, page_size, generator):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_depend_on_neither_batch_nor_pages(dtype, generator):
-    q, layer, batch = sample([2, 4, 1], [70, 100, 20], 16, (8, 2, 32), generator, dtype)
+    q, layer, batch = attention_sample([2, 4, 1], [70, 100, 20], 16, (8, 2, 32), generator, dtype)
     together = OPS.attention(q, layer, batch, 0.2, None)
     for row in range(3):
         tokens = slice(int(batch.query_starts_R1[row]), int(batch.query_starts_R1[row + 1]))
@@ -91,7 +90,7 @@ def test_bits_depend_on_neither_batch_nor_pages(dtype, generator):
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("count", [4, 12, 40])
 def test_a_query_keeps_its_bits_however_many_share_the_pass(count, window, generator):
-    q, layer, batch = sample([count], [80], 16, (8, 2, 32), generator, torch.bfloat16)
+    q, layer, batch = attention_sample([count], [80], 16, (8, 2, 32), generator, torch.bfloat16)
     batch = dataclasses.replace(batch, max_queries=count, max_keys=120)
     together = OPS.attention(q, layer, batch, 0.2, window)
     for token in (0, count - 1):
@@ -109,7 +108,7 @@ def test_a_query_keeps_its_bits_however_many_share_the_pass(count, window, gener
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("programs", [(1, 0), (12, 0), (1, 24)])
 def test_a_program_that_takes_several_splits_leaves_the_same_bits(programs, window, generator):
-    q, layer, batch = sample([2, 4, 1], [70, 100, 20], 16, (8, 2, 32), generator, torch.bfloat16)
+    q, layer, batch = attention_sample([2, 4, 1], [70, 100, 20], 16, (8, 2, 32), generator, torch.bfloat16)
     shared = {"programs": programs[0], "group_programs": programs[1], "group_stages": 3}
     few = triton_ops(attention=dataclasses.replace(small_tuning().attention, **shared))
     assert torch.equal(few.attention(q, layer, batch, 0.2, window), OPS.attention(q, layer, batch, 0.2, window))
@@ -117,7 +116,7 @@ def test_a_program_that_takes_several_splits_leaves_the_same_bits(programs, wind
 
 @pytest.mark.parametrize(("programs", "share", "window"), [(1056, 1, None), (12, 1, 90), (1056, 3, 300)])
 def test_splits_shared_out_and_one_query_merged_compactly_leave_the_same_bits(programs, share, window, generator):
-    q, layer, batch = sample([1, 1], [520, 70], 16, (6, 2, 16), generator, torch.bfloat16)  # 17 splits, and 3
+    q, layer, batch = attention_sample([1, 1], [520, 70], 16, (6, 2, 16), generator, torch.bfloat16)  # 17 splits, and 3
     batch = dataclasses.replace(batch, max_queries=1)
     config = dataclasses.replace(small_tuning().attention, programs=programs)
     plain, changed = (
@@ -140,7 +139,7 @@ def test_splits_shared_out_and_one_query_merged_compactly_leave_the_same_bits(pr
 )
 def test_the_largest_magnitude_of_every_head_is_left_if_there_is_room_for_it(counts, shape, programs, generator):
     # The last shape takes two tiles to a request, of heads that are padded.
-    q, layer, batch = sample(counts, [100, 70, 20][: len(counts)], 16, shape, generator, torch.bfloat16)
+    q, layer, batch = attention_sample(counts, [100, 70, 20][: len(counts)], 16, shape, generator, torch.bfloat16)
     config = dataclasses.replace(small_tuning().attention, programs=programs)
     launch = AttentionLaunch(config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=False)
     maxima = torch.full(q.shape[:2], float("nan"), device=DEVICE)
@@ -162,7 +161,7 @@ EVEN_CASES = [
 @pytest.mark.parametrize("programs", [1, 6, 40])
 @pytest.mark.parametrize(("counts", "before", "shape"), EVEN_CASES, ids=str)
 def test_programs_that_share_all_requests_evenly_leave_the_same_bits(counts, before, shape, programs, generator):
-    q, layer, batch = sample(counts, before, 16, shape, generator, torch.bfloat16)
+    q, layer, batch = attention_sample(counts, before, 16, shape, generator, torch.bfloat16)
     batch = dataclasses.replace(batch, max_queries=max(counts))
     config = dataclasses.replace(small_tuning().attention, programs=1, compact=programs == 6)
     expected = triton_ops(attention=config).attention(q, layer, batch, 0.2, None)
@@ -172,7 +171,7 @@ def test_programs_that_share_all_requests_evenly_leave_the_same_bits(counts, bef
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_programs_that_share_all_requests_evenly_see_a_trees_ancestors_alone(page_size, generator):
-    q, layer, batch = sample([4, 2], [70, 260], page_size, (8, 2, 16), generator)
+    q, layer, batch = attention_sample([4, 2], [70, 260], page_size, (8, 2, 16), generator)
     ancestors = batch.ancestors_T.clone()
     ancestors[2] &= ~2  # the third query is a sibling of the second
     batch = dataclasses.replace(batch, ancestors_T=ancestors, max_queries=4)
@@ -182,7 +181,7 @@ def test_programs_that_share_all_requests_evenly_see_a_trees_ancestors_alone(pag
 
 
 def test_evenly_shared_programs_leave_maxima_and_counters_as_the_others_do(generator):
-    q, layer, batch = sample([2, 4, 1], [100, 70, 20], 16, (8, 2, 32), generator, torch.bfloat16)
+    q, layer, batch = attention_sample([2, 4, 1], [100, 70, 20], 16, (8, 2, 32), generator, torch.bfloat16)
     batch = dataclasses.replace(batch, max_queries=4)
     config = dataclasses.replace(small_tuning().attention, programs=1, even_programs=10)
     launch = AttentionLaunch(config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=False)

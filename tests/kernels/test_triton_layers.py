@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_cpu_layers import make_draft, make_target
+from layer_samples import make_draft, make_target, run
 from triton_samples import FORMATS, REFERENCE, quantized, triton_ops
 
 from interpreted import DEVICE
@@ -15,28 +15,6 @@ from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 
 OPS = triton_ops()
-
-
-def run(model, ops, passes, page_size=16, others=0):
-    """Run passes of so many tokens of one sequence; `others` requests of one token each share every pass."""
-    pages = -(-64 // page_size)
-    dtype = next(model.parameters()).dtype
-    kv = KvCache.allocate(model.kv_shape, (1 + others) * pages, page_size, dtype, DEVICE)
-    table = page_table([range(r * pages, (r + 1) * pages) for r in reversed(range(1 + others))], DEVICE)
-    states, done = [], 0
-    for step, count in enumerate(passes):
-        index = torch.cat([torch.arange(done, done + count), torch.full((others,), step)]).to(DEVICE)
-        queries = QueryTokens([count] + [1] * others, index, index, torch.full_like(index, -1))
-        tokens = (index * 7 + 3) % 61
-        ctx = paged_context(ops, kv, table, queries)
-        if hasattr(model, "fuse"):
-            features = torch.sin(index[:, None] * torch.arange(1, 65, device=DEVICE)).to(dtype)
-            states.append(model(features, tokens, ctx).normed_TD[:count])
-        else:
-            hidden = model(tokens, ctx, (0, 1))
-            states.append(torch.cat([hidden.last_TD, *hidden.captured], dim=-1)[:count])
-        done += count
-    return torch.cat(states)
 
 
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "qkv_bias": True}, {"sliding_window": 9}])

@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from test_cpu_layers import SHAPE
-from test_triton_layers import run
+from layer_samples import SHAPE, run
 from triton_samples import compiled_by
 
 from interpreted import DEVICE

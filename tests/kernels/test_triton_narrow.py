@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_cpu_layers import make_target
-from test_triton_layers import run
+from layer_samples import make_target, run
 from triton_samples import REFERENCE, numbers, quantized, small_tuning, triton_ops
 
 from interpreted import DEVICE

@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_triton_attention import sample
-from triton_samples import compiled_by, small_tuning
+from triton_samples import attention_sample, compiled_by, small_tuning
 
 from interpreted import DEVICE
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
@@ -42,7 +41,7 @@ def test_no_other_gpu_is_given_it(architecture):
     ("counts", "before"), [([1], [1151]), ([1, 1], [0, 700]), ([4], [1300]), ([3, 0, 1], [62, 9, 64])]
 )
 def test_it_gives_the_bits_of_other_programs(shape, counts, before, generator):
-    q, layer, batch = sample(counts, before, 16, shape, generator, torch.bfloat16)
+    q, layer, batch = attention_sample(counts, before, 16, shape, generator, torch.bfloat16)
     batch = dataclasses.replace(batch, max_queries=max(counts))
     plain = dataclasses.replace(small_tuning().attention, split=64, block=64, share=2)
     for warps in (4, 8):

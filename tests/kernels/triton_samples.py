@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from cpu_samples import causal, filled_cache
 
 from interpreted import DEVICE
 from slipstream.kernels import AttentionBatch, KvLayer
@@ -77,3 +78,12 @@ def batch_to_device(batch: AttentionBatch) -> AttentionBatch:
 
 def layer_to_device(layer: KvLayer, dtype: torch.dtype = torch.float32) -> KvLayer:
     return KvLayer(layer.keys_SGd.to(DEVICE, dtype), layer.values_SGd.to(DEVICE, dtype))
+
+
+def attention_sample(counts, before, page_size, shape, generator, dtype=torch.float32):
+    """Return queries, a filled cache and the batch that describes them, on the device at hand."""
+    heads, groups, width = shape
+    batch = causal(counts, before, page_size, generator)
+    keys, values = ([torch.randn(n, groups, width, generator=generator) for n in batch.kv_lens_R] for _ in range(2))
+    layer = layer_to_device(filled_cache(batch, keys, values), dtype)
+    return numbers(sum(counts), heads, width, generator=generator, dtype=dtype), layer, batch_to_device(batch)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from draft_files import BASE, tensors
 from safetensors.torch import load_file, save_file
-from test_eagle3_dialects import BASE, tensors
 
 from slipstream.checkpoint.config import model_config
 from slipstream.checkpoint.reader import open_checkpoint

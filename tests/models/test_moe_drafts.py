@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from test_eagle3_dialects import BASE, tensors
+from draft_files import BASE, tensors
 from torch.nn.functional import silu
 
 from dense import dense_context

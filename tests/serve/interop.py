@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +95,17 @@ def hash_of(client: Client) -> int:
 
 
 def run_client(client: Client, arguments: list[str], **environment: str) -> str:
-    """Run a client's Python and return what it printed; a failure shows its last lines."""
+    """Run a client's Python and return what it printed; a failure shows its last lines.
+
+    It runs in a folder of its own, for some leave files where they are started.
+    """
     command = [str(python_of(client)), *arguments]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=600, env={**os.environ, **offline, **environment}
-    )
+    env = {**os.environ, **offline, **environment}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=600, env=env, cwd=folder
+        )  # fmt: skip
     assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
 

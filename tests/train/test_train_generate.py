@@ -3,23 +3,8 @@ import torch
 
 from slipstream.train import sampling
 from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
-from slipstream.train.ops import TrainOps
 from slipstream.train.repetition import loop_end, looping_rows
-from slipstream.train.seen import Seen
-from slipstream.train.unroll import PackedContext
-from training import EOS, ListSource
-
-
-def greedy(target, prompt, max_new):
-    ids = list(prompt)
-    ops = TrainOps(torch.device("cpu"))
-    while len(ids) < len(prompt) + max_new:
-        row = torch.tensor([ids])
-        ctx = PackedContext(ops, torch.arange(len(ids))[None], Seen(torch.zeros_like(row)))
-        ids.append(int(target.logits(target(row, ctx).last_TD[0, -1], ops).argmax()))
-        if ids[-1] == EOS:
-            break
-    return ids[len(prompt) :]
+from training import EOS, ListSource, greedy
 
 
 def test_batched_generation_with_refills_writes_what_plain_greedy_decoding_writes(target):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from test_train_generate import greedy
 
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_target
@@ -12,7 +11,7 @@ from slipstream.train.ops import TrainOps
 from slipstream.train.seen import Seen
 from slipstream.train.unroll import PackedContext
 from tiny_moe import VOCAB, deepseek, minimax, passes, save
-from training import EOS, ListSource
+from training import EOS, ListSource, greedy
 
 CPU = torch.device("cpu")
 
