@@ -66,6 +66,24 @@ def test_both_answers_stream_side_by_side_and_are_proven_identical(page):
     assert "acceptance length" in page.inner_text("section[data-speculate=true] .summary")
 
 
+def test_a_comparison_is_fair_and_says_how_much_faster_it_was(page):
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
+    ask(page, "first")
+    ask(page, "second")
+    assert [body["speculate"] for body in sent] == [True, False, False, True], "who goes first alternates"
+    assert len({body["cache_salt"] for body in sent}) == 4, "no side finds the other's prompt cached"
+    assert re.search(r"With speculation \d+\.\d\dx as fast \(.* plain decoding went first", page.inner_text("#verdict"))
+    assert page.inner_text("#model") == "tiny"
+
+
+def test_panes_end_when_their_answer_fails(page):
+    page.fill("#max-tokens", "100000")
+    page.click("#send")
+    page.wait_for_selector("#verdict:has-text('max_tokens')")
+    assert page.locator(".summary").all_inner_texts() == ["no answer", "no answer"]
+
+
 def test_a_token_tells_its_position_and_tree_by_hover_and_by_keyboard(page):
     ask(page, "tell me")
     guessed = page.locator("section[data-speculate=true] .guessed").first
@@ -80,7 +98,10 @@ def test_the_whole_form_can_be_used_from_the_keyboard(page):
     page.focus("#prompt")
     page.keyboard.press("Control+A")
     page.keyboard.type("from the keyboard")
-    page.keyboard.press("Control+Enter")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("in two lines")
+    assert page.input_value("#prompt") == "from the keyboard\nin two lines"
+    page.keyboard.press("Enter")
     page.wait_for_selector("#verdict:has-text('Identical')")
     reached = set()
     page.focus("#prompt")
