@@ -7,6 +7,7 @@ import re
 import pytest
 
 from slipstream.records.store import RecordSet, read_records, write_record
+from slipstream.report import lines
 from slipstream.report.build import ReportError, write_report
 from slipstream.report.contents import make_contents
 from slipstream.report.page import html_page
@@ -78,6 +79,28 @@ def test_invalid_points_count_nowhere(contents):
     assert len(cell.records) == 2
     assert grid.speedup(cell, output_per_device).num_pairs == 2
     assert "1 of 96 points are invalid" in contents.headlines[-2]
+
+
+def test_a_report_opens_with_one_figure_for_each_comparison(contents, page):
+    figures = {headline.words.partition(" over ")[0]: headline for headline in contents.figures}
+    assert set(figures) == set(ARMS) - {"no-spec"}
+    for headline in contents.figures:
+        assert headline.figure in page
+        assert page.index(headline.words) < page.index('<ul class="headlines">')
+    eagle = figures["eagle3-bf16"]
+    low, high = re.search(r"interval (\S+) to (\S+)\.$", eagle.words).groups()
+    assert 1 < float(low) < float(eagle.figure.rstrip("x")) < float(high)
+    assert "geometric mean of 8 loads" in eagle.words
+
+
+def test_a_speed_up_plot_shows_whole_intervals(monkeypatch):
+    grid = Grid([point(arm, 1, seed, noise=0.4) for arm in ("no-spec", "eagle3-bf16") for seed in (1, 2)])
+    ratio = grid.speedup(grid.cell(grid.settings[0], "eagle3-bf16", 1), output_per_device)
+    drawn = []
+    monkeypatch.setattr(lines, "to_svg", lambda figure: drawn.append(figure) or "")
+    lines.speedup_by_concurrency(grid)
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low < ratio.low < ratio.high < high
 
 
 def test_csv_holds_every_cell_with_numbers():

@@ -15,6 +15,8 @@ def report(
 
     first = sources[0] if sources[0].is_dir() else sources[0].parent
     files = write_report(sources, out or first)
+    for headline in files.figures:
+        print(f"{headline.figure}  {headline.words}")
     for line in files.headlines:
         print(line)
     print(f"{files.html}\n{files.markdown}\n{files.csv}")

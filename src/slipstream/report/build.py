@@ -7,6 +7,7 @@ from pathlib import Path
 from slipstream.errors import SlipstreamError
 from slipstream.records.store import read_records, write_text
 from slipstream.report.contents import make_contents
+from slipstream.report.headline import Headline
 from slipstream.report.page import html_page
 from slipstream.report.series import Grid
 from slipstream.report.text import cells_csv, markdown
@@ -24,6 +25,7 @@ class ReportFiles:
     markdown: Path
     csv: Path
     headlines: tuple[str, ...]
+    figures: tuple[Headline, ...]
 
 
 def write_report(sources: Sequence[Path], out: Path) -> ReportFiles:
@@ -32,7 +34,9 @@ def write_report(sources: Sequence[Path], out: Path) -> ReportFiles:
     if not (records.points or records.gsm8k or records.lossless):
         raise ReportError(f"{', '.join(map(str, sources))}: no records there. Run `slipstream bench run` first.")
     contents = make_contents(records)
-    files = ReportFiles(out / "report.html", out / "report.md", out / "report.csv", contents.headlines)
+    files = ReportFiles(
+        out / "report.html", out / "report.md", out / "report.csv", contents.headlines, contents.figures
+    )
     write_text(files.html, html_page(contents))
     write_text(files.markdown, markdown(contents))
     write_text(files.csv, cells_csv(Grid(records.points)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from slipstream.records.point import PointRecord
 from slipstream.records.store import RecordSet
 from slipstream.report import bars, lines, tables
+from slipstream.report.headline import Headline, headline_figures
 from slipstream.report.series import Grid
 from slipstream.report.style import Plot
 from slipstream.report.tables import Table
@@ -24,9 +25,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Contents:
-    """The whole report."""
+    """The whole report: `figures` are what to read first, `headlines` the sentences below them."""
 
     title: str
+    figures: tuple[Headline, ...]
     headlines: tuple[str, ...]
     sections: tuple[Section, ...]
 
@@ -37,7 +39,7 @@ def make_contents(records: RecordSet) -> Contents:
     recipes = list(dict.fromkeys(record.provenance.recipe for record in records.points))
     sections = [section for section in _sections(records, grid) if section is not None]
     title = f"Speculative decoding: {', '.join(recipes)}" if recipes else "Accuracy"
-    return Contents(title, tuple(_headlines(records, grid)), tuple(sections))
+    return Contents(title, tuple(headline_figures(grid)), tuple(_headlines(records, grid)), tuple(sections))
 
 
 def _headlines(records: RecordSet, grid: Grid) -> Iterator[str]:

@@ -28,14 +28,14 @@ def speedup_by_concurrency(grid: Grid) -> Plot | None:
     rows = math.ceil(len(settings) / columns)
     figure, axes = new_figure(2.6 * rows + 0.5, rows, columns)
     for axis, setting in zip(axes.flat, settings, strict=False):
-        ratios: list[float] = []
+        shown: list[float] = []
         for arm in grid.arms(setting):
             cells = [grid.cell(setting, arm, c) for c in grid.concurrencies(setting)]
-            ratios += _speedup_line(
+            shown += _speedup_line(
                 axis, grid, [cell for cell in cells if cell], looks[arm], arm, lambda cell: cell.concurrency
             )
         _concurrency_axis(axis, grid.concurrencies(setting))
-        _speedup_axis(axis, ratios)
+        _speedup_axis(axis, shown)
         axis.set_title(setting.title(), fontsize=9, loc="left")
     hide_unused(axes, len(settings))
     legend_below(figure, axes)
@@ -60,13 +60,13 @@ def speedup_by_context(grid: Grid) -> Plot | None:
         settings = [s for s in grid.settings if (s.recipe, s.topology) == (recipe, topology)]
         shared = sorted(set.intersection(*(set(grid.concurrencies(s)) for s in settings)))
         for axis, concurrency in zip(axes[row], [shared[0], shared[-1]] if shared else [], strict=False):
-            ratios: list[float] = []
+            shown: list[float] = []
             for arm in grid.all_arms():
                 cells = [grid.cell(s, arm, concurrency) for s in settings]
                 found = sorted((c for c in cells if c), key=lambda c: c.mean(input_tokens) or 0)
                 if found:
-                    ratios += _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
-            _speedup_axis(axis, ratios)
+                    shown += _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
+            _speedup_axis(axis, shown)
             _context_axis(axis)
             axis.set_title(f"{topology}, concurrency {concurrency}", fontsize=9, loc="left")
     legend_below(figure, axes)
@@ -165,7 +165,7 @@ def pareto(grid: Grid) -> Plot | None:
 def _speedup_line(
     axis: Any, grid: Grid, cells: list[Cell], look: Look, arm: str, x_of: Callable[[Cell], float]
 ) -> list[float]:
-    """Draw one arm's line with its intervals and return its ratios."""
+    """Draw one arm's line with its intervals and return every value the panel must show."""
     found = [(x_of(cell), ratio) for cell in cells if (ratio := grid.speedup(cell, output_per_device))]
     if not found:
         return []  # a baseline
@@ -185,15 +185,16 @@ def _speedup_line(
         capsize=2,
         markersize=5,
     )
-    return ys
+    return [y - low for y, low in zip(ys, below, strict=True)] + [y + high for y, high in zip(ys, above, strict=True)]
 
 
-def _speedup_axis(axis: Any, ratios: list[float]) -> None:
-    """Show every ratio and 1; a whisker that says nothing may leave the panel."""
+def _speedup_axis(axis: Any, values: list[float]) -> None:
+    """Show 1 and every interval whole: a whisker that leaves its panel hides how little is known."""
     axis.axhline(1.0, color="black", linewidth=0.8)
-    if ratios:
-        low, high = axis.get_ylim()
-        axis.set_ylim(max(low, 0.6 * min(1.0, *ratios)), min(high, 1.5 * max(1.0, *ratios)))
+    if values:
+        low, high = min(1.0, *values), max(1.0, *values)
+        margin = 0.06 * (high - low) or 0.1
+        axis.set_ylim(low - margin, high + margin)
     axis.set_ylabel("speed-up", fontsize=8)
 
 

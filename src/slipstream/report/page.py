@@ -15,6 +15,10 @@ main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; padding-top: .75rem; border-top: 2px solid #1a1a1a; }
 .headlines { margin: 0; padding: .75rem 1rem .75rem 2rem; background: #f4f4f1; border-left: 4px solid #1a1a1a; }
+.figures { display: flex; flex-wrap: wrap; gap: .75rem; margin: 0 0 1rem; }
+.figures div { flex: 1 1 14rem; border: 1px solid #777; border-radius: .4rem; padding: .6rem .9rem; }
+.figures strong { display: block; font-size: 2rem; line-height: 1.2; font-variant-numeric: tabular-nums; }
+.figures span { font-size: .85rem; color: #444; }
 .headlines li { margin: .25rem 0; }
 nav { margin: 1rem 0 0; font-size: .9rem; }
 nav a { margin-right: 1rem; white-space: nowrap; color: #0b5c8a; }
@@ -50,7 +54,7 @@ footer { margin-top: 3rem; font-size: .8rem; color: #555; }
   .scroll figure { min-width: 0; }
   .headlines { background: none; border: 1px solid #777; border-left-width: 4px; }
   h2 { break-after: avoid; }
-  figure, tr, .headlines { break-inside: avoid; }
+  figure, tr, .headlines, .figures div { break-inside: avoid; }
 }
 """
 
@@ -68,6 +72,11 @@ def _page(contents: Contents) -> Iterator[str]:
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(contents.title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>"
     yield f"<h1>{escape(contents.title)}</h1>"
+    if contents.figures:
+        yield '<div class="figures">'
+        for headline in contents.figures:
+            yield f"<div><strong>{escape(headline.figure)}</strong><span>{escape(headline.words)}</span></div>"
+        yield "</div>"
     if contents.headlines:
         yield '<ul class="headlines">'
         yield from (f"<li>{escape(line)}</li>" for line in contents.headlines)

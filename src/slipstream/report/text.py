@@ -11,7 +11,8 @@ from slipstream.report.tables import COLUMNS, Table
 
 def markdown(contents: Contents) -> str:
     """Return the report as Markdown; figures are named, the page has them."""
-    lines = [f"# {contents.title}", "", *(f"- {_plain(line)}" for line in contents.headlines)]
+    figures = [f"**{headline.figure}** {_plain(headline.words)}\n" for headline in contents.figures]
+    lines = [f"# {contents.title}", "", *figures, *(f"- {_plain(line)}" for line in contents.headlines)]
     for section in contents.sections:
         lines += _section(section)
     return "\n".join(lines) + "\n"
