@@ -1,8 +1,10 @@
 """The client recovers what a server with known timing and acceptance did, and calls every failure by its name."""
 
+import asyncio
 from itertools import pairwise
 
 import pytest
+from aiohttp import web
 
 from slipstream.bench.client import Client, Sampling, open_session
 from slipstream.bench.metrics import latency_of, repetition_of, throughput_of
@@ -130,3 +132,33 @@ def test_repetition_tells_a_loop_from_prose():
     assert repetition_of("the cat sat on the mat and looked at the moon for a while") < 0.1
     assert repetition_of("again and " * 50) > 0.9
     assert repetition_of("") == 0.0
+
+
+def test_a_request_sent_on_a_connection_that_was_being_closed_is_sent_again():
+    """A server that answers once a connection, and drops whatever comes second, as if it had just closed it."""
+
+    async def body():
+        used = set()
+
+        @web.middleware
+        async def once(request, handler):
+            if request.transport in used and request.method == "POST":
+                request.transport.abort()
+            used.add(request.transport)
+            return await handler(request)
+
+        fake = FakeServer(Behaviour(ttft_s=0.001, step_s=0.0002))
+        app = fake.app()
+        app.middlewares.append(once)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = "http://{}:{}".format(*runner.addresses[0][:2])
+        async with open_session() as session:
+            client = await Client.connect(session, url)
+            exchanges = [await client.generate(Prompt(5, token_ids=(7,)), Sampling(), 10.0) for _ in range(3)]
+        await runner.cleanup()
+        return exchanges
+
+    assert [exchange.result.error for exchange in asyncio.run(body())] == [None] * 3

@@ -62,7 +62,7 @@ class Client:
         client.model = str(models[0]["id"])
         body = client._body(Prompt(1, text="Hi"), Sampling()) | {"stream_options": _STREAM_OPTIONS_BY_CHUNK}
         try:
-            async with session.post(f"{client.url}/v1/completions", json=body) as response:
+            async with await client._post("/v1/completions", body) as response:
                 client._counts_chunks = response.status == 200
                 await response.read()
         except aiohttp.ClientError as error:
@@ -87,7 +87,7 @@ class Client:
     async def post_json(self, path: str, body: Mapping[str, object], timeout_s: float = 600.0) -> Mapping[str, object]:
         """Post a JSON object and return the one that comes back."""
         try:
-            async with asyncio.timeout(timeout_s), self._session.post(self.url + path, json=body) as response:
+            async with asyncio.timeout(timeout_s), await self._post(path, body) as response:
                 text = await response.text(errors="replace")
                 if response.status != 200:
                     raise ServerError(f"{self.url}{path}: HTTP {response.status}: {text[:200]}")
@@ -141,7 +141,7 @@ class Client:
     async def _follow(self, prompt: Prompt, sampling: Sampling, stream: _Stream) -> None:
         clock = asyncio.get_running_loop().time
         path = "/v1/chat/completions" if prompt.messages else "/v1/completions"
-        async with self._session.post(self.url + path, json=self._body(prompt, sampling)) as response:
+        async with await self._post(path, self._body(prompt, sampling)) as response:
             if response.status != 200:
                 raise ServerError(f"HTTP {response.status}: {(await response.text(errors='replace'))[:200]}")
             async for line in response.content:
@@ -155,6 +155,19 @@ class Client:
                     stream.finished = True
                     return
                 _take(stream, _object(payload.decode("utf-8", "replace"), "stream"), now)
+
+    async def _post(self, path: str, body: Mapping[str, object]) -> aiohttp.ClientResponse:
+        """Send a request; once more, on another connection, if the server closed the idle one it went out on.
+
+        Without a byte of an answer the two cannot be told apart in time: servers close idle connections when they
+        like, and a request on its way then is lost. A server that is gone refuses the second connection.
+        """
+        try:
+            return await self._session.post(self.url + path, json=body)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self._session.post(self.url + path, json=body)
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, object]:
         options = _STREAM_OPTIONS_BY_CHUNK if self._counts_chunks else {"include_usage": True}
