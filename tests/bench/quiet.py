@@ -6,6 +6,9 @@ class Quiet:
         self.started = []
         self.servers = 0
 
+    def sweep_started(self, points):
+        self.planned = list(points)
+
     def point_started(self, point, number, total):
         self.started.append(point.key)
 

@@ -59,10 +59,11 @@ def bench(tmp_path):
         path = tmp_path / "faults.yaml"
         path.write_text(json.dumps(recipe))
 
-        def run(url=None, arms=()):
+        def run(url=None, arms=(), keep_going=True):
             plan = build_plan(load_recipe(path), arms)
             watcher = Quiet()
-            summary = asyncio.run(run_plan(plan, RunOptions(tmp_path / "out", url), watcher))
+            options = RunOptions(tmp_path / "out", url, keep_going=keep_going)
+            summary = asyncio.run(run_plan(plan, options, watcher))
             records = {record.key.arm: record for record in read_records([tmp_path / "out" / "points"]).points}
             return summary, records, watcher
 
@@ -100,6 +101,18 @@ def test_every_fault_is_an_invalid_point_with_its_reason_and_a_rerun_completes_o
 
     summary, _, watcher = run()
     assert (summary.measured, summary.skipped, watcher.servers) == (0, 8, 0)
+
+
+def test_a_sweep_stops_at_an_arm_whose_server_cannot_start_unless_told_to_go_on(bench):
+    run = bench({"absent": {"refuse_to_start": True}, "good": DRAFTING})
+    summary, records, _ = run(keep_going=False)
+    assert (summary.measured, summary.invalid) == (2, 1)
+    assert "the server of arm absent cannot be started" in summary.stopped
+    assert "cannot find the model" in summary.stopped
+    assert set(records) == {"plain", "absent"}
+    summary, records, _ = run()
+    assert (summary.measured, summary.invalid, summary.stopped) == (2, 1, "")
+    assert records["good"].status == "valid"
 
 
 def test_a_server_that_died_is_started_again_for_the_next_point(bench):

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +34,10 @@ DEATH_S = 1.0
 class Watcher(Protocol):
     """Is told how the sweep goes."""
 
+    def sweep_started(self, points: Sequence[Point]) -> None:
+        """Say which points will be measured."""
+        ...
+
     def point_started(self, point: Point, number: int, total: int) -> None:
         """Say that a point begins."""
         ...
@@ -57,21 +62,24 @@ class RunOptions:
     Args:
         url: measure the server at this address instead of starting one.
         gsm8k_data: folder with the questions, for recipes that ask them.
+        keep_going: measure the other arms where one arm's server cannot be started.
     """
 
     out: Path
     url: str | None = None
     gsm8k_data: Path | None = None
+    keep_going: bool = False
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a sweep ended; `failed_evals` says which evaluations did not finish and why."""
+    """How a sweep ended; `failed_evals` says which evaluations did not finish and why, `stopped` why it ended early."""
 
     measured: int
     invalid: int
     skipped: int
     failed_evals: tuple[str, ...] = ()
+    stopped: str = ""
 
 
 async def run_plan(plan: Plan, options: RunOptions, watcher: Watcher) -> RunSummary:
@@ -80,6 +88,7 @@ async def run_plan(plan: Plan, options: RunOptions, watcher: Watcher) -> RunSumm
     pending = {point.key: point for point in plan.points() if not _is_done(point, plan, options.out)}
     total = sum(1 for _ in plan.points())
     sweep = _Sweep(plan, options, watcher, len(pending))
+    watcher.sweep_started(list(pending.values()))
     async with open_session() as session:
         for block in plan.blocks:
             todo = [point for point in block.points if point.key in pending]
@@ -89,7 +98,9 @@ async def run_plan(plan: Plan, options: RunOptions, watcher: Watcher) -> RunSumm
             if options.url is not None and not sweep.measured:
                 await _check_server(session, options.url)
             await sweep.run_block(session, block, todo, evals)
-    return RunSummary(sweep.measured, sweep.invalid, total - len(pending), tuple(sweep.failed_evals))
+            if sweep.stopped:
+                break
+    return RunSummary(sweep.measured, sweep.invalid, total - len(pending), tuple(sweep.failed_evals), sweep.stopped)
 
 
 def record_path(out: Path, point: Point) -> Path:
@@ -107,6 +118,7 @@ class _Sweep:
         self.measured = 0
         self.invalid = 0
         self.failed_evals: list[str] = []
+        self.stopped = ""
 
     async def run_block(
         self, session: aiohttp.ClientSession, block: Block, todo: list[Point], evals: list[EvalTask]
@@ -121,6 +133,8 @@ class _Sweep:
                 stack.push_async_callback(server.stop)
             for point in todo:
                 await self._run_point(session, servers[server_command(point.launch).sha256()], point)
+                if self.stopped:
+                    return
             for task in evals:
                 await self._run_eval(session, servers[server_command(task.launch).sha256()], task)
 
@@ -147,6 +161,8 @@ class _Sweep:
         except (LaunchError, ServerError) as error:
             self._watcher.point_started(point, number, self._total)
             result = Measurement(reasons=(str(error),))
+            if isinstance(error, LaunchError) and not self._options.keep_going:
+                self.stopped = f"the server of arm {point.key.arm} cannot be started: {error}"
         record = _record(self._plan, point, result, _Context(started, versions, self._hardware, server.url))
         path = record_path(self._options.out, point)
         _set_aside(path)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,9 +15,10 @@ from slipstream.cli.bench_rank import rank
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from slipstream.bench.estimate import TimeLeft
     from slipstream.bench.launch.command import Launch
     from slipstream.bench.plan import Plan, Point
-    from slipstream.records.point import PointRecord
+    from slipstream.records.point import PointKey, PointRecord
 
 app = typer.Typer(no_args_is_help=True, help="Measure servers against each other: recipes in, records out.")
 app.command()(rank)
@@ -75,6 +78,9 @@ def run(
     ] = None,
     url: Annotated[str | None, typer.Option(help="Measure the server that already runs here (with one --arm).")] = None,
     gsm8k: Annotated[Path | None, typer.Option(help="GSM8K's folder, for recipes with evals.gsm8k.")] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Measure the other arms where one arm's server cannot be started.")
+    ] = False,
     arm: Arms = None,
     workload: Workloads = None,
     override: Overrides = None,
@@ -96,16 +102,18 @@ def run(
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
-        summary = asyncio.run(run_plan(made, RunOptions(folder, url, gsm8k), _Screen(progress)))
+        summary = asyncio.run(run_plan(made, RunOptions(folder, url, gsm8k, keep_going), _Screen(progress)))
     print(
         f"{summary.measured} points measured, {summary.invalid} of them invalid; {summary.skipped} were already there."
     )
+    if summary.stopped:
+        print(f"stopped: {summary.stopped}\nMend it and run the same command again, or measure the rest: --keep-going.")
     for failure in summary.failed_evals:
         print(f"not evaluated: {failure}")
     if made.loaded.recipe.evals.gsm8k and gsm8k is None:
         print("not evaluated: the recipe asks GSM8K; give its folder with --gsm8k.")
     print(f"records: {folder}\nnext: slipstream report {folder}")
-    if summary.invalid or summary.failed_evals:
+    if summary.invalid or summary.failed_evals or summary.stopped:
         raise typer.Exit(1)
 
 
@@ -166,6 +174,18 @@ class _Screen:
         self._progress = progress
         self._points = progress.add_task("points", total=None)
         self._requests = progress.add_task("requests", total=None)
+        self._left: TimeLeft | None = None
+        self._began = time.monotonic()
+
+    def sweep_started(self, points: "Sequence[Point]") -> None:
+        """Say how much there is to do; how long it takes shows once a point was measured."""
+        from slipstream.bench.estimate import TimeLeft
+
+        self._left = TimeLeft(points)
+        if points:
+            answers = sum(point.load.num_requests for point in points)
+            size = f"{len(points)} points, {answers} answers, {self._left.num_tokens:,} tokens"
+            self._print("", f"{size}; the time left is estimated from the first point on")
 
     def point_started(self, point: "Point", number: int, total: int) -> None:
         """Show which point runs."""
@@ -182,7 +202,7 @@ class _Screen:
         """Print the point's main figures, or why it is invalid."""
         key = record.key
         name = f"{key.arm} {key.topology} {key.workload} c{key.concurrency} s{key.seed}"
-        self._progress.advance(self._points)
+        self._progress.update(self._points, advance=1, description=self._points_left(key))
         if record.throughput is None or record.latency is None:
             self._print(f"[red]invalid[/red] {name}: ", "; ".join(record.reasons))
             return
@@ -191,6 +211,17 @@ class _Screen:
         self._print(f"{name}: ", f"{record.throughput.output_tok_s:.1f} tok/s{tpot}{length}")
         for warning in record.warnings:
             self._print("  [yellow]warning[/yellow]: ", warning)
+
+    def _points_left(self, key: "PointKey") -> str:
+        """Describe the bar of points, after one of them."""
+        from slipstream.bench.estimate import in_words
+
+        now = time.monotonic()
+        assert self._left is not None, "a sweep says what it will measure"
+        self._left.measured(key, now - self._began)
+        self._began = now
+        left = self._left.seconds()
+        return f"points, about {in_words(left)} left" if left else "points"
 
     def server_starting(self, launch: "Launch", log_file: Path) -> None:
         """Say which server starts and where its log is."""
