@@ -181,3 +181,14 @@ def test_json_mode_answers_with_json_with_and_without_speculation(client):
         parsed = json.loads(on["message"]["content"])
         assert parsed["b"] in ("yes", "no")
         assert set(parsed) == {"a", "b"}
+
+
+def test_a_stream_gives_the_prompts_tokens_once_for_each_choice(client, server):
+    asked = {**TEXT, "max_tokens": 40, "n": 2, "stream": True, "return_token_ids": True, "temperature": 1}
+    choices = [choice for event in events(client.post("/v1/completions", json=asked)) for choice in event["choices"]]
+    for index in range(2):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert len(own) > 1
+        assert own[0]["prompt_token_ids"] == server.tokenizer.encode("once upon")
+        assert not any("prompt_token_ids" in choice for choice in own[1:])
+        assert sum(len(choice["token_ids"]) for choice in own) == 40

@@ -91,7 +91,8 @@ class AnswerWriter:
         tokens = [] if wants.drop_answer else [token for event in events for token in event.tokens]
         text = "" if wants.drop_answer else "".join(event.text for event in events)
         scored = next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None)
-        echoed = self._echo(tally.job) if wants.echo and not tally.started else ""
+        is_first = not tally.started
+        echoed = self._echo(tally.job) if wants.echo and is_first else ""
         tally.started = True
         choice: Json = {"index": index}
         if wants.kind == "completion":
@@ -106,6 +107,10 @@ class AnswerWriter:
             ended_by = last.tokens[-1].token_id
             choice["stop_reason"] = ended_by if ended_by in tally.job.params.stop_token_ids else None
         tally.text_length += len(echoed) + len(text)
+        if wants.token_ids:
+            choice["token_ids"] = [token.token_id for token in tokens]
+            if is_first:
+                choice["prompt_token_ids"] = list(tally.job.prompt)
         self._extras(choice, tally.job, tokens, events, scored)
         return choice
 
@@ -143,9 +148,6 @@ class AnswerWriter:
         events: Sequence[StepEvent],
         scored: Sequence[TokenLogprob | None] | None,
     ) -> None:
-        if self._wants.token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
-            choice["prompt_token_ids"] = list(job.prompt)
         if self._wants.tokens:
             choice["seed"] = job.seed
             choice["tokens"] = [
