@@ -48,15 +48,17 @@ def eventually(condition) -> None:
     raise AssertionError("it did not come to be")
 
 
-def ask(server: Running, body: dict, path: str = "/v1/completions") -> socket.socket:
-    """Send a request over a bare socket and leave the answer unread."""
+def ask(
+    server: Running, body: dict | None = None, path: str = "/v1/completions", raw: bytes | None = None
+) -> socket.socket:
+    """Send a request, or raw bytes, over a bare socket and leave the answer unread."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(content)}\r\n\r\n"
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.config.port))
-    connection.sendall(head.encode() + content)
+    connection.sendall(head.encode() + content if raw is None else raw)
     return connection
 
 
@@ -296,7 +298,12 @@ def test_a_mistake_of_ours_is_a_500_in_openais_form_that_names_the_request(monke
 
 def test_a_client_that_sends_far_too_much_still_reads_why():
     body = b"x" * (4 << 20)
-    fields = {"Host": "a", "Connection": "close", "Content-Type": "application/json", "Content-Length": len(body)}
+    fields = {
+        "Host": "localhost",
+        "Connection": "close",
+        "Content-Type": "application/json",
+        "Content-Length": len(body),
+    }
     head = "\r\n".join(["POST /v1/completions HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())])
     with Running(tiny_engine(), max_body_bytes=2000) as server:
         with socket.create_connection(("127.0.0.1", server.config.port), timeout=30) as connection:

@@ -78,6 +78,21 @@ SimulatedAcceptance = Annotated[
 ApiKey = Annotated[list[str] | None, typer.Option(help="A key clients must send; repeatable.")]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="A file with one key a line.")]
 AdminKey = Annotated[str | None, typer.Option(help="The key of /admin.")]
+OpenMetrics = Annotated[
+    bool,
+    typer.Option(
+        "--open-metrics",
+        help="Let everybody read /metrics; with API keys it needs one of them, or the admin key. /health, /docs, "
+        "/openapi.json and the playground's page are always open.",
+    ),
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A name clients may call the server by (their Host header), beside localhost and its addresses; "
+        "repeatable, '*' for any. The default is any, but loopback names only on a loopback --host without API keys.",
+    ),
+]
 CorsOrigin = Annotated[list[str] | None, typer.Option(help="A web origin that may call; repeatable.")]
 MaxWaiting = Annotated[int, typer.Option(help="Answers that may wait; more are refused with 429.")]
 MaxBodyBytes = Annotated[int, typer.Option(help="Largest body of a request.")]

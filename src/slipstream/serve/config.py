@@ -1,10 +1,12 @@
 """The server's settings, checked when built and never written to again."""
 
+import ipaddress
+import re
 from dataclasses import dataclass, field
 
 from slipstream.errors import ConfigError
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_HOST = re.compile(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,9 @@ class ServeConfig:
         aliases: further names of the model.
         api_keys: clients must send one of these as a bearer token; empty lets everybody in.
         admin_key: guards /admin; without one, /admin answers only on a loopback address and without API keys.
+        open_metrics: /metrics needs no key; without API keys nothing does.
+        allowed_hosts: names clients may call the server by, beside the loopback ones; `*` is any name. Without any, a
+            server on loopback without API keys goes by loopback names alone, and others by every name.
         cors_origins: web pages of these origins may call the server from a browser; none by default.
         max_waiting: answers that may wait beside those that run; one more is refused with 429.
         max_output_tokens: the most tokens an answer may ask for; None leaves it to the context.
@@ -31,6 +36,8 @@ class ServeConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key: str | None = field(default=None, repr=False)
+    open_metrics: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_waiting: int = 256
     max_body_bytes: int = 4 << 20
@@ -43,7 +50,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it lies between 0 and 65535.")
-        for name in ("max_waiting", "max_body_bytes", "request_timeout_s", "write_timeout_s", "drain_timeout_s"):
+        for name in _ABOVE_ZERO:
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"{name} is {value}; it must be above 0.")
@@ -52,8 +59,30 @@ class ServeConfig:
         for key in (*self.api_keys, *([] if self.admin_key is None else [self.admin_key])):
             if not key or not key.isascii() or any(c.isspace() for c in key):
                 raise ConfigError("An API key is empty or has spaces or non-ASCII characters; headers cannot carry it.")
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"allowed_hosts has {host!r}; it takes names such as api.example.org, without scheme or port, or *"
+                )
 
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        return self.host in LOOPBACK
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a name or an address is this machine's own, whoever answers questions about names."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+_ABOVE_ZERO = (
+    "max_waiting",
+    "max_body_bytes",
+    "request_timeout_s",
+    "write_timeout_s",
+    "drain_timeout_s",
+)

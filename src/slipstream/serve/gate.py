@@ -1,30 +1,33 @@
-"""What every request passes first: an id, API keys, limits on its body, and one line in the log at its end."""
+"""What every request passes first: a name it calls us by, an id, API keys, limits on its body, a line in the log."""
 
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
 import re
 import time
 import uuid
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.config import LOOPBACK, ServeConfig
+from slipstream.serve.config import ServeConfig, is_loopback
 from slipstream.serve.errors import HttpError
 
 logger = logging.getLogger(__name__)
 
-_OPEN_PATHS = frozenset(
-    {"/", "/health", "/health/live", "/health/ready", "/ping", "/metrics", "/docs", "/openapi.json"}
-)
+_HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+# The playground and the API's description: the same in every server of this version, so they tell no secret.
+_STATIC_PATHS = frozenset({"/", "/docs", "/openapi.json"})
+_POLLED_PATHS = _HEALTH_PATHS | _STATIC_PATHS | {"/metrics", "/speculation"}
 _DRAIN_S = 2.0
 _DRAIN_BYTES = 1 << 26
+_HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9._~!$&'()*+,;=%-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::[0-9]{0,5})?")
+_MAX_LOGGED_PATH = 256
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -34,6 +37,7 @@ class Gate:
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app = app
         self._config = config
+        self._hosts = frozenset(host.lower().removesuffix(".") for host in config.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it with what is wrong."""
@@ -66,37 +70,66 @@ class Gate:
             fields = {
                 "request_id": request_id,
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": scope["path"][:_MAX_LOGGED_PATH],
                 "status": status,
                 "ms": round(1000 * (time.perf_counter() - started), 1),
             }
-            level = logging.DEBUG if scope["path"] in _OPEN_PATHS else logging.INFO
-            logger.log(level, "request", extra={"fields": fields})
+            is_poll = scope["method"] == "GET" and scope["path"] in _POLLED_PATHS and status == 200
+            logger.log(logging.DEBUG if is_poll else logging.INFO, "request", extra={"fields": fields})
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         path = scope["path"]
+        host = _host(headers)
+        if path not in _HEALTH_PATHS:
+            self._check_host(host)
         if scope["method"] == "OPTIONS":  # a browser's question before a call; CORS answers it, without keys
             return
         if path == "/admin" or path.startswith("/admin/"):
-            self._check_admin(headers)
-        elif path not in _OPEN_PATHS and self._config.api_keys and not _has_key(headers, self._config.api_keys):
-            raise HttpError(401, "An API key is needed: send the header 'Authorization: Bearer <key>'.")
+            self._check_admin(headers, host)
+        else:
+            self._check_key(path, headers)
         if scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise HttpError(415, "The body must be JSON; send the header 'Content-Type: application/json'.")
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._config.max_body_bytes:
+        if length.isdecimal() and int(length) > self._config.max_body_bytes:
             raise self._too_large()
 
-    def _check_admin(self, headers: Headers) -> None:
+    def _check_host(self, host: str) -> None:
+        """Refuse names that are not ours.
+
+        A page of another site can point its own name at this machine; the browser then takes us for that site, and
+        lets the page call us and read the answers.
+        """
+        if not self._hosts and (self._config.api_keys or not self._config.is_local):
+            return
+        if not is_loopback(host) and not {"*", host} & self._hosts:
+            raise HttpError(
+                403,
+                "The Host header has a name this server does not go by. It answers to localhost, 127.0.0.1 and ::1; "
+                "start it with --allowed-host NAME for others.",
+            )
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        config = self._config
+        if not config.api_keys or path in _HEALTH_PATHS or path in _STATIC_PATHS:
+            return
+        keys = config.api_keys
+        if path == "/metrics":
+            if config.open_metrics:
+                return
+            keys = (*keys, *(() if config.admin_key is None else (config.admin_key,)))
+        if not _has_key(headers, keys):
+            raise HttpError(401, "An API key is needed: send the header 'Authorization: Bearer <key>'.")
+
+    def _check_admin(self, headers: Headers, host: str) -> None:
         if self._config.admin_key is not None:
             if not _has_key(headers, [self._config.admin_key]):
                 raise HttpError(401, "/admin needs the admin key: send the header 'Authorization: Bearer <key>'.")
         elif not self._config.is_local or self._config.api_keys:
             raise HttpError(403, "/admin is closed: start the server with --admin-key to open it.")
-        elif urlsplit(f"//{headers.get('host', '')}").hostname not in LOOPBACK:
-            # A page of another site can point its own name at this machine; the browser then calls us by that name.
+        elif not is_loopback(host):
             raise HttpError(403, "/admin answers by the names localhost, 127.0.0.1 and ::1 only, without --admin-key.")
 
     def _counted(self, receive: Receive) -> Receive:
@@ -127,6 +160,18 @@ async def _drain(receive: Receive) -> None:
                 num_bytes += len(message.get("body", b""))
                 if not message.get("more_body", False):
                     return
+
+
+def _host(headers: Headers) -> str:
+    """Return the name or address a client calls us by, without the port."""
+    wrong = HttpError(400, "The Host header is not a name or an address, with or without a port.")
+    match = _HOST.fullmatch(headers.get("host", ""))
+    if match is None:
+        raise wrong
+    try:
+        return str(ipaddress.IPv6Address(match["address"])) if match["address"] else match["name"].lower().rstrip(".")
+    except ValueError:
+        raise wrong from None
 
 
 def _request_id(headers: Headers) -> str:
