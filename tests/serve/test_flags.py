@@ -152,3 +152,15 @@ def test_sglang_numbers_that_contradict_each_other_are_refused(launched, steps, 
             f"m --speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-num-steps {steps} "
             f"--speculative-eagle-topk {topk} --speculative-num-draft-tokens {tokens}"
         )
+
+
+def test_limits_on_clients_are_flags(launched):
+    config = launched(
+        "--max-connections 9 --read-timeout 1.5 --write-timeout 2 --keep-alive-timeout 3 --open-metrics "
+        "--allowed-host api.example.org --allowed-host 10.0.0.7"
+    )["config"]
+    assert (config.max_connections, config.read_timeout_s, config.write_timeout_s) == (9, 1.5, 2)
+    assert (config.keep_alive_timeout_s, config.open_metrics) == (3, True)
+    assert config.allowed_hosts == ("api.example.org", "10.0.0.7")
+    with pytest.raises(ConfigError, match="read_timeout_s is 0"):
+        launched("--read-timeout 0")

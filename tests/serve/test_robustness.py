@@ -220,12 +220,13 @@ def test_a_new_request_asks_a_patient_step_to_hurry():
         assert len(asked) > before
 
 
-def start_process(drain_s: float) -> tuple[subprocess.Popen, httpx.Client]:
+def start_process(drain_s: float, max_files: int = 1024) -> tuple[subprocess.Popen, httpx.Client]:
     port = free_port()
     folder = Path(__file__).parent
     root = folder.parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{folder.parent}:{folder}"}
-    command = [sys.executable, str(folder / "tiny_server.py"), str(port), str(drain_s)]
+    command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh"]
+    command += [sys.executable, str(folder / "tiny_server.py"), str(port), str(drain_s)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 

@@ -2,7 +2,6 @@
 
 from slipstream.cli import options
 from slipstream.cli import serve_options as o
-from slipstream.errors import ConfigError
 
 
 # Longer than a function should be: each flag is a line here and a line below, and splitting it would repeat them.
@@ -35,10 +34,14 @@ def serve(
     open_metrics: o.OpenMetrics = False,
     allowed_host: o.AllowedHost = None,
     cors_origin: o.CorsOrigin = None,
+    max_connections: o.MaxConnections = 2048,
     max_waiting: o.MaxWaiting = 256,
     max_body_bytes: o.MaxBodyBytes = 4 << 20,
     max_output_tokens: o.MaxOutputTokens = None,
     request_timeout: o.RequestTimeout = 600.0,
+    read_timeout: o.ReadTimeout = 20.0,
+    write_timeout: o.WriteTimeout = 60.0,
+    keep_alive_timeout: o.KeepAliveTimeout = 75.0,
     drain_timeout: o.DrainTimeout = 30.0,
     log_level: o.LogLevel = "info",
     log_json: o.LogJson = False,
@@ -73,8 +76,7 @@ def serve(
     from slipstream.serve.logs import set_up_logs
     from slipstream.serve.server import serve as run
 
-    if model is not None and model_path is not None:
-        raise ConfigError("The model is named twice: as MODEL and with --model-path (--model).")
+    name = flags.named_model(model, model_path)
     set_up_logs(log_level, log_json)
     sglang = flags.SglangFlags(
         speculative_algorithm,
@@ -85,7 +87,6 @@ def serve(
     )
     own = flags.own_speculation(draft, depth, width, budget, simulated_acceptance)
     wanted = flags.first_named(own, flags.sglang_speculation(sglang), flags.vllm_speculation(speculative_config))
-    name = model or model_path or "embedded"
     engine = EngineConfig(
         page_size=page_size,
         num_pages=num_pages,
@@ -116,10 +117,14 @@ def serve(
         open_metrics=open_metrics,
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
+        max_connections=max_connections,
         max_waiting=max_waiting,
         max_body_bytes=max_body_bytes,
         max_output_tokens=max_output_tokens,
         request_timeout_s=request_timeout,
+        read_timeout_s=read_timeout,
+        write_timeout_s=write_timeout,
+        keep_alive_timeout_s=keep_alive_timeout,
         drain_timeout_s=drain_timeout,
         log_prompts=log_prompts,
     )

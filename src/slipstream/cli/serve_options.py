@@ -94,11 +94,21 @@ AllowedHost = Annotated[
     ),
 ]
 CorsOrigin = Annotated[list[str] | None, typer.Option(help="A web origin that may call; repeatable.")]
+MaxConnections = Annotated[
+    int, typer.Option(help="Clients connected at once, as far as the limit on open files allows (ulimit -n).")
+]
 MaxWaiting = Annotated[int, typer.Option(help="Answers that may wait; more are refused with 429.")]
 MaxBodyBytes = Annotated[int, typer.Option(help="Largest body of a request.")]
 MaxOutputTokens = Annotated[int | None, typer.Option(help="Most tokens of one answer.")]
 RequestTimeout = Annotated[float, typer.Option(help="Seconds one request may take.")]
-DrainTimeout = Annotated[float, typer.Option(help="Seconds answers may go on after SIGTERM.")]
+ReadTimeout = Annotated[
+    float, typer.Option(help="Seconds a client may take to send a request's head, or 16 KiB or the rest of its body.")
+]
+WriteTimeout = Annotated[float, typer.Option(help="Seconds a client may leave bytes of its answer unread.")]
+KeepAliveTimeout = Annotated[
+    float, typer.Option(help="Seconds a connection may stay open between two requests; rounded, 1 at least.")
+]
+DrainTimeout = Annotated[float, typer.Option(help="Seconds answers may go on after SIGTERM; then they end with a 503.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option(help="Write the log as JSON, one object a line.")]
 LogPrompts = Annotated[bool, typer.Option(help="Write prompts and answers to the log.")]

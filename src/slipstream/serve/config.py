@@ -22,10 +22,13 @@ class ServeConfig:
         allowed_hosts: names clients may call the server by, beside the loopback ones; `*` is any name. Without any, a
             server on loopback without API keys goes by loopback names alone, and others by every name.
         cors_origins: web pages of these origins may call the server from a browser; none by default.
+        max_connections: clients connected at once; the limit on open files may allow fewer.
         max_waiting: answers that may wait beside those that run; one more is refused with 429.
         max_output_tokens: the most tokens an answer may ask for; None leaves it to the context.
         request_timeout_s: how long one request may take, from its arrival to its last byte.
+        read_timeout_s: how long a client may take to send a request's head, or 16 KiB (or the rest) of its body.
         write_timeout_s: how long a client may leave bytes unread before it counts as gone.
+        keep_alive_timeout_s: how long a connection may stay open between two requests.
         drain_timeout_s: how long answers under way may go on after SIGTERM.
         log_prompts: write prompts and answers to the log, for debugging only.
     """
@@ -39,11 +42,14 @@ class ServeConfig:
     open_metrics: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    max_connections: int = 2048
     max_waiting: int = 256
     max_body_bytes: int = 4 << 20
     max_output_tokens: int | None = None
     request_timeout_s: float = 600.0
+    read_timeout_s: float = 20.0
     write_timeout_s: float = 60.0
+    keep_alive_timeout_s: float = 75.0
     drain_timeout_s: float = 30.0
     log_prompts: bool = False
 
@@ -80,9 +86,12 @@ def is_loopback(host: str) -> bool:
 
 
 _ABOVE_ZERO = (
+    "max_connections",
     "max_waiting",
     "max_body_bytes",
     "request_timeout_s",
+    "read_timeout_s",
     "write_timeout_s",
+    "keep_alive_timeout_s",
     "drain_timeout_s",
 )

@@ -43,6 +43,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -62,6 +63,23 @@ def too_many(asked: int, limit: int) -> HttpError:
 def shutting_down() -> HttpError:
     """Return the answer to a request that comes after the server was told to stop."""
     return HttpError(503, "The server is shutting down and takes no new requests.", retry_after_s=5)
+
+
+def stopped() -> HttpError:
+    """Return the end of an answer that was still under way when the server stopped."""
+    return HttpError(503, "The server stopped before the answer was finished.", retry_after_s=5)
+
+
+def too_many_connections(limit: int) -> HttpError:
+    """Return the answer to one connection too many."""
+    return HttpError(
+        503, f"The server already has {limit} clients connected (--max-connections); try again.", retry_after_s=1
+    )
+
+
+def request_unfinished(timeout_s: float) -> HttpError:
+    """Return the answer to a client that did not send the rest of its request."""
+    return HttpError(408, f"The request did not arrive within {timeout_s:g} s (the server's --read-timeout).")
 
 
 def lost(error: RankLostError) -> HttpError:

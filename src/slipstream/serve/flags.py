@@ -51,6 +51,13 @@ class SglangFlags:
 DEFAULT_TREE = TreeShape()
 
 
+def named_model(model: str | None, model_path: str | None) -> str:
+    """Return the model a launch line names, in either way, or the embedded one."""
+    if model is not None and model_path is not None:
+        raise ConfigError("The model is named twice: as MODEL and with --model-path (--model).")
+    return model or model_path or "embedded"
+
+
 def own_speculation(
     draft: str | None, depth: int | None, width: int | None, budget: int | None, simulated: str | None
 ) -> Speculation:

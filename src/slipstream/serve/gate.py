@@ -24,6 +24,7 @@ _HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 # The playground and the API's description: the same in every server of this version, so they tell no secret.
 _STATIC_PATHS = frozenset({"/", "/docs", "/openapi.json"})
 _POLLED_PATHS = _HEALTH_PATHS | _STATIC_PATHS | {"/metrics", "/speculation"}
+_MAX_INCOMING = 64  # bodies of the largest size that may be half received at once
 _DRAIN_S = 2.0
 _DRAIN_BYTES = 1 << 26
 _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9._~!$&'()*+,;=%-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::[0-9]{0,5})?")
@@ -37,6 +38,8 @@ class Gate:
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app = app
         self._config = config
+        self.max_body_bytes = config.max_body_bytes
+        self.num_incoming_bytes = 0
         self._hosts = frozenset(host.lower().removesuffix(".") for host in config.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,6 +50,7 @@ class Gate:
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
+        body = _Body(receive, self)
         started = time.perf_counter()
         status = 0
 
@@ -59,14 +63,13 @@ class Gate:
 
         try:
             self._check(scope, headers)
-            await self._app(scope, self._counted(receive), watched_send)
+            await self._app(scope, body.receive, watched_send)
         except HttpError as error:
             if error.status == 413:
                 await _drain(receive)
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, watched_send)
-        except ConnectionAbortedError as error:
-            logger.warning("a client was given up: %s", error, extra={"fields": {"request_id": request_id}})
         finally:
+            body.release()
             fields = {
                 "request_id": request_id,
                 "method": scope["method"],
@@ -93,8 +96,8 @@ class Gate:
             if kind != "application/json":
                 raise HttpError(415, "The body must be JSON; send the header 'Content-Type: application/json'.")
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._config.max_body_bytes:
-            raise self._too_large()
+        if length.isdecimal() and int(length) > self.max_body_bytes:
+            raise _too_large(self.max_body_bytes)
 
     def _check_host(self, host: str) -> None:
         """Refuse names that are not ours.
@@ -132,22 +135,43 @@ class Gate:
         elif not is_loopback(host):
             raise HttpError(403, "/admin answers by the names localhost, 127.0.0.1 and ::1 only, without --admin-key.")
 
-    def _counted(self, receive: Receive) -> Receive:
-        """Return `receive`, stopping bodies that grow past the limit without having said so."""
-        num_bytes = 0
 
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._config.max_body_bytes:
-                raise HTTPException(413, str(self._too_large()))
-            return message
+class _Body:
+    """A request's body on its way in, bounded alone and together with all others."""
 
-        return counted
+    def __init__(self, receive: Receive, gate: Gate) -> None:
+        self._receive = receive
+        self._gate = gate
+        self._num_bytes = 0
+        self._num_held = 0
+        self._is_whole = False
 
-    def _too_large(self) -> HttpError:
-        return HttpError(413, f"The body is larger than the server's --max-body-bytes, {self._config.max_body_bytes}.")
+    async def receive(self) -> Message:
+        """Return the next message, unless the body grows past a limit, or breaks off."""
+        message = await self._receive()
+        num_bytes = len(message.get("body", b""))
+        self._num_bytes += num_bytes
+        self._num_held += num_bytes
+        self._gate.num_incoming_bytes += num_bytes
+        if self._num_bytes > self._gate.max_body_bytes:
+            raise HTTPException(413, str(_too_large(self._gate.max_body_bytes)))
+        if message["type"] == "http.disconnect" and not self._is_whole:
+            raise HTTPException(499, "The client went away before its request was whole.")
+        self._is_whole = not message.get("more_body", False)
+        if self._is_whole:
+            self.release()
+        elif self._gate.num_incoming_bytes > _MAX_INCOMING * self._gate.max_body_bytes:
+            raise HTTPException(503, "Too many large requests are coming in at once; try again.", {"Retry-After": "1"})
+        return message
+
+    def release(self) -> None:
+        """Count the body no more among those on their way in."""
+        self._gate.num_incoming_bytes -= self._num_held
+        self._num_held = 0
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"The body is larger than the server's --max-body-bytes, {limit}.")
 
 
 async def _drain(receive: Receive) -> None:

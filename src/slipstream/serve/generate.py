@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.serve.answers import AnswerWriter, Tally, Wants
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import HttpError, timed_out
+from slipstream.serve.errors import HttpError, stopped, timed_out
 from slipstream.serve.stream import DONE, EventStream, error_events, server_sent_event, until_disconnect
 from slipstream.serve.ticket import Job, StepEvent, Ticket
 from slipstream.serve.worker import EngineWorker
@@ -27,6 +27,13 @@ class Generator:
     worker: EngineWorker
     tokenizer: Tokenizer
     config: ServeConfig
+    _under_way: set[Ticket] = field(default_factory=set, init=False)
+
+    def end_all(self) -> int:
+        """End every answer under way with an error its client is told of; returns how many requests that were."""
+        for ticket in self._under_way:
+            ticket.deliver(0, stopped())
+        return len(self._under_way)
 
     async def respond(self, request: Request, jobs: Sequence[Job], wants: Wants) -> Response:
         """Return the answer to a request, as one JSON object or as a stream."""
@@ -40,12 +47,15 @@ class Generator:
         ticket = self.worker.submit(jobs)
         run = _Run(ticket, writer, wants, asyncio.get_running_loop().time() + self.config.request_timeout_s)
 
+        self._under_way.add(ticket)
+
         def close() -> None:
+            self._under_way.discard(ticket)
             self.worker.cancel(ticket)
             self._log(request_id, run)
 
         if wants.stream:
-            return EventStream(self._stream(run), self.config.write_timeout_s, close)
+            return EventStream(self._stream(run), close)
         try:
             body = await until_disconnect(request.receive, self._gather(run))
         finally:

@@ -1,4 +1,4 @@
-"""Getting an answer to a client that may read slowly, stop reading, or go away."""
+"""Getting an answer to a client that may read slowly or go away."""
 
 import asyncio
 import json
@@ -22,11 +22,11 @@ def server_sent_event(body: Json) -> bytes:
 
 
 class EventStream(Response):
-    """Streams events until they end, the client goes away, or it leaves them unread for too long."""
+    """Streams events until they end or the client goes away; one that does not read is made to (`connection.py`)."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], write_timeout_s: float, close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         """Wrap the events.
 
         Args:
@@ -35,11 +35,10 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._write_timeout_s = write_timeout_s
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything; a client that is gone or does not read ends it early."""
+        """Send everything; a client that is gone ends it early."""
         try:
             await until_disconnect(receive, self._pump(send))
         finally:
@@ -48,15 +47,8 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
-            await self._send(send, {"type": "http.response.body", "body": event, "more_body": True})
-        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, message: Json) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send(message)
-        except TimeoutError:
-            raise ConnectionAbortedError(f"the client left bytes unread for {self._write_timeout_s:g} s") from None
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:

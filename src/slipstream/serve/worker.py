@@ -18,7 +18,7 @@ from slipstream.engine.config import PATIENCE_S
 from slipstream.engine.engine import Engine
 from slipstream.engine.output import Emission, EmittedToken
 from slipstream.errors import RankLostError, RequestError, StepError
-from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down, too_many
+from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down, stopped, too_many
 from slipstream.serve.meters import AnswerTimes, Meters
 from slipstream.serve.ticket import Job, StepEvent, Ticket
 
@@ -167,7 +167,7 @@ class EngineWorker:
             for request_id in list(self._answers):
                 if self._lost is None:
                     self._engine.abort(request_id)
-                self._deliver([self._close(request_id, _stopped() if self._lost is None else lost(self._lost))])
+                self._deliver([self._close(request_id, stopped() if self._lost is None else lost(self._lost))])
 
     def _step(self) -> None:
         try:
@@ -203,7 +203,7 @@ class EngineWorker:
         self._ids[ticket] = set()
         for index, job in enumerate(ticket.jobs):
             if self._stopping:
-                self._deliver([(ticket, index, _stopped())])
+                self._deliver([(ticket, index, stopped())])
                 continue
             try:
                 request_id = self._engine.add(
@@ -285,10 +285,6 @@ def _failure(error: Exception) -> HttpError:
         return HttpError(400, str(error))
     logger.error("an answer failed alone: %s: %s", type(error).__name__, error, exc_info=error)
     return HttpError(500, "This answer failed; the server's log has the reason. Other answers are not affected.")
-
-
-def _stopped() -> HttpError:
-    return HttpError(503, "The server stopped before the answer was finished.", retry_after_s=5)
 
 
 def _set_result(future: "asyncio.Future[T]", outcome: T) -> None:
