@@ -116,7 +116,8 @@ class Connection(H11Protocol):
         self.end()
 
     def end(self) -> None:
-        """Close the connection now, whatever was left to send."""
+        """Close the connection now, whatever was left to send, and count it no more."""
+        self.connections.discard(self)
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -129,7 +129,7 @@ class Listener:
         self._warn("%d connections: those idle longest make way for new ones (said once a minute)", self._limit)
         if not self._make_way():
             return False
-        await asyncio.sleep(0)  # the event loop closes it in its next round
+        await asyncio.sleep(0)  # the event loop gives its descriptor back in its next round
         return True
 
     def _make_way(self) -> bool:
