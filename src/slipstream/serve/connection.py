@@ -111,8 +111,13 @@ class Connection(H11Protocol):
     def refuse(self, error: HttpError) -> None:
         """Answer the request that is coming in with an error, unless it has an answer already, and close."""
         logger.info("a client was refused: %s", error, extra={"fields": {"client": self.client}})
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(_on_the_wire(error))
+        self._answer(error)
+        self.end()
+
+    def make_way(self, error: HttpError) -> None:
+        """Close the connection for the sake of another; a client that may have asked for something is told why."""
+        if self.cycle is None or not self.cycle.response_complete:
+            self._answer(error)
         self.end()
 
     def end(self) -> None:
@@ -150,6 +155,10 @@ class Connection(H11Protocol):
         if num_unread != self._num_unread:
             self._num_unread, self._unread_since = num_unread, now
         return now - self._unread_since if num_unread else 0.0
+
+    def _answer(self, error: HttpError) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_on_the_wire(error))
 
     def _give_up(self, reason: str) -> None:
         logger.warning("a client was given up: %s", reason, extra={"fields": {"client": self.client}})

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _RESERVED = 16  # descriptors kept for files, pipes of child processes, and connections on their way in or out
+_GRACE_S = 0.25  # for a request on its way: most clients send it as soon as they are connected
 _PAUSE_S = 0.2
 _QUIET_S = 60.0
 
@@ -123,20 +124,21 @@ class Listener:
                 await loop.connect_accepted_socket(functools.partial(self._make, refusal), client)
 
     async def _has_room(self) -> bool:
-        """Tell whether one more connection is within the bound, after one that waits for its client has made way."""
-        if len(self._connections) < self._limit:
-            return True
-        self._warn("%d connections: those idle longest make way for new ones (said once a minute)", self._limit)
-        if not self._make_way():
-            return False
-        await asyncio.sleep(0)  # the event loop gives its descriptor back in its next round
+        """Tell whether one more connection is within the bound, once another has made way; False: all have work."""
+        while len(self._connections) >= self._limit:
+            self._warn("%d connections: those idle longest make way for new ones (said once a minute)", self._limit)
+            if not any(connection.waits for connection in self._connections):
+                return False
+            await asyncio.sleep(0 if self._make_way() else _GRACE_S / 20)
         return True
 
     def _make_way(self) -> bool:
+        """Give up the connection that has waited longest for its client, if that is long enough."""
         waiting = [connection for connection in self._connections if connection.waits]
-        if not waiting:
+        oldest = min(waiting, key=lambda connection: connection.waits_since, default=None)
+        if oldest is None or asyncio.get_running_loop().time() - oldest.waits_since < _GRACE_S:
             return False
-        min(waiting, key=lambda connection: connection.waits_since).end()
+        oldest.make_way(too_many_connections(self._limit))
         return True
 
     def _warn(self, text: str, value: object) -> None:
