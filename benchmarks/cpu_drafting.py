@@ -23,9 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft, embedded_model
-from slipstream.engine.config import EngineConfig
 from slipstream.engine.llm import LLM
-from slipstream.engine.loading import LoadOptions
 from slipstream.kernels import Cut, RoundResult
 from slipstream.speculation.controller import ChainController, DraftedChain, DraftedPass, Reach
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
@@ -114,11 +112,14 @@ class Recorder:
     def __init__(self) -> None:
         draft = embedded_draft()
         assert draft is not None, "the embedded draft ships with the package"
-        config = EngineConfig(max_requests=AT_ONCE, num_pages=AT_ONCE * 70)
-        options = LoadOptions(
-            embedded_model() / GGUF_FILE, draft, TreeShape.chain(DEPTH), max_context=1024, engine=config
+        self._llm = LLM(
+            embedded_model() / GGUF_FILE,
+            draft,
+            tree=TreeShape.chain(DEPTH),
+            max_context=1024,
+            max_requests=AT_ONCE,
+            num_pages=AT_ONCE * 70,
         )
-        self._llm = LLM(options)
         self._scores: dict[int, Sequence[float]] = {}
         drafter = self._llm.engine.drafter
         assert isinstance(drafter, Eagle3Drafter)

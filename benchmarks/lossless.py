@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from slipstream.engine.llm import LLM
-from slipstream.engine.loading import LoadOptions
 from slipstream.kernels import KERNEL_CHOICES
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
@@ -54,7 +53,7 @@ def main() -> int:
     done = {} if args.out is None else _read(args.out, settings)
     tree = TreeShape(args.depth, args.width, args.budget)
     options = {"model": args.model, "dtype": args.dtype, "kernels": args.kernels, "tree": tree}
-    plain, drafted = LLM(LoadOptions(draft="none", **options)), LLM(LoadOptions(draft=args.draft, **options))
+    plain, drafted = LLM(draft=None, **options), LLM(draft=args.draft, **options)
     console.print(*drafted.summary, sep="\n", highlight=False)
     # The temperatures of one group follow each other, so that its prompts are still in the prefix cache.
     groups = [(start, t) for start in range(0, len(prompts), args.batch) for t in args.temperatures]

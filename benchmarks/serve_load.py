@@ -46,16 +46,14 @@ def make_jobs(count: int) -> list[dict[str, Any]]:
 
 def offline_texts(jobs: list[dict[str, Any]], model: str, draft: str) -> list[str]:
     """Answer the jobs with the engine alone."""
-    from slipstream.engine.llm import LLM
-    from slipstream.engine.loading import LoadOptions
-    from slipstream.speculation.sampling import SamplingParams
+    from slipstream import LLM, SamplingParams
 
-    llm = LLM(LoadOptions(model=model, draft=draft))
+    llm = LLM(model, draft)
     texts = []
     for job in jobs:
         names = ("max_tokens", "temperature", "seed", "ignore_eos")
         params = SamplingParams(**{name: job[name] for name in names})
-        texts.append(llm.generate([job["prompt"]], params)[0].text)
+        texts.append(llm.generate(job["prompt"], params).text)
     return texts
 
 

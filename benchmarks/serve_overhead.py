@@ -17,9 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.serve_client import server, stream
 
-from slipstream.engine.llm import LLM
-from slipstream.engine.loading import LoadOptions
-from slipstream.speculation.sampling import SamplingParams
+from slipstream import LLM, SamplingParams
 
 
 def offline_round(llm: LLM, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> float:
@@ -60,7 +58,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
-    llm = LLM(LoadOptions(model=options.model, draft=options.draft))
+    llm = LLM(options.model, options.draft)
     params = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
     body: dict[str, object] = {"max_tokens": options.tokens, "ignore_eos": True, "temperature": 0}
     pairs = []

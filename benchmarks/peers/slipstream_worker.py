@@ -7,9 +7,8 @@ import gguf
 import torch
 
 import slipstream
-from slipstream.engine.config import PATIENCE_S, EngineConfig
+from slipstream.engine.config import PATIENCE_S
 from slipstream.engine.llm import LLM
-from slipstream.engine.loading import LoadOptions
 from slipstream.engine.output import Emission
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
@@ -29,9 +28,10 @@ class Worker:
 
     def __init__(self, model: str, draft: str, depth: int, threads: int, context: int, max_requests: int) -> None:
         torch.set_num_threads(threads)
-        config = EngineConfig(max_requests=max_requests, prefix_cache=False)
         tree = TreeShape.chain(depth) if depth else None
-        self._llm = LLM(LoadOptions(model, draft, tree, device="cpu", max_context=context, engine=config))
+        self._llm = LLM(
+            model, draft, tree=tree, device="cpu", max_context=context, max_requests=max_requests, prefix_cache=False
+        )
         self.about = {
             "version": f"slipstream {slipstream.__version__}",
             "weight_bytes": sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(model).tensors),

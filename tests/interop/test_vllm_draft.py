@@ -10,9 +10,7 @@ import pytest
 from slipstream.bench.peers.environments import vllm_environment
 from slipstream.checkpoint.draft_rewrite import rewrite_draft
 from slipstream.checkpoint.embedded import embedded_draft
-from slipstream.engine.config import EngineConfig
 from slipstream.engine.llm import LLM
-from slipstream.engine.loading import LoadOptions
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
@@ -33,8 +31,8 @@ def for_vllm(tmp_path_factory):
 
 def test_vllm_accepts_the_shipped_draft_as_our_engine_does(for_vllm, embedded_folder, tmp_path):
     prompts = read_prompts(HERE.parents[1] / "recipes/bench/prompts/mixed.jsonl")[:20]
-    alone = EngineConfig(borrowed_tokens=0)  # vLLM's drafts borrow nothing
-    llm = LLM(LoadOptions(embedded_folder, for_vllm, TreeShape.chain(CHAIN), "cpu", "float32", engine=alone))
+    tree = TreeShape.chain(CHAIN)
+    llm = LLM(embedded_folder, for_vllm, tree=tree, device="cpu", dtype="float32", borrowed_tokens=0)  # as vLLM drafts
     ours = llm.generate(prompts, SamplingParams(max_tokens=128, temperature=0.0))
     stats = AcceptanceStats()
     for completion in ours:

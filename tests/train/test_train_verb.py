@@ -12,9 +12,7 @@ from typer.testing import CliRunner
 from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.cli.main import app
-from slipstream.engine.config import EngineConfig
 from slipstream.engine.llm import LLM
-from slipstream.engine.loading import LoadOptions
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
@@ -58,8 +56,8 @@ def draft(places):
 
 def answers(places, draft, depth, dtype="float32"):
     tree = TreeShape.chain(depth)
-    alone = EngineConfig(borrowed_tokens=0)  # a walk measures the draft alone
-    llm = LLM(LoadOptions(places / "target", draft, tree, "cpu", dtype, "reference", engine=alone))
+    settings = {"device": "cpu", "dtype": dtype, "kernels": "reference"}
+    llm = LLM(places / "target", draft, tree=tree, borrowed_tokens=0, **settings)  # a walk measures the draft alone
     return llm.generate(read_prompts(places / "test.jsonl"), SamplingParams(max_tokens=40, temperature=0.0))
 
 

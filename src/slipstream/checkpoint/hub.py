@@ -11,6 +11,7 @@ from slipstream.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
+_EMBEDDED_NAMES = (EMBEDDED, "auto")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _PATTERNS = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
 _PICKLE_PATTERNS = ["*.json", "*.jinja", "pytorch_model*.bin", "tokenizer.model"]
@@ -19,10 +20,10 @@ _PICKLE_PATTERNS = ["*.json", "*.jinja", "pytorch_model*.bin", "tokenizer.model"
 def resolve(path_or_id: str | Path | None, progress: Progress | None = None) -> Path:
     """Return the local folder (or .gguf file) behind a path or a hub id.
 
-    A path that exists wins. None and the word "embedded" mean the embedded model (`progress` hears of its making). A
-    hub id is looked up in the Hugging Face cache first, and fetched only when it is not there.
+    None, "embedded" and "auto" mean the embedded model (`progress` hears of its making). A path that exists wins. A hub
+    id is looked up in the Hugging Face cache first, and fetched only when it is not there.
     """
-    if path_or_id is None or str(path_or_id) == EMBEDDED:
+    if path_or_id is None or is_embedded(path_or_id):
         return embedded_model(progress)
     path = Path(path_or_id).expanduser()
     if path.is_dir():
@@ -34,6 +35,11 @@ def resolve(path_or_id: str | Path | None, progress: Progress | None = None) -> 
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(path_or_id):
         raise CheckpointError(f"{path_or_id}: there is no such folder or .gguf file.")
     return _from_hub(path_or_id)
+
+
+def is_embedded(name: str | Path) -> bool:
+    """Tell whether a model's name means the embedded one."""
+    return str(name) in _EMBEDDED_NAMES
 
 
 def _from_hub(repo_id: str) -> Path:

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
-from slipstream.checkpoint.hub import EMBEDDED, resolve
+from slipstream.checkpoint.hub import EMBEDDED, is_embedded, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.build import build_engine, build_other_rank, default_shape, paces
@@ -45,9 +45,9 @@ class LoadOptions:
     """What to run, and how.
 
     Args:
-        model: a folder, a .gguf file, a hub id, or "embedded".
+        model: a folder, a .gguf file, a hub id, or "embedded" ("auto" means the same).
         draft: a draft's folder or hub id, "ngram", "none", or "auto" (the draft that ships for the embedded model,
-            and none for any other).
+            and none for any other; "embedded" means the same).
         tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
@@ -70,6 +70,10 @@ class LoadOptions:
     topology: Topology = field(default_factory=Topology)
 
     def __post_init__(self) -> None:
+        if is_embedded(self.model):
+            object.__setattr__(self, "model", EMBEDDED)
+        if str(self.draft) == EMBEDDED:
+            object.__setattr__(self, "draft", "auto")
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context is {self.max_context}; it must be at least 1.")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:

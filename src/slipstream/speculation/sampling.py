@@ -72,6 +72,8 @@ class SamplingParams:
             raise RequestError("top_p is 0, which keeps no token; use temperature 0 for greedy decoding.")
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty is 0; it must be above 0 (1 changes nothing).")
+        if isinstance(self.stop, str):  # type: ignore[unreachable]  # callers without a type checker get here
+            raise RequestError(f"stop is one string, {self.stop!r}; give a tuple of them: stop=({self.stop!r},).")
         if any(not text for text in self.stop):
             raise RequestError("stop holds an empty string, which would end every answer at once.")
         for token, bias in self.logit_bias.items():
