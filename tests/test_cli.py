@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.cli.main import app
+from training import write_target_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("recipes/*/README.md"))]
@@ -22,6 +23,14 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
+
+
+NARROW = {"COLUMNS": "80"}
+
+
+def assert_nothing_is_cut(output: str) -> None:
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= 80
 
 
 VERBS = ["chat", "demo", "doctor", "generate", "inspect", "train", "quantize", "serve", "bench", "eval", "report"]
@@ -65,20 +74,35 @@ def test_doctor_says_what_runs_here():
 
 
 @pytest.mark.embedded
-def test_inspect_shows_the_embedded_model():
-    result = runner.invoke(app, ["inspect"])
+@pytest.mark.parametrize("name", ["embedded", "auto"])
+def test_inspect_shows_the_embedded_model_as_it_runs(name):
+    result = runner.invoke(app, ["inspect", name])
     assert result.exit_code == 0
     assert "LlamaForCausalLM" in result.output
     assert "134.5 M" in result.output
+    assert "96.6 MB" in result.output
 
 
 @pytest.mark.embedded
 def test_generate_answers_and_repeats_itself_for_a_seed():
     arguments = ["generate", "--max-tokens", "8", "--temperature", "0.8", "--seed", "5", "Name a colour."]
-    first, second = runner.invoke(app, arguments), runner.invoke(app, [*arguments, "--draft", "ngram"])
+    first, second = runner.invoke(app, arguments), runner.invoke(app, [*arguments, "-m", "auto", "--draft", "ngram"])
     assert first.exit_code == 0
     assert first.stdout.strip()
     assert first.stdout == second.stdout
+    assert "tokens/s" in first.stderr and "tokens a pass" in first.stderr and "seed 5" in first.stderr
+
+
+def test_generate_answers_a_file_of_prompts_in_order(tmp_path):
+    target = str(write_target_folder(tmp_path / "target"))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Name a colour.\nCount to five.\n")
+    together = runner.invoke(app, ["generate", "-m", target, "--file", str(prompts), "-n", "6"])
+    lines = prompts.read_text().splitlines()
+    alone = [runner.invoke(app, ["generate", "-m", target, "-n", "6", line]).stdout for line in lines]
+    assert together.exit_code == 0, together.output
+    assert together.stdout == "".join(alone)
+    assert "all 2: 12 tokens" in together.stderr
 
 
 @pytest.mark.embedded
@@ -90,8 +114,10 @@ def test_chat_streams_answers_and_statistics():
 
 @pytest.mark.embedded
 def test_demo_proves_the_texts_equal():
-    result = runner.invoke(app, ["demo", "--prompts", "1", "--max-tokens", "8", "--beside", "none"])
+    result = runner.invoke(app, ["demo", "--prompts", "1", "--max-tokens", "8", "--beside", "none"], env=NARROW)
     assert result.exit_code == 0, result.output
+    assert_nothing_is_cut(result.output)
+    assert "try next" in result.output and "slipstream chat" in result.output
     assert "identical, token for token" in result.output
     assert "speed-up" in result.output
 
@@ -108,10 +134,12 @@ def test_drafts_are_compared_on_the_same_prompts_and_change_no_answer(tmp_path):
     result = runner.invoke(
         app,
         ["eval", "drafts", str(prompts), "-d", str(shipped), "-d", str(quantized), "-d", "ngram", "-n", "16"],
-        terminal_width=200,
+        env=NARROW,
     )
     assert result.exit_code == 0, result.output
     assert result.output.count("2 of 2") == 3
+    assert "tokens/s" in result.output and "speed-up" in result.output
+    assert_nothing_is_cut(result.output)
 
 
 @pytest.mark.embedded
@@ -119,10 +147,11 @@ def test_one_call_compares_several_depths_with_drafts_as_they_are_served(tmp_pat
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"question": "What is 2 + 3?"}\n')
     arguments = ["eval", "drafts", str(prompts), "-d", "auto", "-d", "ngram", "--depths", "1,3", "--as-served"]
-    result = runner.invoke(app, [*arguments, "-n", "12"], env={"COLUMNS": "160"})
+    result = runner.invoke(app, [*arguments, "-n", "12"], env=NARROW)
     assert result.exit_code == 0, result.output
     assert result.output.count("1 of 1") == 4
-    assert result.output.count("chain of 1") == result.output.count("chain of 3") == 2
+    assert result.output.count("chain of 1") == result.output.count("chain of 3") == 4  # in both tables
+    assert_nothing_is_cut(result.output)
     wrong = runner.invoke(app, ["eval", "drafts", str(prompts), "-d", "ngram", "--depths", "3;6"])
     assert wrong.exit_code == 2
     assert "3,6" in wrong.output

@@ -177,7 +177,6 @@ def test_keywords_are_the_fields_of_the_dataclasses_they_become():
         assert set(get_type_hints(keywords)) == fields - without
 
 
-@pytest.mark.embedded
 @pytest.mark.parametrize(("model", "draft"), [("embedded", "auto"), ("auto", "embedded")])
 def test_auto_and_embedded_name_the_same_model_and_draft(model, draft):
     options = LoadOptions(model, draft)

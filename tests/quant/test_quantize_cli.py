@@ -19,7 +19,10 @@ def test_it_writes_the_folder_and_shows_both_errors_and_the_types(draft, tmp_pat
     result = invoke(draft, "--scheme", "int4", "--out", tmp_path / "out", "--exclude", "*.mlp.*", "--report")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "config.json").exists()
-    assert "midlayer.self_attn.q_proj" in result.output and "mlp" not in result.output
+    errors, left_alone = result.output.split("layers were quantized")
+    assert "midlayer.self_attn.q_proj" in errors and "mlp" not in errors
+    for words in ("--exclude *.mlp.*", "down_proj, gate_proj, up_proj", "engines read it unquantized", "fc, lm_head"):
+        assert words in left_alone
     assert "quark" in result.output and "best" in result.output and "##" in result.output
     assert "measured over 192 of 192 rows" in result.output
     assert "I32" in result.output and "BF16" in result.output

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from slipstream.bench.plan import Plan, Point
     from slipstream.records.point import PointKey, PointRecord
 
-app = typer.Typer(no_args_is_help=True, help="Measure servers against each other: recipes in, records out.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure servers against each other: recipes in, records out.\n\n"
+    "Example:\n  slipstream bench run recipes/bench/embedded.yaml",
+)
 app.command()(rank)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).")]
@@ -39,7 +43,11 @@ def plan(
     override: Overrides = None,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="For a person or for a program.")] = "text",
 ) -> None:
-    """Print every point with the exact command and environment of its server; start nothing."""
+    """Print every point with the exact command and environment of its server; start nothing.
+
+    Example:
+      slipstream bench plan recipes/bench/embedded.yaml --arm eagle3-bf16
+    """
     from slipstream.bench.plan_text import plan_rows, plan_text
 
     made = _plan(recipe, arm, workload, override)
@@ -51,7 +59,11 @@ def validate(
     recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Recipes to check.")],
     override: Overrides = None,
 ) -> None:
-    """Check recipes and say what is wrong with them."""
+    """Check recipes and say what is wrong with them.
+
+    Example:
+      slipstream bench validate recipes/bench/embedded.yaml
+    """
     from slipstream.bench.plan import build_plan
     from slipstream.bench.recipe_file import RecipeError, load_recipe
 
@@ -85,7 +97,11 @@ def run(
     workload: Workloads = None,
     override: Overrides = None,
 ) -> None:
-    """Measure every point that has no valid record yet; run it again to fill in what is missing."""
+    """Measure every point that has no valid record yet; run it again to fill in what is missing.
+
+    Example:
+      slipstream bench run recipes/bench/embedded.yaml --out out/bench/embedded
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -123,7 +139,10 @@ def peer(
 ) -> None:
     """Install another server in an environment of its own, and print the options that point a recipe at it.
 
-    Example: slipstream bench run recipes/bench/embedded-vllm.yaml $(slipstream bench peer vllm)
+    Example:
+      slipstream bench peer vllm
+
+    With its output: bench run recipes/bench/embedded-vllm.yaml $(slipstream bench peer vllm)
     """
     from slipstream.cli.peers import vllm_settings
 
@@ -142,7 +161,13 @@ def import_(
     num_steps: Annotated[int | None, typer.Option(help="Tokens drafted at a time.")] = None,
     gpus: Annotated[int, typer.Option(help="Devices of the runner.")] = 8,
 ) -> None:
-    """Turn an InferenceX entry into recipes."""
+    """Turn an InferenceX entry into recipes.
+
+    Examples:
+      slipstream bench import amd-master.yaml
+
+      slipstream bench import amd-master.yaml --key kimik2.5-int4-mi355x-sglang
+    """
     from slipstream.bench.inferencex import Unsaid, entry_keys, import_entry
     from slipstream.bench.recipe_file import RecipeError
     from slipstream.records.store import write_text

@@ -41,6 +41,9 @@ def rank(
 
     Weights are random, kernels and bytes are real. Nothing is sent to other ranks: their part, the all-reduces, can be
     modelled with --all-reduce-us and is never part of the measured milliseconds.
+
+    Example:
+      slipstream bench rank --model kimi-k2.5 --tp 8 --batch 1,40 --context 1024
     """
     import torch
 

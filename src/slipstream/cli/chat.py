@@ -10,8 +10,7 @@ from slipstream.cli import options
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.engine.llm import LLM
-    from slipstream.speculation.sampling import SamplingParams
+    from slipstream import LLM, SamplingParams
     from slipstream.speculation.statistics import AcceptanceStats
 
 DRAFTED_STYLE = "green"
@@ -36,17 +35,20 @@ def chat(
     """Chat with a model. Green tokens were guessed by the draft and confirmed by the target.
 
     Lines that start with a slash are commands: /reset forgets the conversation, /quit ends it.
+
+    Examples:
+      slipstream chat
+
+      slipstream chat --model path/to/target --draft path/to/draft --temperature 0.7
     """
-    from slipstream.engine.llm import LLM
-    from slipstream.engine.loading import LoadOptions
-    from slipstream.speculation.sampling import SamplingParams
+    from slipstream import LLM, SamplingParams
 
     console = Console()
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    if model == "embedded":
-        options.fetch_embedded(console)
-    tree = options.auto_tree(depth, width, budget)
-    llm = LLM(LoadOptions(model, draft, tree, device, dtype, options.kernel_choice(kernels), max_context))
+    tree, chosen = options.auto_tree(depth, width, budget), options.kernel_choice(kernels)
+    options.fetch_if_embedded(model, console)
+    with console.status("loading"):
+        llm = LLM(model, draft, tree=tree, device=device, dtype=dtype, kernels=chosen, max_context=max_context)
     for line in llm.summary:
         console.print(Text(line, style="dim"))
     messages: list[dict[str, str]] = []
@@ -69,6 +71,7 @@ def chat(
                 console.print(Text(f"{error} Or forget what was said so far: /reset", style="yellow"))
                 continue
             messages += [asked, {"role": "assistant", "content": answer}]
+    llm.close()
 
 
 def _answer(console: Console, llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams") -> str:
@@ -91,9 +94,11 @@ def _answer(console: Console, llm: "LLM", messages: list[dict[str, str]], params
     return "".join(pieces)
 
 
-def statistics_line(stats: "AcceptanceStats", seconds: float) -> str:
-    """Say in one line what speculation did."""
-    line = f"{stats.emitted} tokens in {seconds:.1f} s, {stats.emitted / seconds:.1f} tokens/s"
+def statistics_line(stats: "AcceptanceStats", seconds: float | None) -> str:
+    """Say in one line what speculation did, and how fast where that was measured."""
+    line = f"{stats.emitted} tokens"
+    if seconds is not None:
+        line += f" in {seconds:.1f} s, {stats.emitted / seconds:.1f} tokens/s"
     if stats.rates:
         rates = " ".join(f"{rate:.0%}" for rate in stats.rates)
         line += f"; {stats.acceptance_length:.2f} tokens a pass; accepted by position: {rates}"

@@ -1,5 +1,7 @@
 """`slipstream demo`: the main job in miniature. A race between plain and speculative decoding, with proof."""
 
+import shutil
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from slipstream.cli import options
 from slipstream.cli.chat import DRAFTED_STYLE
+from slipstream.cli.tables import narrow_table
 from slipstream.engine.config import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -96,6 +99,11 @@ def demo(
     """Answer a few prompts with and without speculation, side by side, prove the texts equal, and show the gain.
 
     Green tokens were guessed by a draft and confirmed by the target in a pass it had to make anyway.
+
+    Examples:
+      slipstream demo
+
+      slipstream demo --beside llama.cpp --max-tokens 200
     """
     from slipstream.speculation.sampling import SamplingParams
 
@@ -111,18 +119,21 @@ def demo(
     with console.status("warming up"):
         _warm_up(runners, tokenizer)
     for line in summary:
-        console.print(Text(line, style="dim"))
+        if not line.startswith("draft:"):  # the target alone was loaded; each runner below has its own
+            console.print(Text(line, style="dim"))
     for question in PROMPTS[:prompts]:
         console.print(f"\n[bold cyan]you>[/bold cyan] {question}")
         prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
         _race(console, runners, prompt, tokenizer, (max_tokens, temperature))
         equal = all(arm.answers[-1] == arms[0].answers[-1] for arm in arms)
         console.print("[green]identical, token for token[/green]" if equal else "[red]the texts differ[/red]")
+    console.print()
     console.print(_table(arms, others))
     for other in others:
         other.peer.close()
     if any(arm.answers != arms[0].answers for arm in arms):
         raise typer.Exit(1)
+    console.print(_next_steps(), soft_wrap=True)
 
 
 def _others(console: Console, beside: str, folder: "Path", max_tokens: int, temperature: float) -> "list[LlamaArm]":
@@ -195,21 +206,23 @@ def _race(
         width = max(24, (console.width - 2 * len(arms)) // len(arms))
         return Columns([Panel(arm.shown, title=f"{arm.name} {spent(arm):.1f} s", width=width) for arm in arms])
 
-    with Live(screen(), console=console, refresh_per_second=10) as live:
+    # Where output is no terminal, a Live would leave out its last line break.
+    with Live(screen(), console=console, refresh_per_second=10, transient=not console.is_terminal) as live:
         while running := [arm for arm in arms if arm.has_work]:
             arm = min(running, key=spent)
             until = arm.seconds + _TURN_S
             while arm.has_work and arm.seconds < until:
                 arm.advance()
             live.update(screen())
+    if not console.is_terminal:
+        console.print(screen())
 
 
 def _table(arms: list[Arm], others: "list[LlamaArm]") -> Table:
     """One row for each way of decoding that was raced; ratios are of tokens a second, prompts included."""
-    table = Table(title="what speculation did", title_justify="left")
-    columns = ("", "tokens/s", "speed-up", *(f"/ {other.name}" for other in others), "tokens a pass", "by position")
-    for name in columns:
-        table.add_column(name, justify="left" if not name else "right")
+    ratios_to = [f"/ {other.name.replace('.cpp, ', chr(10))}" for other in others]  # two lines: a screen is narrow
+    headings = ("", "tokens/s", "speed-up", *ratios_to, "tokens\na pass", "accepted\nby position")
+    table = narrow_table("what speculation did", headings)
     plain = arms[0].num_tokens / arms[0].seconds
     speeds = [other.num_tokens / other.seconds for other in others]
     for arm in arms:
@@ -221,3 +234,19 @@ def _table(arms: list[Arm], others: "list[LlamaArm]") -> Table:
         ratios = [f"{speed / reference:.2f}x" for reference in (plain, *speeds)]
         table.add_row(other.name, f"{speed:.1f}", *ratios, "1.00", "-")
     return table
+
+
+def _next_steps() -> Text:
+    """Say what to try next, with the program as this person calls it."""
+    called = sys.argv[0]
+    program = "slipstream" if shutil.which("slipstream") or not called.endswith("slipstream") else called
+    lines = Text("try next")
+    for arguments, what in (
+        ("chat", "talk to this model"),
+        ("serve", "the same over HTTP, with a playground"),
+        ('generate -m MODEL "Hello"', "your own: a folder, .gguf file or hub id"),
+        ("train MODEL --out draft", "a draft for it"),
+        ("--help", "everything else"),
+    ):
+        lines.append(f"\n{program} {arguments:<27}", style="bold").append(what)
+    return lines

@@ -9,7 +9,11 @@ from rich.table import Table
 
 
 def doctor() -> None:
-    """Show what this machine can run: Python, torch, kernels, GPUs, the embedded model and its draft."""
+    """Show what this machine can run: Python, torch, kernels, GPUs, the embedded model and its draft.
+
+    Example:
+      slipstream doctor
+    """
     table = Table(title="slipstream doctor", title_justify="left")
     table.add_column("what", style="bold")
     table.add_column("state")

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.eval_drafts import drafts
+from slipstream.cli.progress import Phases
 
 if TYPE_CHECKING:
     from slipstream.records.evals import Gsm8kRecord, LosslessRecord
 
-app = typer.Typer(no_args_is_help=True, help="Check that no answer changed, and what drafts are worth.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Check that no answer changed, and what drafts are worth.\n\n"
+    "Example:\n  slipstream eval drafts questions.jsonl -d auto -d ngram",
+)
 app.command()(drafts)
 
 Url = Annotated[str, typer.Option(help="The server, e.g. http://127.0.0.1:8600.")]
@@ -34,9 +39,12 @@ def gsm8k(
         Path | None, typer.Option("--lm-eval", help="A Python that has lm-eval: let it ask and score.")
     ] = None,
 ) -> None:
-    """Score a server on GSM8K as lm-eval does (strict-match and flexible-extract)."""
+    """Score a server on GSM8K as lm-eval does (strict-match and flexible-extract).
+
+    Example:
+      slipstream eval gsm8k --url http://127.0.0.1:8000 --data gsm8k --limit 200
+    """
     from rich.console import Console
-    from rich.progress import Progress
 
     from slipstream.bench.client import Client, open_session
     from slipstream.bench.evals.gsm8k import load_data
@@ -50,11 +58,11 @@ def gsm8k(
     total = len(load_data(data).test[:limit])
 
     async def run() -> "Gsm8kRecord":
-        with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("questions", total=total)
+        with Phases(Console(stderr=True)) as phases:
+            phase = phases.start("questions", total, "questions")
             async with open_session() as session:
                 client = await Client.connect(session, url)
-                return await run_gsm8k(client, arm, settings, lambda: progress.advance(task))
+                return await run_gsm8k(client, arm, settings, phase.advance)
 
     record = asyncio.run(run())
     write_record(path, record)
@@ -84,9 +92,12 @@ def lossless(
     concurrency: Concurrency = 4,
     out: Annotated[Path | None, typer.Option(help="Record file.", show_default="out/eval/lossless.ARM.json")] = None,
 ) -> None:
-    """Compare two servers token for token, greedily and with seeds; exit 1 when they differ."""
+    """Compare two servers token for token, greedily and with seeds; exit 1 when they differ.
+
+    Example:
+      slipstream eval lossless --url HOST:8000 --baseline-url HOST:8001 --prompts p.jsonl
+    """
     from rich.console import Console
-    from rich.progress import Progress
 
     from slipstream.bench.client import Client, open_session
     from slipstream.bench.evals.lossless import Settings
@@ -101,12 +112,12 @@ def lossless(
     settings = Settings(tuple(seed) if seed else (0, 1), temperature, concurrency)
 
     async def run() -> "LosslessRecord":
-        with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("answers", total=2 * len(asked) * len(settings.samplings()))
+        with Phases(Console(stderr=True)) as phases:
+            phase = phases.start("answers", 2 * len(asked) * len(settings.samplings()), "answers")
             async with open_session() as session:
                 clients = (await Client.connect(session, baseline_url), await Client.connect(session, url))
                 names = (baseline_arm, arm)
-                return await run_lossless(clients, names, asked, settings, lambda: progress.advance(task))
+                return await run_lossless(clients, names, asked, settings, phase.advance)
 
     record = asyncio.run(run())
     write_record(path, record)

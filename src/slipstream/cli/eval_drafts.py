@@ -1,26 +1,28 @@
-"""`slipstream eval drafts`: acceptance of several drafts on the same prompts, beside their size, with proof."""
+"""`slipstream eval drafts`: acceptance and speed of several drafts on the same prompts, with proof."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from slipstream.cli import options
+from slipstream.cli.progress import Phases
+from slipstream.cli.tables import narrow_table
 
 if TYPE_CHECKING:
+    from slipstream.records.compare import Speedup
     from slipstream.train.compare import DraftResult
 
-_BAR_WIDTH = 20
+_FEWEST_GROUPS = 5  # an interval needs several groups of prompts
 
 
 def drafts(
     prompts: Annotated[Path, typer.Argument(help="JSON lines (or .xz) of questions, prompts or conversations.")],
     draft: Annotated[
         list[str],
-        typer.Option("--draft", "-d", help="A draft's folder, 'auto' (the one that ships), or 'ngram'. Repeatable."),
+        typer.Option("--draft", "-d", help="A draft's folder, 'auto' (the one that ships) or 'ngram'. Repeatable."),
     ],
     model: options.Model = "embedded",
     count: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
@@ -36,15 +38,18 @@ def drafts(
         int,
         typer.Option(min=0, help="Tokens of a request's own text, unknown to a draft, that it may propose; 0: none."),
     ] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Prompts answered together, at most.")] = 8,
     kernels: options.Kernels = "auto",
 ) -> None:
-    """Compare drafts: tokens a pass, by position, with and without looping answers; size; and is the text the same?
+    """Compare drafts: tokens a pass, by position, with and without looping answers; speed; and is the text the same?
 
-    The first draft is the one the others are held against. Example:
+    The first draft is the one the others are held against. Prompts are answered
+    in groups, each way of decoding in turn; intervals cover 95%.
 
-      slipstream eval drafts questions.jsonl -d draft-bf16 -d draft-fp8 -d draft-int4 -d ngram --count 200
+    Examples:
+      slipstream eval drafts questions.jsonl -d draft -d draft-fp8 --count 200
 
-      slipstream eval drafts questions.jsonl -d auto -d ngram --depths 3,6 --as-served
+      slipstream eval drafts p.jsonl -d auto -d ngram --depths 3,6 --as-served
     """
     from slipstream.engine.config import EngineConfig
     from slipstream.engine.loading import LoadOptions, load
@@ -54,19 +59,22 @@ def drafts(
 
     console = Console()
     asked = read_prompts(prompts)[:count]
-    engine = EngineConfig(borrowed_tokens=borrowed_tokens)
-    loaded = load(LoadOptions(model, "none", kernels=options.kernel_choice(kernels), engine=engine))
+    at_once = min(concurrency, max(1, len(asked) // _FEWEST_GROUPS))
+    engine = EngineConfig(borrowed_tokens=borrowed_tokens, max_requests=at_once)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     shapes = [options.tree_shape(depth, width, budget) for depth in _depths(depths)]
-    with Progress(console=console, transient=True) as bar:
-        tasks = {name: bar.add_task(Path(name).name, total=len(asked) * len(shapes)) for name in draft}
-        tasks["no draft"] = bar.add_task("no draft", total=len(asked))
-
-        def advance(name: str, done: int) -> None:
-            bar.advance(tasks[name], done)
-
-        results = compare_drafts(loaded, draft, shapes, asked, params, as_served, advance)
-    console.print(_table(results))
+    chosen = options.kernel_choice(kernels)
+    options.fetch_if_embedded(model, Console(stderr=True))
+    with Phases(Console(stderr=True)) as phases:
+        phases.start("loading")
+        loaded = load(LoadOptions(model, "none", kernels=chosen, engine=engine))
+        phase = phases.start("answers", len(asked) * (1 + len(draft) * len(shapes)), "answers")
+        results = compare_drafts(loaded, draft, shapes, asked, params, as_served, phase.advance)
+    together = "one at a time" if at_once == 1 else f"{at_once} together"
+    shape = f", {shapes[0]}" if len(shapes) == 1 else ""
+    title = f"{len(asked)} prompt{'' if len(asked) == 1 else 's'}, {together}{shape}"
+    console.print(_speeds(results, title, several=len(shapes) > 1))
+    console.print(_answers(results, several=len(shapes) > 1))
     if any(result.num_identical != result.num_answers for result in results):
         raise typer.Exit(1)
 
@@ -78,28 +86,62 @@ def _depths(text: str) -> list[int]:
         raise typer.BadParameter(f"--depths {text}: numbers with commas between them, as in 3,6.") from None
 
 
-def _table(results: "list[DraftResult]") -> Table:
-    """One row a draft; the bar is its acceptance length, from 1 (nothing accepted) up."""
-    shapes = {str(result.shape) for result in results}
-    one_shape = f", {results[0].shape}" if len(shapes) == 1 else ""
-    table = Table(title=f"{results[0].num_answers} prompts{one_shape}", title_justify="left")
-    names = ("draft", "MB", "tokens a pass", "", "vs first", "by position", "without loops", "looping", "identical")
-    for name in (*names[:1], *(() if one_shape else ("tree",)), *names[1:]):
-        table.add_column(name, justify="left" if name in ("draft", "tree", "") else "right")
-    first = results[0].stats.acceptance_length
-    longest = max(result.stats.acceptance_length for result in results)
+def _speeds(results: "list[DraftResult]", title: str, several: bool) -> Table:
+    """One row for each way of decoding: what it weighs, and what it is worth; `several` shapes have a column."""
+    from slipstream.records.compare import speedup
+
+    headings = ("draft", *(("tree",) if several else ()), "MB", "tokens\na pass", "tokens/s", "95%", "speed-up", "95%")
+    table = narrow_table(title, headings, folding=("draft", "tree"))
+    plain = dict(enumerate(results[0].speeds))
     for result in results:
-        length = result.stats.acceptance_length
+        speed = speedup(dict(enumerate(result.speeds)), dict.fromkeys(plain, 1.0))
+        ratio = speedup(dict(enumerate(result.speeds)), plain)
+        assert speed is not None and ratio is not None, "there is at least one group"
+        drafted = result.shape is not None
         table.add_row(
             Path(result.name).name,
-            *(() if one_shape else (str(result.shape),)),
-            f"{result.nbytes / 1e6:.1f}",
-            f"{length:.3f}",
-            "█" * max(1, round(_BAR_WIDTH * (length - 1) / max(longest - 1, 1e-9))),
-            f"{length / first - 1:+.1%}",
-            " ".join(f"{rate:.2f}" for rate in result.stats.rates),
+            *((_shape(result),) if several else ()),
+            f"{result.nbytes / 1e6:.1f}" if result.nbytes else "-",
+            f"{result.stats.acceptance_length:.3f}",
+            f"{speed.ratio:.1f}",
+            _interval(speed, 0),
+            f"{ratio.ratio:.2f}x" if drafted else "-",
+            _interval(ratio, 2) if drafted else "-",
+        )
+    return table
+
+
+def _answers(results: "list[DraftResult]", several: bool) -> Table:
+    """One row a draft: where its guesses were kept, what loops do to the figure, and whether any answer changed."""
+    headings = (
+        "draft",
+        *(("tree",) if several else ()),
+        "accepted by position",
+        "vs\nfirst",
+        "without\nloops",
+        "looping",
+        "identical",
+    )
+    table = narrow_table("the answers", headings, folding=("draft", "tree", "accepted by position"))
+    drafted = [result for result in results if result.shape is not None]
+    first = drafted[0].stats.acceptance_length
+    for result in drafted:
+        table.add_row(
+            Path(result.name).name,
+            *((_shape(result),) if several else ()),
+            " ".join(f"{rate:.0%}" for rate in result.stats.rates),
+            f"{result.stats.acceptance_length / first - 1:+.1%}",
             f"{result.straight.acceptance_length:.3f}",
-            f"{result.num_looping / result.num_answers:.1%}",
+            f"{result.num_looping / result.num_answers:.0%}",
             f"{result.num_identical} of {result.num_answers}",
         )
     return table
+
+
+def _shape(result: "DraftResult") -> str:
+    return "-" if result.shape is None else str(result.shape)
+
+
+def _interval(speed: "Speedup", digits: int) -> str:
+    """Show an interval; one group alone has none."""
+    return "-" if speed.num_pairs < 2 else f"{speed.low:.{digits}f}-{speed.high:.{digits}f}"

@@ -14,12 +14,14 @@ def export(
 ) -> None:
     """Write a draft again for another engine; engines differ in how they name tensors and count captured layers.
 
-    Example: slipstream export embedded --dialect vllm --out out/drafts/smollm2-135m-eagle3-vllm
+    Example:
+      slipstream export embedded --dialect vllm --out draft-vllm
     """
     from slipstream.checkpoint.draft_rewrite import rewrite_draft
     from slipstream.checkpoint.embedded import embedded_draft
+    from slipstream.checkpoint.hub import is_embedded
 
-    source = embedded_draft() if draft == "embedded" else draft
+    source = embedded_draft() if is_embedded(draft) else draft
     if source is None:
         raise typer.BadParameter("This copy of slipstream ships no draft; name a folder.")
     rewrite_draft(source, dialect, out, target)

@@ -1,13 +1,21 @@
 """`slipstream generate`: answer one prompt or a file of them."""
 
+import asyncio
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from slipstream.cli import options
+from slipstream.cli.chat import statistics_line
+from slipstream.cli.progress import Phases
+
+if TYPE_CHECKING:
+    from slipstream import LLM, AsyncLLM, Completion, Emission, SamplingParams
+    from slipstream.engine.prompt import Prompt
 
 
 def generate(
@@ -32,41 +40,82 @@ def generate(
     ep: options.Ep = 1,
     draft_tp: options.DraftTp = 1,
 ) -> None:
-    """Answer a prompt (or a file of prompts) and show what speculation did.
+    """Answer a prompt as it comes, or a file of prompts together, and say what speculation did.
+
+    The answer goes to standard output, everything else to standard error.
 
     Examples:
       slipstream generate "Why is the sky blue?"
 
-      slipstream generate --draft ngram --temperature 0.8 --seed 7 "Tell me a story."
+      slipstream generate --draft ngram --temperature 0.8 --seed 7 "Hello"
 
-      slipstream generate --model path/to/target --draft path/to/draft --depth 5 --width 4 --budget 16 "..."
+      slipstream generate -m path/to/target -d path/to/draft --depth 5 "Hello"
     """
-    from slipstream.engine.llm import LLM
-    from slipstream.engine.loading import LoadOptions
-    from slipstream.models.topology import Topology
-    from slipstream.speculation.sampling import SamplingParams
+    from slipstream import LLM, AsyncLLM, SamplingParams
+    from slipstream.engine.settings import Settings
 
     console = Console(stderr=True)
     questions = _questions(prompt, file)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    if model == "embedded":
-        options.fetch_embedded(console)
     tree = options.auto_tree(depth, width, budget)
-    chosen = options.kernel_choice(kernels)
-    llm = LLM(LoadOptions(model, draft, tree, device, dtype, chosen, max_context, topology=Topology(tp, ep, draft_tp)))
+    settings = Settings(
+        dtype=dtype, kernels=options.kernel_choice(kernels), max_context=max_context, tp=tp, ep=ep, draft_tp=draft_tp
+    )
+    options.fetch_if_embedded(model, console)
+    prompts: list[Prompt] = [text if raw else [{"role": "user", "content": text}] for text in questions]
+    with console.status("loading"):
+        llm = (LLM if file is None else AsyncLLM)(model, draft, tree=tree, device=device, **settings)
     for line in llm.summary:
         console.print(Text(line, style="dim"))
-    prompts = questions if raw else [[{"role": "user", "content": question}] for question in questions]
-    for completion in llm.generate(prompts, params):
+    if isinstance(llm, LLM):
+        with llm:
+            _answer(console, llm, prompts[0], params)
+    else:
+        asyncio.run(_answer_all(console, llm, prompts, params))
+
+
+def _answer(console: Console, llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> None:
+    """Show an answer as it comes, then a line on it."""
+    started = time.perf_counter()
+    for piece in llm.stream(prompt, params):
+        typer.echo(piece.text, nl=False)
+        last = piece
+    typer.echo()
+    console.print(Text(_line(last, time.perf_counter() - started, params), style="dim"))
+
+
+async def _answer_all(console: Console, llm: "AsyncLLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
+    """Answer prompts together, and show them in order when all are there."""
+    from slipstream.speculation.statistics import AcceptanceStats
+
+    started = time.perf_counter()
+    async with llm:
+        with Phases(console) as phases:
+            phase = phases.start("answers", len(prompts), "answers")
+
+            async def answer(prompt: "Prompt") -> "Completion":
+                completion = await llm.generate(prompt, params)
+                phase.advance()
+                return completion
+
+            completions = await asyncio.gather(*map(answer, prompts))
+    seconds = time.perf_counter() - started
+    total = AcceptanceStats()
+    for completion in completions:
         typer.echo(completion.text)
-        stats = completion.stats
-        console.print(
-            f"{len(completion.token_ids)} tokens, {completion.finish_reason.value}, seed {completion.seed}, "
-            f"acceptance length {stats.acceptance_length:.2f}"
-            + (f" (by position {', '.join(f'{rate:.0%}' for rate in stats.rates)})" if stats.rates else ""),
-            style="dim",
-        )
-    llm.close()
+        console.print(Text(_line(completion, None, params), style="dim"))
+        total.add(completion.stats)
+    console.print(Text(f"all {len(prompts)}: {statistics_line(total, seconds)}", style="dim"))
+
+
+def _line(answer: "Completion | Emission", seconds: float | None, params: "SamplingParams") -> str:
+    """Say in a line what speculation did, and what to know to have the answer again or to have it longer."""
+    words = [statistics_line(answer.stats, seconds)]
+    if params.temperature > 0:
+        words.append(f"seed {answer.seed}")
+    if answer.finish_reason is not None and answer.finish_reason.value == "length":
+        words.append(f"cut at its limit (--max-tokens {params.max_tokens})")
+    return "; ".join(words)
 
 
 def _questions(prompt: str | None, file: Path | None) -> list[str]:

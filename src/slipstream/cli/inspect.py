@@ -7,7 +7,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.cli import options
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RopeSpec
     from slipstream.checkpoint.summary import CheckpointSummary
 
@@ -19,16 +23,34 @@ def inspect(
         int | None, typer.Option(min=1, help="The target's number of layers, to read a draft's captured layers by.")
     ] = None,
 ) -> None:
-    """Show a checkpoint's architecture, dtype table, sizes, quantization and captured layers."""
+    """Show a checkpoint's architecture, dtype table, sizes, quantization and captured layers.
+
+    Examples:
+      slipstream inspect
+
+      slipstream inspect path/to/draft --target-layers 32 --tensors
+    """
     from slipstream.checkpoint.reader import open_checkpoint
     from slipstream.checkpoint.summary import summarise
 
     console = Console()
-    summary = summarise(open_checkpoint(path), target_layers)
+    summary = summarise(open_checkpoint(_stored(path)), target_layers)
     console.print(_overview(summary))
     console.print(_dtypes(summary))
     if tensors:
         console.print(_tensors(summary))
+
+
+def _stored(name: str) -> "str | Path":
+    """Return what to open: of the embedded model the file that runs, not what was expanded from it for others."""
+    from slipstream.checkpoint.embedded import GGUF_FILE
+    from slipstream.checkpoint.hub import is_embedded, resolve
+
+    if not is_embedded(name):
+        return name
+    options.fetch_if_embedded(name, Console(stderr=True))
+    found = resolve(name)
+    return file if (file := found / GGUF_FILE).is_file() else found
 
 
 def _overview(summary: "CheckpointSummary") -> Table:

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from slipstream.cli.progress import Phase, Phases
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,11 +14,12 @@ if TYPE_CHECKING:
     from slipstream.speculation.tree import TreeShape
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="A folder, a .gguf file, a hub id, or 'embedded'.", show_default=True)
+    str,
+    typer.Option("--model", "-m", help="A folder, a .gguf file, a hub id, or 'embedded'.", show_default=True),
 ]
 Draft = Annotated[
     str,
-    typer.Option("--draft", "-d", help="A draft's folder or hub id, 'ngram', 'none', or 'auto' (the shipped one)."),
+    typer.Option("--draft", "-d", help="A draft's folder or hub id, 'ngram', 'none', or 'auto' (the one that ships)."),
 ]
 Depth = Annotated[int, typer.Option(help="Drafted tokens on the longest path.")]
 AutoDepth = Annotated[
@@ -75,17 +77,23 @@ def kernel_choice(name: str) -> "KernelChoice":
 
 
 def fetch_embedded(console: Console) -> "Path":
-    """Return the embedded model's folder, with a progress bar on the first run."""
+    """Return the embedded model's folder, with progress on the first run."""
     from slipstream.checkpoint.embedded import embedded_model
 
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn(),
-        console=console, transient=True,
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("embedded model", total=1.0)
+    with Phases(console) as phases:
+        current: list[Phase] = []
 
         def report(stage: str, fraction: float) -> None:
-            bar.update(task, description=stage, completed=fraction)
+            if not current or current[-1].name != stage:
+                current.append(phases.start(stage, total=1.0))
+            current[-1].done = fraction
 
         return embedded_model(report)
+
+
+def fetch_if_embedded(model: str, console: Console) -> None:
+    """Fetch the embedded model now, with progress, if that is the one meant."""
+    from slipstream.checkpoint.hub import is_embedded
+
+    if is_embedded(model):
+        fetch_embedded(console)

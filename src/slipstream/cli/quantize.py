@@ -6,18 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from slipstream.cli.progress import Phases
+from slipstream.cli.tables import narrow_table
+
 if TYPE_CHECKING:
+    from slipstream.quant.left_alone import LeftAlone
     from slipstream.quant.quantize import QuantizeResult
 
 _MOST_LAYERS = 24
+_MOST_KINDS = 4
 _SCHEMES = "ptpc_fp8, fp8, int4, w8a8_int8, w4a8, int4_fp8, mxfp4 or mxfp4_weight_only"
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(help="Checkpoint folder: a target or a draft.")],
+    source: Annotated[str, typer.Argument(help="A target or a draft: a folder, a hub id, or 'embedded' (the model).")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
     scheme: Annotated[str, typer.Option("--scheme", help=f"One of {_SCHEMES}.")],
     exact: Annotated[
@@ -34,8 +38,16 @@ def quantize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if slipstream wrote it.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Measure errors over every row, and chart them.")] = False,
 ) -> None:
-    """Quantize a checkpoint file to file, with bounded memory; run it again to take up a stopped run."""
+    """Quantize a checkpoint file to file, with bounded memory; run it again to take up a stopped run.
+
+    Examples:
+      slipstream quantize path/to/draft --scheme ptpc_fp8 --out draft-fp8
+
+      slipstream quantize embedded --scheme int4 --exclude "*.mlp.*" --out int4
+    """
+    from slipstream.checkpoint.hub import resolve
     from slipstream.errors import ConfigError
+    from slipstream.quant.left_alone import left_alone
     from slipstream.quant.plan import QuantizeOptions, plan_quantize
     from slipstream.quant.quantize import quantize as run
     from slipstream.quant.scheme import scheme_named
@@ -52,30 +64,36 @@ def quantize(
     )
     _keep_freed_memory()
     console = Console()
-    plan = plan_quantize(source, options)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"{source.name} to {scheme}", total=plan.source_bytes)
-        result = run(plan, out, overwrite, lambda nbytes: progress.advance(task, nbytes))
+    plan = plan_quantize(resolve(source), options)
+    with Phases(Console(stderr=True)) as phases:
+        phase = phases.start(f"{Path(source).name} to {scheme}", plan.source_bytes, "MB", per=1e6)
+        result = run(plan, out, overwrite, phase.advance)
     _print_result(console, result, options.rounding, chart=report)
+    console.print(_left_alone_table(left_alone(plan), len(plan.selection.quantized)))
 
 
 def _print_result(console: Console, result: "QuantizeResult", rounding: str, chart: bool) -> None:
     console.print(_error_table(result, rounding, chart))
-    dtypes = Table("", "dtype", "tensors", "MB", title=str(result.folder))
+    table = narrow_table(str(result.folder), ("", "dtype", "tensors", "MB"), folding=("", "dtype"))
     for side, counts in (("before", result.before), ("after", result.after)):
-        for i, count in enumerate(counts):
-            dtypes.add_row(side if i == 0 else "", count.dtype, str(count.tensors), f"{count.nbytes / 1e6:.2f}")
-        dtypes.add_row("", "", "", f"{sum(count.nbytes for count in counts) / 1e6:.2f}", end_section=True)
-    console.print(dtypes)
+        for count in counts:
+            table.add_row(side, count.dtype, str(count.tensors), f"{count.nbytes / 1e6:.2f}")
+        total = sum(count.tensors for count in counts), sum(count.nbytes for count in counts) / 1e6
+        table.add_row(side, "all", str(total[0]), f"{total[1]:.2f}", style="bold", end_section=True)
+    console.print(table)
     if result.resumed_shards:
         console.print(f"{result.resumed_shards} files were already there from a run that was stopped.")
+
+
+def _left_alone_table(groups: "list[LeftAlone]", num_quantized: int) -> Table:
+    """Show what was copied as it is, and why."""
+    headings = ("left as it was, because", "tensors", "MB", "such as")
+    table = narrow_table(f"{num_quantized} layers were quantized", headings, folding=(headings[0], "such as"))
+    for group in groups:
+        kinds = list(dict.fromkeys(name.rstrip("0123456789").rstrip(".").rpartition(".")[2] for name in group.names))
+        shown = ", ".join(kinds[:_MOST_KINDS]) + (", ..." if len(kinds) > _MOST_KINDS else "")
+        table.add_row(group.reason, str(len(group.names)), f"{group.nbytes / 1e6:.2f}", shown)
+    return table
 
 
 def _error_table(result: "QuantizeResult", rounding: str, chart: bool) -> Table:
@@ -84,17 +102,14 @@ def _error_table(result: "QuantizeResult", rounding: str, chart: bool) -> Table:
     if not chart and len(shown) > _MOST_LAYERS:
         shown = tuple(sorted(shown, key=lambda layer: -layer.errors.relative_best)[:_MOST_LAYERS])
     rows, measured = sum(layer.rows for layer in result.layers), sum(layer.errors.rows for layer in result.layers)
-    table = Table(
-        title="relative mean squared error by layer",
-        caption=f"{len(shown)} of {len(result.layers)} layers, measured over {measured} of {rows} rows; "
-        f"rounding written: {rounding}",
+    headings = ("layer", "shape", "best", "quark", *(("# best + quark",) if chart else ()))
+    table = narrow_table("relative mean squared error by layer", headings, folding=("layer",))
+    table.caption = (
+        f"{len(shown)} of {len(result.layers)} layers, measured over {measured} of {rows} rows; "
+        f"rounding written: {rounding}"
     )
-    table.add_column("layer", no_wrap=True, overflow="fold")
-    table.add_column("shape", no_wrap=True)
-    table.add_column("best", justify="right", no_wrap=True)
-    table.add_column("quark", justify="right", no_wrap=True)
     if chart:
-        table.add_column("# best + quark", no_wrap=True)
+        table.columns[-1].justify = "left"
     worst = max(layer.errors.relative_quark for layer in result.layers) or 1.0
     for layer in shown:
         best, quark = layer.errors.relative_best, layer.errors.relative_quark

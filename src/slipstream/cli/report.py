@@ -10,7 +10,11 @@ def report(
     sources: Annotated[list[Path], typer.Argument(metavar="RECORDS...", help="Record files, or folders of them.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="the first folder given")] = None,
 ) -> None:
-    """Write report.html (self-contained), report.md and report.csv."""
+    """Write report.html (self-contained), report.md and report.csv.
+
+    Example:
+      slipstream report out/bench/embedded
+    """
     from slipstream.report.build import write_report
 
     first = sources[0] if sources[0].is_dir() else sources[0].parent

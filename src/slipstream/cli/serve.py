@@ -106,7 +106,7 @@ def serve(
         engine=engine,
         topology=flags.topology(tp, ep, enable_expert_parallel, draft_tp, wanted),
     )
-    names = tuple(served_model_name or [name])
+    names = tuple(served_model_name or [str(options.model)])  # "auto" is "embedded" by now
     config = ServeConfig(
         names[0],
         names[1:],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slipstream.errors import ConfigError
 
 # The names checkpoints give to tables of embeddings: 2-D weights that no linear layer multiplies by.
-_EMBEDDINGS = frozenset(
+EMBEDDINGS = frozenset(
     {"embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "tok_embeddings", "word_embeddings", "embedding"}
 )
 # What others keep as it is: the draft's fusion, the head, and the routers of experts.
@@ -35,7 +35,7 @@ def linear_modules(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> list[st
     for name, (shape, dtype) in shapes.items():
         module, _, parameter = name.rpartition(".")
         leaf = module.rpartition(".")[2]
-        if parameter == "weight" and len(shape) == 2 and dtype in _FLOATS and leaf not in _EMBEDDINGS:
+        if parameter == "weight" and len(shape) == 2 and dtype in _FLOATS and leaf not in EMBEDDINGS:
             modules.append(module)
     return sorted(modules)
 
@@ -66,6 +66,11 @@ def matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return pattern == module or fnmatch.fnmatchcase(module, pattern)
+
+
+def excluded_by(module: str, exclude: Sequence[str]) -> str | None:
+    """Return the first pattern that keeps a module; None if none does."""
+    return next((pattern for pattern in exclude if matches(_canonical(pattern), module)), None)
 
 
 def reader_patterns(selection: Selection) -> list[str]:

@@ -1,14 +1,16 @@
 """Compare drafts by what they are for: tokens a pass on the same prompts, beside their size; no answer may change."""
 
+import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from slipstream.checkpoint.embedded import embedded_draft
-from slipstream.checkpoint.hub import resolve
+from slipstream.checkpoint.hub import is_embedded, resolve
 from slipstream.engine.build import build_engine
+from slipstream.engine.config import PATIENCE_S
 from slipstream.engine.engine import Engine
 from slipstream.engine.loading import Loaded, read_draft
 from slipstream.errors import ConfigError
@@ -20,7 +22,11 @@ from slipstream.train.prompts import Messages
 from slipstream.train.repetition import loop_end
 
 NGRAM = "ngram"
-AUTO = "auto"
+NO_DRAFT = "no draft"
+_WARM_UP_TOKENS = 8
+
+Answer = tuple[list[int], AcceptanceStats]
+"""An answer's tokens and its statistics."""
 
 
 @dataclass
@@ -28,20 +34,22 @@ class DraftResult:
     """One draft's answers to the prompts.
 
     Args:
-        shape: the trees it drafted; n-gram lookup drafts chains of their depth.
+        shape: the trees it drafted (n-gram lookup drafts chains of their depth); None for plain decoding.
         nbytes: the size of the draft's files; 0 for n-gram lookup.
         straight: statistics of the answers that do not loop: a loop is easy to draft.
         num_identical: answers equal, token for token, to those of plain decoding.
+        speeds: tokens a second, prompts included, for each group of prompts that were answered together.
     """
 
     name: str
-    shape: TreeShape
+    shape: TreeShape | None
     nbytes: int
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     straight: AcceptanceStats = field(default_factory=AcceptanceStats)
     num_answers: int = 0
     num_looping: int = 0
     num_identical: int = 0
+    speeds: list[float] = field(default_factory=list)
 
 
 def compare_drafts(
@@ -51,18 +59,68 @@ def compare_drafts(
     prompts: Sequence[Messages],
     params: SamplingParams,
     as_served: bool = False,
-    advance: Callable[[str, int], None] = lambda name, count: None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> list[DraftResult]:
-    """Answer the prompts without a draft, then with each in every shape; `advance` hears of finished answers.
+    """Answer the prompts without a draft and with each in every shape; plain decoding is the first result.
+
+    Prompts are answered in groups, as many together as the engine takes. Everybody answers a group before the next
+    begins, and who is first changes from group to group: speeds of one group can be compared, whatever else the
+    machine does meanwhile.
 
     Args:
         loaded: a target loaded without a draft.
         drafts: folders, hub ids, "ngram", or "auto" (the draft that ships).
         as_served: read drafts as serving does, in INT8 where the CPU kernels run; otherwise as they are stored.
+        advance: hears of finished answers.
     """
+    if params.seed is None:
+        raise ConfigError("Comparing drafts needs a seed: answers are compared token for token.")
     asked = [loaded.tokenizer.encode_chat(messages) for messages in prompts]
-    plain = _answers(loaded.engine, loaded, asked, params, partial(advance, "no draft"))
-    results = []
+    runners = [_Runner(DraftResult(NO_DRAFT, None, 0), loaded.engine), *_runners(loaded, drafts, shapes, as_served)]
+    ends = loaded.tokenizer.eos_token_ids
+    for runner in runners:
+        runner.answer(asked[:1], dataclasses.replace(params, max_tokens=_WARM_UP_TOKENS, min_tokens=0), ends)
+    at_once = loaded.engine.config.max_requests
+    for number, start in enumerate(range(0, len(asked), at_once)):
+        group = asked[start : start + at_once]
+        first = number % len(runners)
+        answers: dict[int, list[Answer]] = {}
+        for index in (*range(first, len(runners)), *range(first)):
+            started = time.perf_counter()
+            answers[index] = runners[index].answer(group, params, ends)
+            num_tokens = sum(len(tokens) for tokens, _ in answers[index])
+            runners[index].result.speeds.append(num_tokens / (time.perf_counter() - started))
+            advance(len(group))
+        for index, runner in enumerate(runners):
+            _count(runner.result, answers[index], [tokens for tokens, _ in answers[0]])
+    return [runner.result for runner in runners]
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """One way of decoding, and what came of it."""
+
+    result: DraftResult
+    engine: Engine
+
+    def answer(self, group: Sequence[list[int]], params: SamplingParams, ends: Sequence[int]) -> list[Answer]:
+        """Return every answer's tokens and statistics, in order."""
+        assert params.seed is not None, "`compare_drafts` looked"
+        ids = [self.engine.add(prompt, params, params.seed, ends) for prompt in group]
+        tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
+        stats: dict[int, AcceptanceStats] = {}
+        while self.engine.has_work:
+            for emission in self.engine.step(PATIENCE_S):
+                tokens[emission.request_id] += [token.token_id for token in emission.tokens]
+                stats[emission.request_id] = emission.stats
+        return [(tokens[request_id], stats[request_id]) for request_id in ids]
+
+
+def _runners(loaded: Loaded, drafts: Sequence[str], shapes: Sequence[TreeShape], as_served: bool) -> list[_Runner]:
+    """Build an engine for each draft in every shape, over the same target."""
+    # The first engine may have taken what memory there is; the others make do with what its requests need.
+    config = dataclasses.replace(loaded.engine.config, num_pages=None)
+    runners = []
     for name in drafts:
         folder = _folder(name)
         draft: Eagle3Draft | Literal["ngram"] = "ngram"
@@ -70,29 +128,25 @@ def compare_drafts(
             dtype = None if as_served else loaded.target.embed_tokens.dtype
             draft = read_draft(folder, loaded.target, dtype, loaded.ops)
         for shape in shapes:
-            engine = build_engine(loaded.target, draft, shape, loaded.engine.config, loaded.ops)
-            result = DraftResult(name, shape, 0 if folder is None else _weight_file_bytes(folder))
-            answers = _answers(engine, loaded, asked, params, partial(advance, name))
-            _count(result, answers, [tokens for tokens, _ in plain])
-            results.append(result)
-    return results
+            engine = build_engine(loaded.target, draft, shape, config, loaded.ops)
+            nbytes = 0 if folder is None else _weight_file_bytes(folder)
+            runners.append(_Runner(DraftResult(name, shape, nbytes), engine))
+    return runners
 
 
 def _folder(name: str) -> Path | None:
     """Return where a draft lies; None for n-gram lookup."""
     if name == NGRAM:
         return None
-    if name != AUTO:
+    if not is_embedded(name):
         return resolve(name)
     shipped = embedded_draft()
     if shipped is None:
-        raise ConfigError("This copy of slipstream ships no draft, so 'auto' names none; give a folder.")
+        raise ConfigError(f"This copy of slipstream ships no draft, so {name!r} names none; give a folder.")
     return shipped
 
 
-def _count(
-    result: DraftResult, answers: Sequence[tuple[list[int], AcceptanceStats]], expected: Sequence[list[int]]
-) -> None:
+def _count(result: DraftResult, answers: Sequence[Answer], expected: Sequence[list[int]]) -> None:
     """Add answers to a result, beside those of plain decoding."""
     for (tokens, stats), plain in zip(answers, expected, strict=True):
         result.num_answers += 1
@@ -102,28 +156,6 @@ def _count(
             result.straight.add(stats)
         else:
             result.num_looping += 1
-
-
-def _answers(
-    engine: Engine,
-    loaded: Loaded,
-    asked: Sequence[list[int]],
-    params: SamplingParams,
-    finished: Callable[[int], None],
-) -> list[tuple[list[int], AcceptanceStats]]:
-    """Return every answer's tokens and statistics, in order."""
-    if params.seed is None:
-        raise ConfigError("Comparing drafts needs a seed: answers are compared token for token.")
-    ids = [engine.add(prompt, params, params.seed, loaded.tokenizer.eos_token_ids) for prompt in asked]
-    tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
-    stats: dict[int, AcceptanceStats] = {}
-    while engine.has_work:
-        for emission in engine.step():
-            tokens[emission.request_id] += [token.token_id for token in emission.tokens]
-            if emission.finish_reason is not None:
-                stats[emission.request_id] = emission.stats
-                finished(1)
-    return [(tokens[request_id], stats[request_id]) for request_id in ids]
 
 
 def _weight_file_bytes(folder: Path) -> int:
