@@ -56,6 +56,7 @@ def chat(
         try:
             line = console.input("[bold cyan]you>[/bold cyan] ").strip()
         except EOFError:
+            console.print()
             break
         if line in ("/quit", "/exit"):
             break

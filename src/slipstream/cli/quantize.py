@@ -64,7 +64,9 @@ def quantize(
     )
     _keep_freed_memory()
     console = Console()
-    plan = plan_quantize(resolve(source), options)
+    if (found := resolve(source)).suffix == ".gguf":
+        raise ConfigError(f"{found}: the weights of a .gguf file are quantized already; start from a folder.")
+    plan = plan_quantize(found, options)
     with Phases(Console(stderr=True)) as phases:
         phase = phases.start(f"{Path(source).name} to {scheme}", plan.source_bytes, "MB", per=1e6)
         result = run(plan, out, overwrite, phase.advance)
