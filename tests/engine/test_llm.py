@@ -245,6 +245,41 @@ def test_a_failed_step_is_raised_at_its_callers_and_the_next_call_is_answered(ll
     asyncio.run(ask())
 
 
+class BrokenGrammar:
+    """A grammar whose answers cannot begin, or cannot go on."""
+
+    def __init__(self, breaks_at):
+        self.breaks_at, self.finished = breaks_at, False
+
+    def start(self):
+        if self.breaks_at == "start":
+            raise ValueError("it cannot begin")
+        return self
+
+    def allowed(self, path):
+        raise ValueError("it cannot go on")
+
+    def advance(self, tokens):
+        pass
+
+
+@pytest.mark.parametrize(("breaks_at", "words"), [("start", "cannot begin"), ("allowed", "cannot go on")])
+def test_what_fails_one_answer_is_raised_at_its_caller_and_no_other_notices(llm, llm_async, breaks_at, words):
+    broken = SamplingParams(max_tokens=4, grammar=BrokenGrammar(breaks_at))
+    with pytest.raises(Exception, match=words):
+        llm.generate(["hello", "you"], broken)
+    assert not llm.engine.has_work
+
+    async def ask():
+        return await asyncio.gather(
+            llm_async.generate("hello", broken), llm_async.generate("hello", max_tokens=4), return_exceptions=True
+        )
+
+    bad, good = asyncio.run(ask())
+    assert words in str(bad)
+    assert good.text == llm.generate("hello", max_tokens=4).text
+
+
 def test_closing_ends_the_answers_under_way_with_a_sentence(target):
     async def close():
         made = AsyncLLM(target, None, device="cpu", max_context=256)
