@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 PERIOD_S = 10.0
@@ -89,9 +89,8 @@ class Phases:
         self._over = threading.Event()
         self._teller = threading.Thread(target=self._tell_now_and_then, name="progress", daemon=True)
         self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(20), _Share(), _Description(),
-            console=console, transient=True,
-        )  # fmt: skip
+            _Name(), BarColumn(20), _Description(), console=console, transient=True, redirect_stdout=not console.stderr
+        )
 
     def start(self, name: str, total: float | None = None, unit: str = "", per: float = 1.0) -> Phase:
         """Begin a phase; the one before is over, unless it has been ended already."""
@@ -144,23 +143,21 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class _Share(ProgressColumn):
-    """Moves the bar to where its phase is, and shows the share."""
-
-    max_refresh = None
+class _Name(ProgressColumn):
+    """Shows a phase's name; being the first column, it also moves the bar behind it to where the phase is."""
 
     def render(self, task: Task) -> Text:
         phase: Phase = task.fields["phase"]
         task.total, task.completed = phase.total, phase.done
         if phase.ended is not None:
             task.total = task.completed = 1.0
-        return Text("" if phase.share is None else f"{phase.share:4.0%}")
+        return Text(phase.name)
 
 
 class _Description(ProgressColumn):
     def render(self, task: Task) -> Text:
         phase: Phase = task.fields["phase"]
-        return Text(phase.describe())
+        return Text(phase.describe() if phase.share is None else f"{phase.share:4.0%} {phase.describe()}")
 
 
 def _rounded(rate: float) -> str:
