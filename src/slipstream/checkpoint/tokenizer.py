@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from slipstream.checkpoint.chat_template import ChatTemplate, TemplateValue
@@ -14,6 +15,8 @@ from slipstream.checkpoint.tiktoken_file import FILE_NAME as TIKTOKEN_FILE
 from slipstream.checkpoint.tiktoken_file import tiktoken_tokenizer
 from slipstream.errors import CheckpointError, RequestError
 
+# Calls for one text hold Python's lock all the while, seconds for megabytes; calls for a batch let other threads run.
+_LONG = 4096  # characters or tokens
 _INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that do not make a character (yet)
 
 
@@ -70,14 +73,17 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a text; `add_special` lets the tokenizer put its bos, if it has one, in front."""
         try:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special).ids
+            ids: list[int] = self._encoding(text, add_special).ids
         except TypeError as error:  # what tokenizers makes of a string that is not Unicode text
             raise RequestError("The text holds half a surrogate pair, which is no character.") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of ids; bytes that make no character show as U+FFFD."""
-        text: str = self._fast.decode(list(ids), skip_special_tokens=skip_special)
+        if len(ids) > _LONG:
+            text: str = self._fast.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
+        else:
+            text = self._fast.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -138,6 +144,11 @@ class Tokenizer:
     def detokenizer(self, skip_special: bool = True) -> "IncrementalDetokenizer":
         """Return a fresh detokenizer for one stream of ids."""
         return IncrementalDetokenizer(self, skip_special)
+
+    def _encoding(self, text: str, add_special: bool) -> Encoding:
+        if len(text) > _LONG:
+            return self._fast.encode_batch_fast([text], add_special_tokens=add_special)[0]
+        return self._fast.encode(text, add_special_tokens=add_special)
 
     def _id_of(self, name: str) -> int | None:
         token = self._named.get(name)
