@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -35,6 +36,8 @@ def serve(options: LoadOptions, config: ServeConfig, simulated_acceptance: tuple
     loaded.engine.simulate_acceptance(simulated_acceptance)
     app = build_app(loaded.engine, loaded.tokenizer, config, int(time.time()))
     log_summary(loaded, config)
+    gc.collect()
+    gc.freeze()  # else a large request's objects have all of torch's looked through again and again, by every thread
     try:
         server_for(app, config).run()
     finally:
