@@ -186,7 +186,7 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
 def test_a_tokenizer_that_grammars_cannot_read_is_the_clients_business_and_no_failure(target):
     compiler = GrammarCompiler(Tokenizer.load(target), 99)
     with pytest.raises(HttpError, match="JSON cannot be asked of this model") as error:
-        compiler.compile(ResponseFormat(type="json_object"))
+        asyncio.run(compiler.compile(ResponseFormat(type="json_object")))
     assert (error.value.status, error.value.param) == (400, "response_format")
 
 

@@ -8,21 +8,29 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import HttpError
-from slipstream.serve.grammar import GrammarCompiler
+from slipstream.serve.errors import HttpError, too_many
 from slipstream.serve.protocol import ChatMessage, ChatRequest, CompletionRequest, Generation
 from slipstream.serve.ticket import Job
+from slipstream.speculation.grammar import Grammar
 from slipstream.speculation.sampling import SamplingParams, derive_seed
+
+MAX_TOKENIZED = 1 << 20  # tokens that /tokenize gives at once
+_UNDIVIDED = 1 << 16  # characters that are tokenized without asking whether they are too many
 
 
 @dataclass(frozen=True)
 class Converter:
-    """Turns requests into jobs, or into an HttpError that names the field."""
+    """Turns requests into jobs, or into an HttpError that names the field.
+
+    Args:
+        max_answers: how many answers the server has room for; a request for more is refused before its prompts are
+            looked at.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
-    grammars: GrammarCompiler
     config: ServeConfig
+    max_answers: int
 
     def check_model(self, name: str | None) -> None:
         """Raise unless the request's model is the one served (or it names none)."""
@@ -30,21 +38,29 @@ class Converter:
         if name is not None and name not in known:
             raise HttpError(404, f"The model {name!r} is not served here; {known[0]!r} is.", param="model")
 
-    def chat(self, request: ChatRequest) -> list[Job]:
-        """Return a chat's jobs, one for each of its `n` answers."""
+    def check(self, request: ChatRequest | CompletionRequest) -> None:
+        """Raise for what can be seen without any work: another model, or too many answers."""
         self.check_model(request.model)
+        prompt = request.prompt if isinstance(request, CompletionRequest) else None
+        several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+        asked = (len(prompt) if several and prompt is not None else 1) * (request.n or 1)
+        if asked > self.max_answers:
+            raise too_many(asked, self.max_answers)
+
+    def chat(self, request: ChatRequest, grammar: Grammar | None) -> list[Job]:
+        """Return a chat's jobs, one for each of its `n` answers."""
         if request.top_logprobs and not request.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
-        prompt = self.chat_prompt(request.messages, request.add_generation_prompt, request.chat_template_kwargs or {})
+        text = self.chat_text(request.messages, request.add_generation_prompt, request.chat_template_kwargs or {})
+        prompt = self.encode(text, False, self.engine.config.max_context, "messages")
         given = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         field = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
         max_tokens = self._max_tokens(given, [prompt], field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._jobs(request, [prompt], self._params(request, max_tokens, logprobs))
+        return self._jobs(request, [prompt], self._params(request, grammar, max_tokens, logprobs))
 
-    def completion(self, request: CompletionRequest) -> list[Job]:
+    def completion(self, request: CompletionRequest, grammar: Grammar | None) -> list[Job]:
         """Return a completion's jobs: for each prompt, its `n` answers next to each other."""
-        self.check_model(request.model)
         prompts = self._prompts(request)
         scored = request.prompt_logprobs
         if request.echo and request.logprobs is not None:
@@ -52,32 +68,49 @@ class Converter:
         # A prompt can be scored without an answer; the engine always makes one token, which is then dropped.
         wanted = 1 if request.max_tokens == 0 and request.echo else request.max_tokens
         max_tokens = self._max_tokens(wanted, prompts, "max_tokens")
-        return self._jobs(request, prompts, self._params(request, max_tokens, request.logprobs, scored))
+        return self._jobs(request, prompts, self._params(request, grammar, max_tokens, request.logprobs, scored))
 
-    def chat_prompt(
-        self, messages: Sequence[ChatMessage], open_answer: bool, variables: dict[str, object]
-    ) -> list[int]:
-        """Return the tokens of a chat."""
+    def chat_text(self, messages: Sequence[ChatMessage], open_answer: bool, variables: dict[str, object]) -> str:
+        """Return a chat as the model reads it."""
+        if not self.tokenizer.has_chat_template:
+            raise HttpError(400, "This model has no chat template; send text to /v1/completions.", param="messages")
         turns = [_turn(message, index) for index, message in enumerate(messages)]
         try:
-            return self.tokenizer.encode_chat(turns, open_answer, **variables)  # type: ignore[arg-type]  # JSON
+            return self.tokenizer.render_chat(turns, open_answer, **variables)  # type: ignore[arg-type]  # JSON
         except RequestError as error:
             raise HttpError(400, str(error), param="messages") from error
         except TypeError as error:  # a variable of the template that the call itself has already
             raise HttpError(400, f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
 
+    def encode(self, text: str, add_special: bool, limit: int, field: str) -> list[int]:
+        """Return a text's tokens; one with more than `limit` is refused, where possible after a part of it.
+
+        A tokenizer takes seconds and a gigabyte for some texts of megabytes. What follows a part merges with its last
+        few tokens only, so a part with an eighth more than the limit tells enough.
+        """
+        plenty = limit + limit // 8 + 64
+        size = max(plenty + 1, _UNDIVIDED)
+        try:
+            while size < len(text):
+                if len(self.tokenizer.encode(text[:size], False)) > plenty:
+                    raise _too_long(field, f"more than {plenty}", limit)
+                size *= 4
+            ids = self.tokenizer.encode(text, add_special)
+        except RequestError as error:
+            raise HttpError(400, f"{field}: {error}", param=field) from error
+        if len(ids) > limit:
+            raise _too_long(field, str(len(ids)), limit)
+        return ids
+
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         prompt = request.prompt
-        if isinstance(prompt, str):
-            return [self.tokenizer.encode(prompt, request.add_special_tokens)]
-        if not prompt:
+        if not prompt and isinstance(prompt, list):
             raise HttpError(400, "prompt is an empty list.", param="prompt")
-        if all(isinstance(part, int) for part in prompt):
-            return [[part for part in prompt if isinstance(part, int)]]
+        several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+        limit = self.engine.config.max_context
         return [
-            self.tokenizer.encode(part, request.add_special_tokens) if isinstance(part, str) else list(part)
-            for part in prompt
-            if not isinstance(part, int)
+            self.encode(part, request.add_special_tokens, limit, "prompt") if isinstance(part, str) else part
+            for part in several
         ]
 
     def _max_tokens(self, wanted: int | None, prompts: Sequence[Sequence[int]], field: str) -> int:
@@ -105,7 +138,12 @@ class Converter:
         return wanted
 
     def _params(
-        self, request: Generation, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        request: Generation,
+        grammar: Grammar | None,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
         if request.min_tokens > max_tokens:
@@ -129,7 +167,7 @@ class Converter:
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 n=request.n or 1,
-                grammar=self.grammars.compile(request.response_format),
+                grammar=grammar,
                 cache_salt=request.cache_salt or "",
             )
         except RequestError as error:
@@ -143,10 +181,14 @@ class Converter:
                 raise HttpError(400, str(error), param=_field_of(str(error))) from error
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return [
-            Job(tuple(prompt), params, derive_seed(seed, index), request.speculate, request.skip_special_tokens)
-            for prompt in prompts
+            Job(prompt, params, derive_seed(seed, index), request.speculate, request.skip_special_tokens)
+            for prompt in map(tuple, prompts)
             for index in range(params.n)
         ]
+
+
+def _too_long(field: str, count: str, limit: int) -> HttpError:
+    return HttpError(400, f"{field} has {count} tokens; {limit} is the limit. Shorten it.", param=field)
 
 
 def _turn(message: ChatMessage, index: int) -> dict[str, str]:

@@ -1,12 +1,13 @@
 """What clients may send: the JSON of OpenAI's API and the extensions its open servers share, checked field by field.
 
 Fields nobody here knows are ignored, as other servers do. Fields that ask for something this server cannot do are
-declared in `_CANNOT`, and refused unless they hold the value that asks for nothing.
+declared in `_CANNOT`, and refused unless they hold the value that asks for nothing. A list is given up at its first
+wrong element, and what a step of the engine has to go through for every token is limited in length.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from slipstream.serve.errors import HttpError
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
@@ -15,6 +16,23 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Text = Annotated[str, Field(max_length=1 << 24)]
+Name = Annotated[str, Field(max_length=512)]
+
+MAX_MESSAGES = 1 << 14  # of a chat, and parts of a message
+MAX_BIASES = 4096
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKENS = 256
+
+
+def _few_biases(value: Any) -> Any:  # whatever JSON came
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"{len(value)} tokens have a bias; {MAX_BIASES} may have one")
+    return value
+
+
+Biases = Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_biases)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 _CANNOT: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
@@ -73,7 +91,7 @@ class ResponseFormat(_Message):
 class Generation(_Message):
     """The fields chats and completions share."""
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
@@ -86,10 +104,10 @@ class Generation(_Message):
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = 1.0
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
@@ -119,7 +137,12 @@ class Generation(_Message):
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(fail_fast=True)]
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -130,7 +153,7 @@ class CompletionRequest(Generation):
 class ContentPart(_Message):
     """A part of a message's content; only text can be read."""
 
-    type: str
+    type: Annotated[str, Field(max_length=64)]
     text: Text | None = None
 
 
@@ -138,14 +161,17 @@ class ChatMessage(_Message):
     """One turn of a chat."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Text | list[ContentPart] | None = None
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -156,9 +182,9 @@ class ChatRequest(Generation):
 class TokenizeRequest(_Message):
     """The body of /tokenize: a text, or the messages of a chat."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -173,8 +199,8 @@ class TokenizeRequest(_Message):
 class DetokenizeRequest(_Message):
     """The body of /detokenize."""
 
-    model: str | None = None
-    tokens: list[TokenId]
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
 
@@ -186,6 +212,6 @@ class TreeRequest(_Message):
     depth: Annotated[int, Field(ge=1, le=64)] | None = None
     width: Annotated[int, Field(ge=1, le=64)] | None = None
     budget: Annotated[int, Field(ge=0, le=64)] | None = None
-    simulated_acceptance: list[Annotated[float, Field(ge=0, le=1)]] | None = Field(
+    simulated_acceptance: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(fail_fast=True)] | None = Field(
         default=None, description="Chance that a drafted token is kept, by position; [] ends the simulation."
     )

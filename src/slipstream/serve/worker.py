@@ -34,7 +34,7 @@ class EngineWorker:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, max_waiting: int) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._limit = engine.config.max_requests + max_waiting
+        self.max_answers = engine.config.max_requests + max_waiting
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -89,11 +89,11 @@ class EngineWorker:
         if self.draining or not self.alive:
             self.meters.refused += 1
             raise shutting_down()
-        if len(jobs) > self._limit:
-            raise too_many(len(jobs), self._limit)
-        if self._num_open + len(jobs) > self._limit:
+        if len(jobs) > self.max_answers:
+            raise too_many(len(jobs), self.max_answers)
+        if self._num_open + len(jobs) > self.max_answers:
             self.meters.refused += 1
-            raise queue_full(self._limit)
+            raise queue_full(self.max_answers)
         self._num_open += len(jobs)
         ticket = Ticket(jobs)
         arrived = time.monotonic()

@@ -1,0 +1,58 @@
+"""Long work off the event loop: a few threads, a bounded queue, and memory handed back to the system afterwards."""
+
+import asyncio
+import ctypes
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from slipstream.serve.errors import HttpError
+
+T = TypeVar("T")
+
+SHORT_BYTES = 1 << 13  # parsing and tokenizing this much takes the event loop a few milliseconds; more goes to a thread
+_MAX_WAITING = 64
+_LARGE_BYTES = 1 << 18
+
+
+class Threads:
+    """Threads for the long parts of requests; so few that they leave the engine its cores."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, name)
+        self._num_open = 0
+
+    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Do work on that many bytes of a request: at once if they are few, else on a thread.
+
+        Only what lets go of Python's lock, or holds it for short times, leaves the event loop free meanwhile.
+        """
+        if num_bytes <= SHORT_BYTES:
+            return work()
+        if self._num_open >= _MAX_WAITING:
+            raise HttpError(429, "The server has too many large requests to read; try again.", retry_after_s=2)
+        self._num_open += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, _done, num_bytes, work)
+        finally:
+            self._num_open -= 1
+
+    def close(self) -> None:
+        """End the threads once they have nothing left to do."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _done(num_bytes: int, work: Callable[[], T]) -> T:
+    try:
+        return work()
+    finally:
+        if num_bytes > _LARGE_BYTES and sys.platform == "linux":
+            _trim()
+
+
+def _trim() -> None:
+    """Have glibc return freed memory: a tokenizer takes 300 bytes for every byte of a text made for that."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none, and keeps little
+    if trim is not None:
+        trim(0)
