@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_robustness import TEXT, Brake, ask, eventually, start_process
+from misbehaving import TEXT, Brake, ask, eventually, start_process
 from tiny_server import Running, tiny_engine
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from test_robustness import ask, eventually
+from misbehaving import ask, eventually
 from tiny_server import Running, tiny_engine
 
 from slipstream.errors import ConfigError
