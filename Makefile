@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser check fix docs clean sanitize
+.PHONY: demo test test-browser attack check fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,10 @@ test-browser: $(VENV)/.ready
 	  $$SUDO apt-get update -qq && $$SUDO apt-get install -qq -y --no-install-recommends chromium; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(BIN)/python -m pytest -m browser tests/serve/test_playground.py
+
+# Everything one client could do to the others, against a server on this machine: minutes. ATTACK="--tp 2", say, to choose.
+attack: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.attack $(ATTACK)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -8,8 +8,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
@@ -78,16 +79,35 @@ def metrics(port: int) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
+@dataclass(frozen=True)
+class Hosting:
+    """How a server's process is run.
+
+    Args:
+        port: where it listens; None takes a free one.
+        log: a file for its log, which then has a line for every request; None shows warnings only.
+        max_files: descriptors it may have open; None leaves it at the system's limit.
+    """
+
+    port: int | None = None
+    log: Path | None = None
+    max_files: int | None = None
+
+
 @contextmanager
-def server(arguments: list[str]) -> Any:  # a context manager over (process, port)
-    """Run `slipstream serve` on a free port until the block ends."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+def server(arguments: list[str], hosting: Hosting | None = None) -> Any:  # a context manager over (process, port)
+    """Run `slipstream serve` until the block ends, in a process group of its own."""
+    hosting = hosting or Hosting()
+    port = hosting.port or free_port()
     code = "import typer; from slipstream.cli.serve import serve; typer.run(serve)"
-    command = [sys.executable, "-c", code, *arguments, "--port", str(port), "--log-level", "warning"]
-    process = subprocess.Popen(command)
+    if hosting.max_files is not None:
+        code = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({hosting.max_files}, {hosting.max_files})); {code}"
+    level = "warning" if hosting.log is None else "info"
+    command = [sys.executable, "-c", code, *arguments, "--port", str(port), "--log-level", level]
+    with nullcontext(None) if hosting.log is None else hosting.log.open("ab") as log:
+        process = subprocess.Popen(command, stderr=log, start_new_session=True)
     try:
-        for _ in range(600):
+        for _ in range(1200):
             try:
                 get(port, "/health")
                 break
@@ -99,3 +119,9 @@ def server(arguments: list[str]) -> Any:  # a context manager over (process, por
     finally:
         process.terminate()
         process.wait(60)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
