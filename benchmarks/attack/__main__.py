@@ -40,7 +40,7 @@ def groups(options: argparse.Namespace) -> dict[str, list[Attack]]:
         "sampling": sampling.attacks(),
         "heads": heads.attacks(),
         "sockets": sockets.attacks(options.seed),
-        "tenants": tenants.attacks(),
+        "tenants": tenants.attacks(with_trees=not options.device.startswith("cuda")),
         "mutations": mutations.attacks(options.seed, options.mutations, num_short=25),
     }
     chosen = found if options.groups is None else {name: found[name] for name in options.groups.split(",")}

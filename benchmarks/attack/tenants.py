@@ -15,9 +15,14 @@ def quiet_attacks() -> list[Attack]:
     return [Attack("prefixes under another salt", _salted, in_short=True)]
 
 
-def attacks() -> list[Attack]:
-    """Return every other attack of this kind."""
-    shapes = [{"depth": 1, "width": 1, "budget": 0}, {"depth": 5, "width": 4, "budget": 16}, {"depth": 2, "width": 2}]
+def attacks(with_trees: bool) -> list[Attack]:
+    """Return every other attack of this kind.
+
+    Args:
+        with_trees: whether a change to a draft tree must leave the neighbours' texts alone, as it does on a CPU.
+    """
+    shapes = [{"depth": 1, "width": 1, "budget": 0}, {"depth": 7, "width": 1, "budget": 0}]
+    shapes += [{"depth": 5, "width": 4, "budget": 16}, {"depth": 2, "width": 2}] if with_trees else []
     wrong = [
         {"depth": 0}, {"depth": 10**9}, {"width": -1}, {"budget": 65}, {"depth": None, "budget": "x"}, {"tree": 1},
         {"simulated_acceptance": [2]}, {"simulated_acceptance": ["a"]},

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from benchmarks.attack.campaign import Row
 from benchmarks.attack.ending import check_log
 from benchmarks.attack.table import report
