@@ -51,7 +51,7 @@ async def attack(options: argparse.Namespace, log: Path, expected: Sequence[str]
     """Run the whole attack; return a row for each group."""
     attacks = groups(options)
     choice = Choice(options.model, options.draft, options.device, options.tp)
-    limits = ["--max-output-tokens", "256", "--request-timeout", "60", "--drain-timeout", f"{DRAIN_S:g}"]
+    limits = ["--max-output-tokens", "256", "--request-timeout", "300", "--drain-timeout", f"{DRAIN_S:g}"]
     port = free_port()
     hosted = HostedServer([*choice.flags, *limits], port, log, options.ceiling_mib)
     await hosted.start()

@@ -36,9 +36,9 @@ def _prompts() -> list[Attack]:
         post("a prompt of empty lists", lambda: _completing(prompt=[[]] * 200_000), fine=REFUSED),
         post("a prompt of lists of text", lambda: _completing(prompt=[["a"] * 10] * 40_000), fine=REFUSED),
         post("128 answers with all log probabilities",
-             _completing(n=128, max_tokens=8, logprobs=20, temperature=1, return_tokens=True), limit_s=120),
+             _completing(n=128, max_tokens=8, logprobs=20, temperature=1, return_tokens=True), limit_s=180),
         post("a scored prompt for 128 answers",
-             lambda: _completing(prompt="a " * 600, n=128, prompt_logprobs=20, echo=True, logprobs=20), limit_s=240),
+             lambda: _completing(prompt="a " * 600, n=128, prompt_logprobs=20, echo=True, logprobs=20), limit_s=300),
     ]  # fmt: skip
 
 

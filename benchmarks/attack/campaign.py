@@ -19,7 +19,7 @@ from benchmarks.serve_client import metrics
 NUM_NEIGHBOURS = 4
 MAX_HANG_S = 2.0
 MAX_GROWTH = 1.10
-_RECOVERY_S = 10.0
+_RECOVERY_S = 20.0
 
 
 @dataclass

@@ -91,8 +91,8 @@ def _headers() -> list[Attack]:
         "a request id with an escape": [("X-Request-ID", f"\x1b[2J{FORGED}")],
         "an expectation": [("Expect", "100-continue")],
         "another expectation": [("Expect", "x" * 100)],
-        "an upgrade to WebSocket": [("Upgrade", "websocket"), ("Connection", "upgrade")],
-        "an upgrade to HTTP/2": [("Upgrade", "h2c"), ("Connection", "Upgrade"), ("HTTP2-Settings", "AA")],
+        "an upgrade to WebSocket": [("Upgrade", "websocket"), ("Connection", "close, upgrade")],
+        "an upgrade to HTTP/2": [("Upgrade", "h2c"), ("Connection", "close, upgrade")],
         "a key of 60 kB": [("Authorization", "Bearer " + "k" * 60_000)],
         "a key that is no ASCII": [("Authorization", "Bearer \xff\xfe")],
         "text for JSON": [("Content-Type", "text/plain")],
@@ -101,7 +101,7 @@ def _headers() -> list[Attack]:
         "two content types": [("Content-Type", "application/json"), ("Content-Type", "text/plain")],
         "a forwarded host": [("X-Forwarded-Host", "evil.example"), ("X-Forwarded-For", "127.0.0.1")],
     }  # fmt: skip
-    fine = (*ANY, 417, NO_ANSWER)
+    fine = (100, *ANY, 417, NO_ANSWER)
     return [raw(name, request("POST", COMPLETIONS, _SMALL, added), fine) for name, added in fields.items()]
 
 
@@ -119,6 +119,7 @@ def _lengths() -> list[Attack]:
         "a length with a sign": [("Content-Length", f"+{length}")],
         "a negative length": [("Content-Length", "-1")],
         "a length of 10^30": [("Content-Length", "1" + "0" * 30)],
+        "a length of 5000 digits": [("Content-Length", "1" * 5000)],
         "a length in hexadecimal": [("Content-Length", "0x20")],
         "a length with an underscore": [("Content-Length", "3_2")],
         "a length in superscript": [("Content-Length", "\xb3\xb2")],

@@ -32,7 +32,7 @@ class Attack:
     name: str
     send: Send
     fine: frozenset[int] = ANY
-    limit_s: float = 30.0
+    limit_s: float = 60.0
     in_short: bool = False
 
 

@@ -186,7 +186,7 @@ class SilentReaders:
     """Clients that ask for much and read nothing, from the beginning of the attack to its end."""
 
     def __init__(self, port: int, count: int = 4) -> None:
-        body = {**_STREAM, "max_tokens": 200, "n": 8, "logprobs": 20, "temperature": 1, "return_tokens": True}
+        body = {**_STREAM, "prompt": "a " * 1200, "n": 4, "max_tokens": 4, "prompt_logprobs": 20}  # megabytes
         self._sockets = [self._ask(port, body) for _ in range(count)]
         self._since = time.monotonic()
 
