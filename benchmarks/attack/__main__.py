@@ -41,7 +41,7 @@ def groups(options: argparse.Namespace) -> dict[str, list[Attack]]:
         "heads": heads.attacks(),
         "sockets": sockets.attacks(options.seed),
         "tenants": tenants.attacks(with_trees=not options.device.startswith("cuda")),
-        "mutations": mutations.attacks(options.seed, options.mutations, num_short=25),
+        "mutations": mutations.attacks(options.seed, options.mutations, num_short=15),
     }
     chosen = found if options.groups is None else {name: found[name] for name in options.groups.split(",")}
     return {name: [a for a in attacks if a.in_short or not options.short] for name, attacks in chosen.items()}
@@ -70,10 +70,10 @@ async def attack(options: argparse.Namespace, log: Path, expected: Sequence[str]
 
 
 async def _run(campaign: Campaign, groups: dict[str, list[Attack]], options: argparse.Namespace) -> None:
-    await campaign.settle(20 if options.short else 100)
+    await campaign.settle(13 if options.short else 100)
     if options.groups is None or "tenants" in options.groups:
         await campaign.strike("tenants", tenants.quiet_attacks())
-    await campaign.invite_neighbours()
+    await campaign.invite_neighbours(2 if options.short else 4)
     readers = None if options.short else sockets.SilentReaders(campaign.wire.port)
     for name, attacks in groups.items():
         await campaign.strike(name, attacks)

@@ -67,8 +67,8 @@ def _chats() -> list[Attack]:
 
 def _tokens() -> list[Attack]:
     return [
-        post("tokenize 4 MB of words", lambda: {"prompt": "ab " * (_MEGABYTE + _MEGABYTE // 4)}, _TOKENIZE,
-             in_short=True),
+        post("tokenize 4 MB of words", lambda: {"prompt": "ab " * (_MEGABYTE + _MEGABYTE // 4)}, _TOKENIZE),
+        post("tokenize 1 MB of words", lambda: {"prompt": "ab " * 350_000}, _TOKENIZE, in_short=True),
         post("tokenize 4 MB without a space", lambda: {"prompt": "a" * (4 * _MEGABYTE - 100)}, _TOKENIZE),
         post("tokenize 300000 emoji", lambda: {"prompt": "\U0001f9d1\u200d" * 150_000}, _TOKENIZE),
         post("tokenize a chat of 3 MB", lambda: {"messages": [{"role": "user", "content": "a b " * 750_000}]},

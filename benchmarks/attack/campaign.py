@@ -16,7 +16,6 @@ from benchmarks.attack.watch import Wait, memory_mib
 from benchmarks.attack.wire import Violation, Wire
 from benchmarks.serve_client import metrics
 
-NUM_NEIGHBOURS = 4
 MAX_HANG_S = 2.0
 MAX_GROWTH = 1.10
 _RECOVERY_S = 20.0
@@ -68,13 +67,13 @@ class Campaign:
         await ordinary_requests(self.wire, num_requests)
         self.hosted.level_mib = memory_mib(self.hosted.process.pid)
 
-    async def invite_neighbours(self) -> None:
+    async def invite_neighbours(self, count: int) -> None:
         """Learn the neighbours' texts while it is quiet, hold them to the offline engine's, and let them begin."""
         texts = await quiet_texts(self.wire)
         for text, offline in zip(texts, self._offline, strict=False):
             require(text == offline, f"before any attack: {text!r} instead of the offline {offline!r}")
         self._neighbours = Neighbours(self.wire, texts, self.hosted.up)
-        self._clients = [asyncio.ensure_future(self._neighbours.client(n)) for n in range(NUM_NEIGHBOURS)]
+        self._clients = [asyncio.ensure_future(self._neighbours.client(n)) for n in range(count)]
 
     async def strike(self, group: str, attacks: Sequence[Attack]) -> None:
         """Make a group's attacks, one after another."""

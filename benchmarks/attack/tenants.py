@@ -6,13 +6,13 @@ from benchmarks.attack.kinds import ANY, COMPLETIONS, REFUSED, Attack, post, req
 from benchmarks.attack.wire import Reply, Wire
 
 _ADMIN = "/admin/speculation"
-_HIT = 1000
+_HIT = 500
 """Cached tokens that only the long prompt's own pages can account for."""
 
 
 def quiet_attacks() -> list[Attack]:
     """Return those that read the server's counters, and so need it to themselves."""
-    return [Attack("prefixes under another salt", _salted, in_short=True)]
+    return [Attack("prefixes under another salt", _salted, limit_s=120, in_short=True)]
 
 
 def attacks(with_trees: bool) -> list[Attack]:
@@ -39,7 +39,7 @@ def attacks(with_trees: bool) -> list[Attack]:
 
 async def _salted(wire: Wire) -> list[int]:
     """Ask the same long prompt under salts; only the same salt may find what was kept."""
-    prompt = "A secret that took long to read. " * 200
+    prompt = "A secret that took long to read. " * 90
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
     statuses = []
 
