@@ -193,6 +193,21 @@ def test_sigterm_under_load_lets_every_answer_finish():
     assert "once upon" not in log  # prompts stay out of the log
 
 
+def test_a_short_request_for_hundreds_of_megabytes_of_log_probabilities_is_refused():
+    asked = {"n": 128, "max_tokens": 8, "temperature": 1}
+    scoring = {"prompt": ["a" * 100] * 4, "prompt_logprobs": 20}
+    answering = {"prompt": ["a" * 60] * 7, "max_tokens": 60, "logprobs": 20}
+    with Running(tiny_engine(), max_waiting=1000) as server, server.client() as client:
+        for fields, name in ((scoring, "prompt_logprobs"), (answering, "logprobs")):
+            answer = client.post("/v1/completions", json={**asked, **fields})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == name
+        fine = {"prompt": "a" * 100, "max_tokens": 1, "prompt_logprobs": 20}
+        scored = client.post("/v1/completions", json=fine).json()["choices"][0]
+        assert len(scored["prompt_logprobs"]) == 100
+        server.wait_idle()
+
+
 def test_keys_limits_and_origins():
     keys = {"api_keys": ("secret-1", "secret-2"), "admin_key": "root", "max_body_bytes": 2000}
     with Running(tiny_engine(), **keys, cors_origins=("https://page.example",)) as server, server.client() as client:

@@ -16,6 +16,7 @@ from slipstream.speculation.sampling import SamplingParams, derive_seed
 
 MAX_TOKENIZED = 1 << 20  # tokens that /tokenize gives at once
 _UNDIVIDED = 1 << 16  # characters that are tokenized without asking whether they are too many
+MAX_LOGPROBS = 1 << 20  # of one answer, some 80 MB of JSON
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class Converter:
             raise HttpError(400, str(error), param=str(error).split()[0]) from error
 
     def _jobs(self, request: Generation, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Job]:
+        _check_logprobs(prompts, params)
         for prompt in prompts:
             try:
                 self.engine.check_request(prompt, params)
@@ -189,6 +191,23 @@ class Converter:
 
 def _too_long(field: str, count: str, limit: int) -> HttpError:
     return HttpError(400, f"{field} has {count} tokens; {limit} is the limit. Shorten it.", param=field)
+
+
+def _check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """Raise if a short request would have an answer of hundreds of megabytes; one answer to a prompt is always fine."""
+    counts = {"prompt_logprobs": 0, "logprobs": 0}
+    if params.prompt_logprobs is not None:
+        counts["prompt_logprobs"] = params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
+    if params.logprobs is not None:
+        counts["logprobs"] = (params.n * len(prompts) - 1) * params.max_tokens * (1 + params.logprobs)
+    for field, count in counts.items():
+        if count > MAX_LOGPROBS:
+            raise HttpError(
+                400,
+                f"{field} asks for up to {count} log probabilities in one answer; {MAX_LOGPROBS} are the most. "
+                "Ask for fewer alternatives, answers (n) or tokens.",
+                param=field,
+            )
 
 
 def _turn(message: ChatMessage, index: int) -> dict[str, str]:

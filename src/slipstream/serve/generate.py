@@ -1,10 +1,13 @@
 """Answering one request: submit its jobs, gather or stream what comes back, and leave nothing behind."""
 
 import asyncio
+import functools
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,8 +19,12 @@ from slipstream.serve.errors import HttpError, stopped, timed_out
 from slipstream.serve.stream import DONE, EventStream, error_events, server_sent_event, until_disconnect
 from slipstream.serve.ticket import Job, StepEvent, Ticket
 from slipstream.serve.worker import EngineWorker
+from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
 
 logger = logging.getLogger(__name__)
+
+_MANY_ENTRIES = 2000  # which take the event loop some ten milliseconds
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,28 +67,30 @@ class Generator:
             body = await until_disconnect(request.receive, self._gather(run))
         finally:
             close()
-        return Response(status_code=499) if body is None else JSONResponse(body)
+        return Response(status_code=499) if body is None else body
 
-    async def _gather(self, run: "_Run") -> object:
+    async def _gather(self, run: "_Run") -> Response:
         while not run.finished:
             await self._next(run)
-        choices = [
-            run.writer.choice(index, run.tallies[index], events, events[-1]) for index, events in enumerate(run.events)
-        ]
-        return run.writer.whole(choices, run.writer.usage(run.tallies))
+
+        def write() -> Response:
+            choices = [
+                run.writer.choice(index, run.tallies[index], events, events[-1])
+                for index, events in enumerate(run.events)
+            ]
+            return JSONResponse(run.writer.whole(choices, run.writer.usage(run.tallies)))
+
+        return await _written(_num_entries(itertools.chain(*run.events), run.wants), write)
 
     async def _stream(self, run: "_Run") -> AsyncIterator[bytes]:
         writer, wants = run.writer, run.wants
         try:
             while not run.finished:
                 index, event = await self._next(run)
-                last = event if event.finish_reason is not None else None
-                usage = writer.usage(run.tallies) if wants.running_usage else None
                 if wants.kind == "chat" and not run.tallies[index].started:
                     # Not before the first token is there: clients take a stream's first event for its first token.
                     yield server_sent_event(writer.chunk([writer.opening(index)]))
-                choice = writer.choice(index, run.tallies[index], [event], last)
-                yield server_sent_event(writer.chunk([choice], usage))
+                yield await _written(_num_entries([event], wants), functools.partial(run.event, index, event))
         except HttpError as error:
             run.outcome = f"error {error.status}"
             yield error_events(error)
@@ -137,3 +146,21 @@ class _Run:
         self.tallies[index].count(event)
         self.events[index].append(event)
         self._num_open -= event.finish_reason is not None
+
+    def event(self, index: int, event: StepEvent) -> bytes:
+        """Return what a stream says of an event."""
+        last = event if event.finish_reason is not None else None
+        usage = self.writer.usage(self.tallies) if self.wants.running_usage else None
+        choice = self.writer.choice(index, self.tallies[index], [event], last)
+        return server_sent_event(self.writer.chunk([choice], usage))
+
+
+def _num_entries(events: Iterable[StepEvent], wants: Wants) -> int:
+    """Return about how many tokens and log probabilities have to be written for events."""
+    each = 1 + (wants.logprobs or 0)
+    return sum(each * len(event.tokens) + MAX_TOP_LOGPROBS * len(event.prompt_logprobs or ()) for event in events)
+
+
+async def _written(num_entries: int, write: Callable[[], T]) -> T:
+    """Return what `write` returns; off the event loop where it has much to write (log probabilities mostly)."""
+    return await asyncio.to_thread(write) if num_entries > _MANY_ENTRIES else write()
