@@ -18,7 +18,7 @@ _SMALL = b'{"prompt": "x", "max_tokens": 1}'
 _CLOSED = frozenset({NO_ANSWER})
 _HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 GIVEN_UP_S = 150.0
-"""By when the server must be rid of a reader that reads nothing: twice its 60 s, where the kernel holds all the bytes."""
+"""By when a reader that reads nothing must be gone: after twice the server's 60 s where the kernel holds the bytes."""
 
 
 def attacks(seed: int) -> list[Attack]:
