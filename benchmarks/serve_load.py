@@ -261,7 +261,7 @@ def main() -> int:
         waits, found = prober.stop(), metrics(port)
     problems = judge(load, found, memory, options.minutes)
     report = summary(options, load, found, waits)
-    report |= {"memory_mib": [round(value) for value in memory], "problems": problems[:20]}
+    report |= {"memory_mib": " ".join(f"{value:.0f}" for value in memory), "problems": problems[:20]}
     print(json.dumps(report, indent=1))
     return 1 if problems else 0
 

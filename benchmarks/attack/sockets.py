@@ -185,8 +185,8 @@ async def _churn(wire: Wire) -> list[int]:
 class SilentReaders:
     """Clients that ask for much and read nothing, from the beginning of the attack to its end."""
 
-    def __init__(self, port: int, count: int = 4) -> None:
-        body = {**_STREAM, "prompt": "a " * 1200, "n": 4, "max_tokens": 4, "prompt_logprobs": 20}  # megabytes
+    def __init__(self, port: int, count: int = 3) -> None:
+        body = {**_STREAM, "prompt": "a " * 900, "n": 2, "max_tokens": 4, "prompt_logprobs": 20}  # megabytes
         self._sockets = [self._ask(port, body) for _ in range(count)]
         self._since = time.monotonic()
 
