@@ -29,18 +29,12 @@ def offline_texts(jobs: Sequence[dict[str, Any]], choice: Choice) -> list[str]:
 
 
 def _answer(jobs: list[dict[str, Any]], choice: Choice) -> list[str]:
-    from slipstream.engine.llm import LLM
-    from slipstream.engine.loading import LoadOptions
-    from slipstream.models.topology import Topology
-    from slipstream.speculation.sampling import SamplingParams
+    from slipstream import LLM, SamplingParams
 
     known = {field.name for field in fields(SamplingParams)}
-    llm = LLM(LoadOptions(choice.model, choice.draft, device=choice.device, topology=Topology(choice.tp)))
-    try:
-        settings = [{name: value for name, value in job.items() if name in known} for job in jobs]
+    settings = [{name: value for name, value in job.items() if name in known} for job in jobs]
+    with LLM(choice.model, choice.draft, device=choice.device, tp=choice.tp) as llm:
         return [
-            llm.generate([job["prompt"]], SamplingParams(**setting))[0].text
+            llm.generate(job["prompt"], SamplingParams(**setting)).text
             for job, setting in zip(jobs, settings, strict=True)
         ]
-    finally:
-        llm.close()
