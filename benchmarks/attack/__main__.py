@@ -29,8 +29,6 @@ from benchmarks.attack.wire import Violation, Wire
 from benchmarks.serve_client import free_port
 from benchmarks.serve_offline import Choice, offline_texts
 
-DRAIN_S = 3.0
-
 
 def groups(options: argparse.Namespace) -> dict[str, list[Attack]]:
     """Return the attacks to make, by group."""
@@ -51,7 +49,7 @@ async def attack(options: argparse.Namespace, log: Path, expected: Sequence[str]
     """Run the whole attack; return a row for each group."""
     attacks = groups(options)
     choice = Choice(options.model, options.draft, options.device, options.tp)
-    limits = ["--max-output-tokens", "256", "--request-timeout", "300", "--drain-timeout", f"{DRAIN_S:g}"]
+    limits = ["--max-output-tokens", "256", "--request-timeout", "300", "--drain-timeout", f"{_drain_s(options):g}"]
     port = free_port()
     hosted = HostedServer([*choice.flags, *limits], port, log, options.ceiling_mib)
     await hosted.start()
@@ -61,7 +59,7 @@ async def attack(options: argparse.Namespace, log: Path, expected: Sequence[str]
         campaign = Campaign(hosted, Wire(port, await vocabulary(Wire(port))), expected)
         await _run(campaign, attacks, options)
         campaign.attribute(prober.stop())
-        await _end(campaign)
+        await _end(campaign, _drain_s(options))
     finally:
         watching.cancel()
         hosted.close()
@@ -84,17 +82,21 @@ async def _run(campaign: Campaign, groups: dict[str, list[Attack]], options: arg
     await campaign.aftermath(13)
 
 
-async def _end(campaign: Campaign) -> None:
+async def _end(campaign: Campaign, drain_s: float) -> None:
     row = campaign.rows.setdefault("ending", Row("ending", 1))
     started = time.monotonic()
     try:
-        row.statuses.update(await drain(campaign.wire, campaign.hosted.process, DRAIN_S))
+        row.statuses.update(await drain(campaign.wire, campaign.hosted.process, drain_s))
         row.statuses.pop(503, None)  # which is what draining answers
     except Violation as violation:
         row.violations.append(str(violation))
     except TimeoutError:
         row.violations.append("the server did not end in time")
     row.seconds = time.monotonic() - started
+
+
+def _drain_s(options: argparse.Namespace) -> float:
+    return 1.0 if options.short else 3.0
 
 
 def _say(options: argparse.Namespace, line: str) -> None:

@@ -148,7 +148,7 @@ def _prompt_ids_once() -> Attack:
     """Return a stream that asks for its prompt's ids, which are to come once and not with every event."""
 
     async def send(wire: Wire) -> list[int]:
-        body = _completing(prompt="a " * 800, max_tokens=40, stream=True, return_token_ids=True, ignore_eos=True)
+        body = _completing(prompt="a " * 300, max_tokens=24, stream=True, return_token_ids=True, ignore_eos=True)
         reply = await wire.post(COMPLETIONS, body)
         carrying = sum(b'prompt_token_ids":[' in line for line in reply.body.splitlines())
         require(carrying <= 1, f"a stream carried its prompt's ids {carrying} times")

@@ -18,7 +18,7 @@ async def drain(wire: Wire, process: "subprocess.Popen[bytes]", drain_s: float) 
     """Stop the server under answers that cannot end in time; every stream must end properly all the same."""
     long = {"prompt": "x", "max_tokens": 250, "n": 16, "ignore_eos": True, "stream": True, "temperature": 1, "seed": 2}
     asked = [asyncio.ensure_future(wire.post(COMPLETIONS, long)) for _ in range(6)]
-    await asyncio.sleep(1.0)  # not synchronisation: they are to be anywhere when the signal comes
+    await asyncio.sleep(0.5)  # not synchronisation: they are to be anywhere when the signal comes
     process.send_signal(signal.SIGTERM)
     late = await asyncio.gather(*(_late(wire) for _ in range(8)))
     async with asyncio.timeout(drain_s + 15):

@@ -96,7 +96,7 @@ async def quiet_texts(wire: Wire) -> list[str]:
 async def ordinary_requests(wire: Wire, count: int) -> None:
     """Ask what people ask, one after another."""
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 12, "seed": 1}
-    long = {"prompt": "Much to read. " * 250, "max_tokens": 4, "seed": 1}
+    long = {"prompt": "Much to read. " * 100, "max_tokens": 4, "seed": 1}
     several = {"prompt": "x", "n": 4, "logprobs": 5, "max_tokens": 12, "temperature": 1, "seed": 1, "stream": True}
     kinds = [(_COMPLETIONS, {**job, "seed": 1}) for job in (*PLAIN, *WITH_GRAMMAR)]
     kinds += [("/v1/chat/completions", chat), (_COMPLETIONS, long), (_COMPLETIONS, several)]

@@ -6,7 +6,7 @@ from benchmarks.attack.kinds import ANY, COMPLETIONS, REFUSED, Attack, post, req
 from benchmarks.attack.wire import Reply, Wire
 
 _ADMIN = "/admin/speculation"
-_HIT = 500
+_HIT = 250
 """Cached tokens that only the long prompt's own pages can account for."""
 
 
@@ -39,7 +39,7 @@ def attacks(with_trees: bool) -> list[Attack]:
 
 async def _salted(wire: Wire) -> list[int]:
     """Ask the same long prompt under salts; only the same salt may find what was kept."""
-    prompt = "A secret that took long to read. " * 90
+    prompt = "A secret that took long to read. " * 45
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
     statuses = []
 
