@@ -8,8 +8,12 @@ as its documentation says: products of MXFP4 blocks (`tl.dot_scaled`).
 
 Products of fewer columns than compile for sm_90 are refused. And every address is checked, as a GPU would not: a kernel
 that reads or writes outside the tensors it was given fails.
+
+Two things are done once that Triton does again and again, which was most of an interpreted kernel's time: it prepares
+its language anew for every function that a kernel calls, and makes a table of types for every value.
 """
 
+import functools
 import os
 
 import numpy as np
@@ -76,12 +80,41 @@ def _use_interpreter():
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
+    _prepare_once(interpreter)
     _watch_addresses(interpreter)
     interpreter._patch_lang_tensor = patch_with_bounds
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot_of_numbers
     interpreter.InterpreterBuilder.create_dot_scaled = dot_scaled
     interpreter.InterpreterBuilder.create_fma = fused
+
+
+def _prepare_once(interpreter):
+    """Prepare the language once a launch for the functions of each module, and look a type up once."""
+    function, executor = interpreter.InterpretedFunction, interpreter.GridExecutor
+    launch, prepare, type_of = executor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
+    type_of_numbers = functools.cache(type_of)
+    prepared: set[int] = set()
+
+    def launch_anew(self, *args, **kwargs):
+        prepared.clear()  # a launch that ends takes back what it prepared
+        return launch(self, *args, **kwargs)
+
+    def call(self, *args, **kwargs):
+        if id(self.fn.__globals__) not in prepared:
+            prepare(self.fn)
+            prepared.add(id(self.fn.__globals__))
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    def type_once(given):
+        # Types of blocks and pointers cannot be keys; a block's is that of its numbers.
+        return type_of(given) if given.scalar.is_ptr() else type_of_numbers(given.scalar)
+
+    executor.__call__, function.__call__ = launch_anew, call
+    interpreter._get_np_dtype = type_once
 
 
 def _watch_addresses(interpreter):
