@@ -2,25 +2,32 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from training import RECIPE, write_target_folder
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "train_ablate.py"
 VARIANTS = [
     "train.unroll=9", "draft.vocab_size=40", "train.freeze_head=true", "draft.feedback=pre_norm", "train.lr=3e-3",
     "train.lr=1e-3,train.unroll=2", "train.rows_per_step=100000",
 ]  # fmt: skip
 
 
+def command(folder):
+    return [str(SCRIPT), str(folder / "target"), "--recipe", str(folder / "recipe.yaml"), "--data", str(folder),
+            "--device", "cpu"]  # fmt: skip
+
+
 def ablate(folder, *arguments):
-    fixed = [str(folder / "target"), "--recipe", str(folder / "recipe.yaml"), "--data", str(folder), "--device", "cpu"]
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train_ablate.py"), *fixed, *map(str, arguments)],
+        [sys.executable, *command(folder), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -50,12 +57,14 @@ def test_one_call_trains_every_variant_and_leaves_a_table_and_json_lines(tmp_pat
     assert all(variant in table for variant in VARIANTS)
 
 
-def test_a_variant_that_is_none_or_changes_the_data_is_refused_at_once(tmp_path):
+def test_a_variant_that_is_none_or_changes_the_data_is_refused_at_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     for variant, why in (
         ("train.rate=1", "is not SECTION.KEY=VALUE"),
         ("data.magpie=1.0", "changes the data"),
         ("train.target_dtype=float16", "changes the data or the target"),
     ):
-        done = ablate(tmp_path, "--work", tmp_path / "w", "--variant", variant)
-        assert done.returncode == 2 and why in done.stderr
+        monkeypatch.setattr("sys.argv", [*command(tmp_path), "--work", str(tmp_path / "w"), "--variant", variant])
+        with pytest.raises(SystemExit) as ended:  # the program in this process: another would only load torch again
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert ended.value.code == 2 and why in capsys.readouterr().err
