@@ -9,11 +9,12 @@ as its documentation says: products of MXFP4 blocks (`tl.dot_scaled`).
 Products of fewer columns than compile for sm_90 are refused. And every address is checked, as a GPU would not: a kernel
 that reads or writes outside the tensors it was given fails.
 
-Two things are done once that Triton does again and again, which was most of an interpreted kernel's time: it prepares
-its language anew for every function that a kernel calls, and makes a table of types for every value.
+Three things are done once that Triton does again and again, which was most of an interpreted kernel's time: it prepares
+its language anew for every function that a kernel calls, and makes a table of types and a shape for every value.
 """
 
 import functools
+import math
 import os
 
 import numpy as np
@@ -90,8 +91,8 @@ def _use_interpreter():
 
 
 def _prepare_once(interpreter):
-    """Prepare the language once a launch for the functions of each module, and look a type up once."""
-    function, executor = interpreter.InterpretedFunction, interpreter.GridExecutor
+    """Prepare the language once a launch for the functions of each module, and make a type and a shape once."""
+    function, executor, tl = interpreter.InterpretedFunction, interpreter.GridExecutor, interpreter.tl
     launch, prepare, type_of = executor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
     type_of_numbers = functools.cache(type_of)
     prepared: set[int] = set()
@@ -113,6 +114,15 @@ def _prepare_once(interpreter):
         # Types of blocks and pointers cannot be keys; a block's is that of its numbers.
         return type_of(given) if given.scalar.is_ptr() else type_of_numbers(given.scalar)
 
+    @functools.cache
+    def shape_of(sizes):
+        return tl.core.constexpr(math.prod(sizes)), tl.core.tuple([tl.core.constexpr(size) for size in sizes])
+
+    def tensor_of_known_shape(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shape_of(tuple(type.shape) if type.is_block() else ())
+
+    tl.tensor.__init__ = tensor_of_known_shape
     executor.__call__, function.__call__ = launch_anew, call
     interpreter._get_np_dtype = type_once
 
