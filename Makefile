@@ -23,7 +23,7 @@ test-browser: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(BIN)/python -m pytest -m browser tests/serve/test_playground.py
 
-# Everything one client could do to the others, against a server on this machine: minutes. ATTACK="--tp 2", say, to choose.
+# Everything one client could do to the others, against a server on this machine: minutes. ATTACK="--tp 3", say, to choose.
 attack: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.attack $(ATTACK)
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.attack                      # minutes: the embedded model and its draft
     python -m benchmarks.attack --short              # seconds: one or two attacks of each kind
-    python -m benchmarks.attack --tp 2               # a model over two ranks
+    python -m benchmarks.attack --tp 3               # a model over ranks (the embedded one has 9 heads)
     python -m benchmarks.attack --device cuda
 
 The server is a process of its own with 256 descriptors. Beside the attack honest clients ask for texts known
