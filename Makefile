@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser attack check fix docs clean sanitize
+.PHONY: demo test test-browser attack check pins fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,7 +20,7 @@ test: $(VENV)/.ready
 test-browser: $(VENV)/.ready
 	command -v chromium || command -v google-chrome || { SUDO=$$(command -v sudo || true); \
 	  $$SUDO apt-get update -qq && $$SUDO apt-get install -qq -y --no-install-recommends chromium; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
 	$(BIN)/python -m pytest -m browser tests/serve/test_playground.py
 
 # Everything one client could do to the others, against a server on this machine: minutes. ATTACK="--tp 3", say, to choose.
@@ -32,6 +32,10 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Whether constraints.txt resolves from the package index alone, for every Python we support. Minutes.
+pins: $(VENV)/.ready
+	$(BIN)/python scripts/check_pins.py
 
 fix: $(VENV)/.ready
 	$(BIN)/ruff format .
