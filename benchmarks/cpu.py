@@ -33,7 +33,8 @@ from peers.arms import PLAIN, Arm, Decoded, Limits, Models, all_arms, decoded, s
 from peers.tables import Point, Results, Turn, aims_table
 from slipstream.bench.hardware import find_hardware
 from slipstream.bench.peers.process import Peer, PeerError
-from slipstream.checkpoint.embedded import embedded_draft, embedded_model
+from slipstream.checkpoint.embedded import embedded_draft
+from slipstream.checkpoint.embedded_folder import embedded_folder
 from slipstream.cli.peers import draft_for_vllm
 from slipstream.train.prompts import read_prompts
 
@@ -82,7 +83,7 @@ def _models() -> Models:
     shipped = embedded_draft()
     if shipped is None:
         sys.exit("This copy of slipstream ships no draft for the embedded model.")
-    return Models(embedded_model(), shipped, draft_for_vllm())
+    return Models(embedded_folder(), shipped, draft_for_vllm())
 
 
 def _load(console: Console, stack: ExitStack, arms: list[Arm]) -> dict[str, Peer]:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft, embedded_model
+from slipstream.checkpoint.embedded import embedded_draft, embedded_model
 from slipstream.engine.llm import LLM
 from slipstream.kernels import Cut, RoundResult
 from slipstream.speculation.controller import ChainController, DraftedChain, DraftedPass, Reach
@@ -113,7 +113,7 @@ class Recorder:
         draft = embedded_draft()
         assert draft is not None, "the embedded draft ships with the package"
         self._llm = LLM(
-            embedded_model() / GGUF_FILE,
+            embedded_model(),
             draft,
             tree=TreeShape.chain(DEPTH),
             max_context=1024,

@@ -12,7 +12,7 @@ import statistics
 
 import torch
 
-from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
+from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.engine.loading import read_draft
@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     ops = CpuOps(args.threads)
-    target = load_target(open_checkpoint(resolve("embedded") / GGUF_FILE), torch.float32, CPU, ops=ops)
+    target = load_target(open_checkpoint(resolve("embedded")), torch.float32, CPU, ops=ops)
     path = embedded_draft()
     assert path is not None, "the embedded draft ships with the package"
     draft = read_draft(path, target, None, ops)

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import transformers
 
-from slipstream.checkpoint.embedded import embedded_model
+from slipstream.checkpoint.embedded_folder import embedded_folder
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--kernels", choices=KERNEL_CHOICES, default="auto")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    folder = embedded_model()
+    folder = embedded_folder()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours = load_target(open_checkpoint(folder), torch.float32, torch.device("cpu"), max_position=512)
     ops = select(torch.device("cpu"), args.kernels)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from gpu_models import Bundle, weights_of
-from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft, embedded_model
+from slipstream.checkpoint.embedded import embedded_draft, embedded_model
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.kernels import select
@@ -29,10 +29,10 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cpu")
     ops = select(device, "reference")
-    folder = embedded_model()
-    target = load_target(open_checkpoint(folder / GGUF_FILE), torch.float32, device, ops=ops)
+    model = embedded_model()
+    target = load_target(open_checkpoint(model), torch.float32, device, ops=ops)
     draft = load_draft(open_checkpoint(embedded_draft()), target, torch.bfloat16, target.spec.max_position)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(model)
     prompts = [tokenizer.encode_chat(messages) for messages in read_prompts(args.questions)[: args.count]]
     bundle = Bundle(
         target_spec=target.spec,

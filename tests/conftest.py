@@ -78,6 +78,6 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def embedded_folder() -> Path:
     """The embedded model's folder, fetched and converted on first use."""
-    from slipstream.checkpoint.embedded import embedded_model
+    from slipstream.checkpoint.embedded_folder import embedded_folder
 
-    return embedded_model()
+    return embedded_folder()

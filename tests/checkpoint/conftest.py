@@ -1,12 +1,6 @@
 import pytest
 
-from slipstream.checkpoint.embedded import embedded_model
 from slipstream.checkpoint.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="session")
-def embedded_folder():
-    return embedded_model()
 
 
 @pytest.fixture(scope="session")

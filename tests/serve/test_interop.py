@@ -13,7 +13,7 @@ from tiny_server import Running, tiny_engine
 
 from interop import GUIDELLM, LM_EVAL, OPENAI, SCHEMATHESIS, SGLANG, VLLM, run_client
 from ports import free_port
-from slipstream.checkpoint.embedded import embedded_model
+from slipstream.checkpoint.embedded_folder import embedded_folder
 
 pytestmark = [pytest.mark.interop, pytest.mark.embedded]
 
@@ -87,7 +87,7 @@ VLLM_BENCH_SERVE = (
 
 
 def test_vllm_bench_serve_prints_our_acceptance(url):
-    arguments = ["--backend", "openai", "--base-url", url, "--model", "embedded", "--tokenizer", str(embedded_model())]
+    arguments = ["--backend", "openai", "--base-url", url, "--model", "embedded", "--tokenizer", str(embedded_folder())]
     arguments += ["--dataset-name", "random", "--random-input-len", "48", "--random-output-len", "64"]
     arguments += ["--num-prompts", "8", "--max-concurrency", "4", "--ignore-eos", "--temperature", "0"]
     before = httpx.get(f"{url}/speculation").json()["statistics"]
@@ -104,7 +104,7 @@ def test_vllm_bench_serve_prints_our_acceptance(url):
 
 @pytest.mark.parametrize("backend", ["sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat"])
 def test_sglang_bench_serving(url, backend, tmp_path):
-    arguments = ["--backend", backend, "--base-url", url, "--model", "embedded", "--tokenizer", str(embedded_model())]
+    arguments = ["--backend", backend, "--base-url", url, "--model", "embedded", "--tokenizer", str(embedded_folder())]
     arguments += ["--dataset-name", "random-ids", "--random-input-len", "32", "--random-output-len", "16"]
     arguments += ["--random-range-ratio", "1", "--num-prompts", "6", "--max-concurrency", "3"]
     arguments += ["--output-file", str(tmp_path / "result.jsonl")]
@@ -144,7 +144,7 @@ def lm_eval(tmp_path: Path, task: dict[str, object], *arguments: str) -> dict:
 def test_lm_eval_ranks_choices_by_the_log_probabilities_of_prompts(url, tmp_path):
     task = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "choices"}
     task |= {"doc_to_target": "gold", "metric_list": [{"metric": "acc"}]}
-    settings = f"model=embedded,base_url={url}/v1/completions,tokenizer={embedded_model()},num_concurrent=2"
+    settings = f"model=embedded,base_url={url}/v1/completions,tokenizer={embedded_folder()},num_concurrent=2"
     found = lm_eval(tmp_path, task, "--model", "local-completions", "--model_args", settings)
     assert found["results"]["acc,none"] == 1.0  # the choices are absurd enough for a model of any size
 
@@ -169,7 +169,7 @@ def test_guidellm(url, tmp_path):
     out = tmp_path / "result.json"
     arguments = ["--backend", f"kind=openai_http,target={url},model=embedded"]
     arguments += ["--profile", "kind=concurrent,streams=3", "--constraint", "kind=max_requests,count=6"]
-    arguments += ["--tokenizer", f"kind=hf_auto,model={embedded_model()}"]
+    arguments += ["--tokenizer", f"kind=hf_auto,model={embedded_folder()}"]
     arguments += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16"]
     arguments += ["--output", f"kind=json,path={out}", "--disable-progress"]
     text = run_client(GUIDELLM, ["-m", "guidellm", "run", *arguments])

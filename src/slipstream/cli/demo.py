@@ -109,10 +109,10 @@ def demo(
 
     console = Console()
     SamplingParams(max_tokens=max_tokens, temperature=temperature)  # refuses what cannot be, before anything is loaded
-    folder = options.fetch_embedded(console)
+    model = options.fetch_embedded(console)
     with console.status("loading the embedded model"):
         arms, tokenizer, summary = _arms(options.kernel_choice(kernels), max_tokens)
-    others = _others(console, beside, folder, max_tokens, temperature)
+    others = _others(console, beside, model, max_tokens, temperature)
     if others:
         arms = [arm for arm in arms if arm.name != NGRAM]  # a screen holds four columns
     runners: list[Arm | LlamaArm] = [*arms, *others]
@@ -136,7 +136,7 @@ def demo(
     console.print(_next_steps(), soft_wrap=True)
 
 
-def _others(console: Console, beside: str, folder: "Path", max_tokens: int, temperature: float) -> "list[LlamaArm]":
+def _others(console: Console, beside: str, model: "Path", max_tokens: int, temperature: float) -> "list[LlamaArm]":
     """Start llama.cpp for the race if it is wanted, and otherwise say how to have it."""
     from slipstream.bench.peers.environments import has_llama
 
@@ -149,11 +149,10 @@ def _others(console: Console, beside: str, folder: "Path", max_tokens: int, temp
         return []
     import torch
 
-    from slipstream.checkpoint.embedded import GGUF_FILE
     from slipstream.cli.beside import llama_arms
 
     with console.status("loading llama.cpp (the first time it is compiled: minutes)"):
-        return llama_arms(folder / GGUF_FILE, torch.get_num_threads(), _PROMPT_ROOM + max_tokens)
+        return llama_arms(model, torch.get_num_threads(), _PROMPT_ROOM + max_tokens)
 
 
 def _arms(kernels: "KernelChoice", max_tokens: int) -> tuple[list[Arm], "Tokenizer", tuple[str, ...]]:

@@ -66,7 +66,7 @@ def _triton() -> tuple[str, bool, str]:
 def _embedded() -> tuple[str, bool, str]:
     from slipstream.checkpoint.embedded import cached_model
 
-    folder = cached_model()
-    if folder is None:
+    model = cached_model()
+    if model is None:
         return "embedded model", False, "not fetched yet; the first run takes it from the package index (about 100 MB)"
-    return "embedded model", True, str(folder)
+    return "embedded model", True, str(model)

@@ -77,7 +77,7 @@ def kernel_choice(name: str) -> "KernelChoice":
 
 
 def fetch_embedded(console: Console) -> "Path":
-    """Return the embedded model's folder, with progress on the first run."""
+    """Return the embedded model's file, with progress on the first run."""
     from slipstream.checkpoint.embedded import embedded_model
 
     with Phases(console) as phases:

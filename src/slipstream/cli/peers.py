@@ -5,7 +5,8 @@ from pathlib import Path
 from slipstream.bench.peers.environments import environments_dir, vllm_environment
 from slipstream.bench.peers.process import PeerError
 from slipstream.checkpoint.draft_rewrite import rewrite_draft
-from slipstream.checkpoint.embedded import embedded_draft, embedded_model
+from slipstream.checkpoint.embedded import embedded_draft
+from slipstream.checkpoint.embedded_folder import embedded_folder
 from slipstream.checkpoint.writer import FolderExistsError
 from slipstream.train.lineage import weights_digest
 
@@ -29,6 +30,6 @@ def vllm_settings() -> dict[str, str]:
     """Return what `recipes/bench/embedded-vllm.yaml` needs to find vLLM here, installing it if need be."""
     return {
         "servers.vllm.program": f"[{vllm_environment() / 'vllm'},serve]",
-        "servers.vllm.model": str(embedded_model()),
+        "servers.vllm.model": str(embedded_folder()),
         "drafts.for-vllm.path": str(draft_for_vllm()),
     }

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from slipstream.checkpoint.config import draft_spec, model_spec
-from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
+from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.hub import EMBEDDED, is_embedded, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
@@ -138,8 +138,6 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     path = resolve(options.model)
     ops = select(device, options.kernels)
     as_stored = options.dtype == "auto" and ops.name == "cpu"  # no other kernels read GGUF blocks fast
-    if as_stored and str(options.model) == EMBEDDED:
-        path = path / GGUF_FILE
     expand = path.suffix == ".gguf" and not as_stored
     target = load_target(open_checkpoint(path), dtype, device, ops=None if expand else ops, ranks=seat.ranks)
     max_context = options.max_context or min(_DEFAULT_CONTEXT, target.spec.max_position)
