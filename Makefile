@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser attack check pins fix docs clean sanitize
+.PHONY: demo test test-browser attack check pins wheel fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,15 @@ check: $(VENV)/.ready
 pins: $(VENV)/.ready
 	$(BIN)/python scripts/check_pins.py
 
+# An sdist, and a wheel for any Python 3: of manylinux_2_28 where a compiler builds the kernels, else for any platform.
+wheel: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[release]"
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	for built in dist/*-linux_x86_64.whl; do test ! -e "$$built" || { \
+	  $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --wheel-dir dist "$$built" && rm "$$built"; }; done
+	ls -l dist
+
 fix: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -51,7 +60,7 @@ docs: $(VENV)/.docs
 	@echo "open build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 
 # The CPU kernels with address and undefined-behaviour checks, over their tests; then built anew without.
 sanitize: $(VENV)/.ready

@@ -65,7 +65,7 @@ def _resolve(python: str, pip: str, scratch: Path, report: Path) -> subprocess.C
 
 
 def requirements() -> list[str]:
-    """Return what `.[dev,browser]` asks for, the package's own extras written out."""
+    """Return what the package and all its extras ask for, the package's own extras written out."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     wanted = [*project["dependencies"], *extras]

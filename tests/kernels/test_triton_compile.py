@@ -11,7 +11,10 @@ pytest.importorskip("triton")
 from triton_samples import compiled_by
 
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10}
-SPILLS = {"sm_90": 64}  # bytes of stack: 8 in whole prompts' attention, 32 in latents, 64 in FP8 over 256 rows
+SPILLS = {
+    "sm_90": 64,  # bytes of stack: 8 in whole prompts' attention, 32 in latents, 64 in FP8 over 256 rows
+    "gfx942": 2,  # registers, by Triton 3.7.1 in FP8 over 256 rows
+}
 
 
 def compiled(architecture: str) -> list[dict]:

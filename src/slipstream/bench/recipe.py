@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model; `path` is where it lies when that is not its id."""
+    """A draft model; `path` is where it lies when that is not its id; "embedded" is the one that ships."""
 
     id: str
     precision: str

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from slipstream.bench.recipe import Arm, Recipe, Topology, Workload
+from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.errors import ConfigError
 from slipstream.records.schema import SchemaError, read
 from slipstream.records.store import sha256_of
@@ -96,14 +97,17 @@ def context_of(recipe: Recipe, arm: Arm, workload: Workload) -> int | None:
 
 
 def _with_paths(recipe: Recipe, folder: Path) -> Recipe:
-    """Make paths that begin with a dot lead from the recipe's folder, wherever the command is run."""
+    """Make paths that begin with a dot lead from the recipe's folder, and "embedded" the draft that ships."""
 
     def resolve(name: str | None) -> str | None:
         return str((folder / name).resolve()) if name is not None and name.startswith(".") else name
 
+    def draft_path(name: str | None) -> str | None:
+        return str(embedded_draft()) if name == "embedded" else resolve(name)
+
     return replace(
         recipe,
-        drafts={key: replace(draft, path=resolve(draft.path)) for key, draft in recipe.drafts.items()},
+        drafts={key: replace(draft, path=draft_path(draft.path)) for key, draft in recipe.drafts.items()},
         servers={key: replace(server, model=resolve(server.model)) for key, server in recipe.servers.items()},
         workloads={
             key: replace(workload, path=str((folder / workload.path).resolve()) if workload.path else None)

