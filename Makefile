@@ -43,7 +43,7 @@ wheel: $(VENV)/.ready
 	rm -rf dist build
 	$(BIN)/python -m build --outdir dist .
 	for built in dist/*-linux_x86_64.whl; do test ! -e "$$built" || { \
-	  $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --wheel-dir dist "$$built" && rm "$$built"; }; done
+	  PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --wheel-dir dist "$$built" && rm "$$built"; }; done
 	ls -l dist
 
 fix: $(VENV)/.ready
