@@ -10,8 +10,6 @@ from rich.table import Table
 from slipstream.cli import options
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RopeSpec
     from slipstream.checkpoint.summary import CheckpointSummary
 
@@ -34,23 +32,12 @@ def inspect(
     from slipstream.checkpoint.summary import summarise
 
     console = Console()
-    summary = summarise(open_checkpoint(_stored(path)), target_layers)
+    options.fetch_if_embedded(path, Console(stderr=True))
+    summary = summarise(open_checkpoint(path), target_layers)
     console.print(_overview(summary))
     console.print(_dtypes(summary))
     if tensors:
         console.print(_tensors(summary))
-
-
-def _stored(name: str) -> "str | Path":
-    """Return what to open: of the embedded model the file that runs, not what was expanded from it for others."""
-    from slipstream.checkpoint.embedded import GGUF_FILE
-    from slipstream.checkpoint.hub import is_embedded, resolve
-
-    if not is_embedded(name):
-        return name
-    options.fetch_if_embedded(name, Console(stderr=True))
-    found = resolve(name)
-    return file if (file := found / GGUF_FILE).is_file() else found
 
 
 def _overview(summary: "CheckpointSummary") -> Table:

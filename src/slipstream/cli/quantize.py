@@ -45,7 +45,8 @@ def quantize(
 
       slipstream quantize embedded --scheme int4 --exclude "*.mlp.*" --out int4
     """
-    from slipstream.checkpoint.hub import resolve
+    from slipstream.checkpoint.embedded_folder import embedded_folder
+    from slipstream.checkpoint.hub import is_embedded, resolve
     from slipstream.errors import ConfigError
     from slipstream.quant.left_alone import left_alone
     from slipstream.quant.plan import QuantizeOptions, plan_quantize
@@ -64,7 +65,9 @@ def quantize(
     )
     _keep_freed_memory()
     console = Console()
-    if (found := resolve(source)).suffix == ".gguf":
+    # The embedded model stands here for any target; as it ships its weights are quantized already.
+    found = embedded_folder() if is_embedded(source) else resolve(source)
+    if found.suffix == ".gguf":
         raise ConfigError(f"{found}: the weights of a .gguf file are quantized already; start from a folder.")
     plan = plan_quantize(found, options)
     with Phases(Console(stderr=True)) as phases:
