@@ -73,7 +73,7 @@ def test_fp8_blocks_are_split_between_blocks_and_never_through_one(tmp_path):
     whole = dequantize(packed_weight(source, scheme, module, 256, COLUMNS))
     part = packed_part(source, scheme, module, Span(256, 128, 256), Span(COLUMNS, 128, 256))
     assert torch.equal(dequantize(part), whole[128:, 128:])
-    with pytest.raises(ConfigError, match=r"rows \[64, 128\) of 256 begin or end inside a stored block of 128.*ep"):
+    with pytest.raises(ConfigError, match=r"rows \[64, 128\) of 256 begin or end inside a stored block of 128"):
         packed_part(source, scheme, module, Span(256, 64, 128), Span.whole(COLUMNS))
 
 

@@ -94,6 +94,11 @@ class Leader:
             found.append(answer)
         return found
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank was lost, and the group with it."""
+        return self._is_lost.is_set()
+
     def when_lost(self, callback: Callable[[RankLostError], None]) -> None:
         """Call back once, from another thread, when a rank is lost."""
         with self._lock:
@@ -135,8 +140,9 @@ class Leader:
                         self._lose(RankLostError(f"Rank {rank} {self._fate(rank)}; the other ranks were ended."))
                     return
                 if isinstance(message, _Failed):
-                    reason = message.reason
-                    self._lose(RankLostError(f"Rank {rank} failed ({reason}); the other ranks were ended."))
+                    if not self._closed:  # while all end, nobody is missed
+                        reason = message.reason
+                        self._lose(RankLostError(f"Rank {rank} failed ({reason}); the other ranks were ended."))
                     return
                 self._answers[rank].put(message)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it, but not to type checkers
 
 from slipstream.engine.channel import Follower, Leader, connect
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.parallel import ALONE, Ranks
 from slipstream.models.topology import Topology
 
@@ -67,10 +67,13 @@ def take_seat(topology: Topology, device: torch.device, program: Callable[[O, Se
 
 def leave(seat: Seat) -> None:
     """End the other ranks, if this is the first, and part from them."""
+    lost = False
     if isinstance(seat.channel, Leader):
         atexit.unregister(seat.channel.close)
         seat.channel.close()
-    if seat.ranks.group is not None and dist.is_initialized():
+        lost = seat.channel.has_lost
+    # A group whose exchanges were aborted is gone already; to destroy it again may abort the process.
+    if seat.ranks.group is not None and dist.is_initialized() and not lost:
         dist.destroy_process_group()
 
 
@@ -114,6 +117,9 @@ def run_other(seat: Seat, program: Callable[[O, Seat], None], options: O) -> Non
         signal.signal(number, signal.SIG_IGN)
     try:
         program(options, seat)
+    except SlipstreamError as error:  # a sentence, which the first rank shows
+        seat.channel.fail(error)
+        raise SystemExit(1) from error
     except Exception as error:
         seat.channel.fail(error)
         raise

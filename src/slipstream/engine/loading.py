@@ -32,12 +32,16 @@ from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_draft, load_target
 from slipstream.models.packing import quantize_linears
+from slipstream.models.split import check_draft_split, check_target_split
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
 from slipstream.speculation.tree import TreeShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_CONTEXT = 4096
+_USUAL_POSITIONS = 1 << 17
+"""Rotary tables are this long at most (tens of MB) unless a longer context is asked for: configs may say any."""
+_DRAFTED_POSITIONS = 1024  # drafted tokens may lie past the context's end before they are dropped
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,7 @@ def load(options: LoadOptions) -> Loaded:
     torchrun started as another rank this never returns: it serves the first rank until that is done, then exits.
     """
     device = _device(options.device)
-    source = open_checkpoint(resolve(options.model))
-    options.topology.check(model_spec(source.config, source.folder))
+    _check_split(options, device)
     seat = take_seat(options.topology, device, _follow, options)
     if isinstance(seat.channel, Follower):
         run_other(seat, _follow, options)
@@ -115,6 +118,34 @@ def load(options: LoadOptions) -> Loaded:
     except BaseException:
         leave(seat)
         raise
+
+
+def _check_split(options: LoadOptions, device: torch.device) -> None:
+    """Refuse what cannot be split before a rank is started: here it is a sentence, there the end of a group."""
+    if options.topology == Topology():
+        return
+    ops = select(device, options.kernels)
+    path, kept_for = _target_path(options, ops)
+    source = open_checkpoint(path)
+    check_target_split(source, options.topology, kept_for)
+    draft = _draft_path(options)
+    if draft is not None and draft != "ngram":
+        spec = model_spec(source.config, source.folder)
+        check_draft_split(open_checkpoint(draft), spec, options.topology, ops)
+
+
+def _target_path(options: LoadOptions, ops: Ops) -> tuple[Path, Ops | None]:
+    """Return what the target is read from, and the kernels its packed weights are kept for (None: expanded)."""
+    path = resolve(options.model)
+    as_stored = options.dtype == "auto" and ops.name == "cpu"  # no other kernels read GGUF blocks fast
+    return path, None if path.suffix == ".gguf" and not as_stored else ops
+
+
+def _draft_path(options: LoadOptions) -> str | Path | None:
+    """Return the draft to read, "ngram", or None."""
+    if options.draft == "auto":
+        return embedded_draft() if str(options.model) == EMBEDDED else None
+    return None if options.draft == "none" else options.draft
 
 
 @dataclass(frozen=True)
@@ -135,12 +166,13 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     """Read this rank's part of the target, and the draft if this rank has any of it."""
     device = seat.device
     dtype = _dtype(options.dtype, device)
-    path = resolve(options.model)
     ops = select(device, options.kernels)
-    as_stored = options.dtype == "auto" and ops.name == "cpu"  # no other kernels read GGUF blocks fast
-    expand = path.suffix == ".gguf" and not as_stored
-    target = load_target(open_checkpoint(path), dtype, device, ops=None if expand else ops, ranks=seat.ranks)
-    max_context = options.max_context or min(_DEFAULT_CONTEXT, target.spec.max_position)
+    path, kept_for = _target_path(options, ops)
+    source = open_checkpoint(path)
+    allowed = model_spec(source.config, source.folder).max_position
+    max_context = options.max_context or min(_DEFAULT_CONTEXT, allowed)
+    positions = min(allowed, max(_USUAL_POSITIONS, max_context + _DRAFTED_POSITIONS))
+    target = load_target(source, dtype, device, positions, kept_for, seat.ranks)
     config = dataclasses.replace(options.engine, max_context=max_context)
     has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
     draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
@@ -214,7 +246,7 @@ def read_draft(
     topology = topology or Topology()
     topology.check_draft(draft_spec(source.config, source.folder, target.spec.num_layers))
     split = topology.draft_tp > 1
-    draft = load_draft(source, target, dtype or target.embed_tokens.dtype, target.spec.max_position, ops, split)
+    draft = load_draft(source, target, dtype or target.embed_tokens.dtype, target.rotary.cos_Pr.shape[0], ops, split)
     if dtype is None and ops.name == "cpu":
         quantize_linears(draft, ops, but=target.lm_head)
     return draft
@@ -281,10 +313,8 @@ def _draft(
     options: LoadOptions, target: Target, dtype: torch.dtype, ops: Ops
 ) -> tuple[Eagle3Draft | Literal["ngram"] | None, str]:
     """Return the draft and a line that says which it is."""
-    wanted: str | Path | None = options.draft
-    if wanted == "auto":
-        wanted = embedded_draft() if str(options.model) == EMBEDDED else None
-    if wanted is None or wanted == "none":
+    wanted = _draft_path(options)
+    if wanted is None:
         return None, "none (plain decoding)"
     if wanted == "ngram":
         return "ngram", f"n-gram lookup, {TreeShape.chain((options.tree or TreeShape()).depth)}"

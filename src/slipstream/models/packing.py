@@ -30,6 +30,10 @@ class PackedSource(Protocol):
         """Return the tensors that make up a module's packed weight, by suffix; None if it is stored dense."""
         ...
 
+    def check_cut(self, module: str, rows: Span, columns: Span) -> None:
+        """Raise ConfigError if those rows and columns of a packed weight begin or end inside a stored block."""
+        ...
+
     def read(self, module: str, rows: Span, columns: Span) -> PackedWeight:
         """Return a module's packed weight, or the rows and columns of it that one rank holds."""
         ...
@@ -46,17 +50,21 @@ class GgufBlocks:
         known = self._reader.info(f"{module}.weight").dtype.lower() in BLOCK_FORMATS
         return {"weight": shape} if known else None
 
-    def read(self, module: str, rows: Span, columns: Span) -> PackedWeight:
-        """Copy the blocks out of the file."""
-        raw = self._reader.raw(f"{module}.weight")
-        format = raw.quant_type.lower()
-        blocks = BLOCK_FORMATS[format]
+    def check_cut(self, module: str, rows: Span, columns: Span) -> None:
+        """Blocks lie along rows, so any rows can be had, but columns by the block."""
+        blocks = BLOCK_FORMATS[self._reader.info(f"{module}.weight").dtype.lower()]
         if columns.start % blocks.columns or columns.stop % blocks.columns:
             raise ConfigError(
                 f"{self._reader.path}: a rank's columns [{columns.start}, {columns.stop}) of {module} cut through a "
-                f"block of {blocks.columns}. Use fewer tensor-parallel ranks, or another dtype than auto to expand the "
-                "blocks."
+                f"block of {blocks.columns}. A named --dtype expands the blocks, which can then be cut anywhere."
             )
+
+    def read(self, module: str, rows: Span, columns: Span) -> PackedWeight:
+        """Copy the blocks out of the file."""
+        self.check_cut(module, rows, columns)
+        raw = self._reader.raw(f"{module}.weight")
+        format = raw.quant_type.lower()
+        blocks = BLOCK_FORMATS[format]
         first, last = (blocks.row_bytes(index) for index in (columns.start, columns.stop))
         data = raw.data.reshape(rows.total, -1).view("uint8")[rows.start : rows.stop, first:last]
         return PackedWeight(format, rows.size, columns.size, torch.from_numpy(data.copy()))
@@ -97,6 +105,12 @@ class QuantizedFolder:
             actual = self._source.info(name).shape if name in self._names else form.shape
             stored[suffix] = actual if form.fits(actual) else form.shape
         return stored
+
+    def check_cut(self, module: str, rows: Span, columns: Span) -> None:
+        """Work out the windows that would be read."""
+        names = {suffix: f"{module}.{suffix}" for suffix in self._scheme.tensors_for(module, rows.total, columns.total)}
+        shapes = {suffix: self._source.info(name).shape for suffix, name in names.items() if name in self._names}
+        self._scheme.windows(module, rows, columns, shapes)
 
     def read(self, module: str, rows: Span, columns: Span) -> PackedWeight:
         """Read and normalise."""

@@ -41,7 +41,7 @@ def _cut(module: str, side: str, span: Span, entries: int) -> Span:
     if span.start % per_entry or (span.stop % per_entry and span.stop != span.total):
         raise ConfigError(
             f"{module}: a rank's {side} [{span.start}, {span.stop}) of {span.total} begin or end inside a stored "
-            f"block of {per_entry}. Use fewer tensor-parallel ranks, or give each rank whole experts (ep)."
+            f"block of {per_entry}."
         )
     return Span(entries, span.start // per_entry, -(-span.stop // per_entry))
 
