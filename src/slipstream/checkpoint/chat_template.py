@@ -1,74 +1,64 @@
-"""Render a checkpoint's chat template: Jinja in a sandbox, with the few functions that templates use."""
+"""A checkpoint's chat template: its syntax is checked here, and it is rendered in a child process with limits."""
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateSyntaxError
 
+from slipstream.checkpoint.confined import Confined, LimitError, Limits
+from slipstream.checkpoint.template_program import template_environment
 from slipstream.errors import CheckpointError, RequestError
 
 TemplateValue = str | int | float | bool | None | Sequence[Any] | Mapping[str, Any]  # JSON, hence Any
+LONGEST_TEMPLATE = 1 << 17
+"""Characters; the longest published ones have thirty thousand."""
+LIMITS = Limits(cpu_s=1.0, memory_bytes=1 << 30, answer_bytes=64 << 20)
 
 
 class ChatTemplate:
-    """A compiled chat template; `origin` names the file it came from, for messages."""
+    """A chat template; `origin` names the file it came from, for messages."""
 
     def __init__(self, source: str, origin: str) -> None:
         self._origin = origin
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationTag]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        self._source = source
+        self._child = Confined("slipstream.checkpoint.template_program", LIMITS)
+        if len(source) > LONGEST_TEMPLATE:
+            raise CheckpointError(
+                f"{origin}: the chat template has {len(source)} characters; at most {LONGEST_TEMPLATE} are read."
+            )
         try:
-            self._template = environment.from_string(source)
+            template_environment().parse(source)  # not compiled: that would already compute constants
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"{origin}: the chat template is not valid Jinja (line {error.lineno}: {error.message})."
             ) from error
+        except RecursionError as error:
+            raise CheckpointError(f"{origin}: the chat template is nested too deep.") from error
 
     def render(self, variables: Mapping[str, TemplateValue]) -> str:
-        """Return the text for the given variables; what the template refuses is a RequestError."""
+        """Return the text for the given variables; what the template refuses, or cannot do in time, is a RequestError.
+
+        Rendering may take a second of processor time at the most.
+        """
         try:
-            return self._template.render(**variables)
-        except _RefusedError as error:
-            raise RequestError(f"The model's chat template refuses these messages: {error}") from error
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            answer = self._child.call({"source": self._source, "variables": dict(variables)})
+        except LimitError as error:
+            raise self._too_much(str(error)) from error
+        if "refused" in answer:
+            raise RequestError(f"The model's chat template refuses these messages: {answer['refused']}")
+        if "exceeded" in answer:
+            megabytes = LIMITS.memory_bytes >> 20
+            depth = answer["exceeded"] == "depth"
+            raise self._too_much("it calls itself too often" if depth else f"it takes more than {megabytes} MB")
+        if "failed" in answer:
             raise RequestError(
                 f"{self._origin}: the chat template fails on these messages "
-                f"({type(error).__name__}: {error}). Each message needs a 'role' and a 'content'."
-            ) from error
+                f"({answer['failed']}). Each message needs a 'role' and a 'content'."
+            )
+        return str(answer["text"])
 
-
-class _RefusedError(Exception):
-    """What a template raises through raise_exception, apart from Jinja's own errors."""
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}`, which marks the answer for training masks; here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own class attribute)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Read up to `endgeneration`, and return the body itself."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise _RefusedError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:  # any JSON value
-    # Jinja's own tojson escapes <, > and & for HTML, which would change what the model reads.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    def _too_much(self, reason: str) -> RequestError:
+        return RequestError(
+            f"{self._origin}: the chat template cannot be rendered within its limits ({reason}). Send fewer or "
+            f"shorter messages; if it is so with any, the template is broken or malicious."
+        )

@@ -6,7 +6,8 @@ from typing import Any
 
 from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
-from slipstream.checkpoint.fields import MOST_LAYERS, Fields, check_activation, config_file, dtype_name
+from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
+from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.moe_config import read_deepseek_moe, read_minimax_moe, read_mla, text_fields
 from slipstream.checkpoint.rope import read_rope, write_rope
 from slipstream.checkpoint.spec import ModelSpec, MoeSpec
@@ -116,7 +117,7 @@ def _architecture(fields: Fields) -> str:
         raise fields.error("architectures", f"is missing. Slipstream reads {', '.join(TARGETS)}.")
     if names[0] not in TARGETS:
         raise CheckpointError(
-            f"{fields.file}: architecture {names[0]!r} is not one that slipstream runs as a target. "
+            f"{fields.file}: architecture {shown(names[0])} is not one that slipstream runs as a target. "
             f"It runs {', '.join(TARGETS)}."
         )
     return names[0]
@@ -130,10 +131,16 @@ def _moe(fields: Fields, family: str) -> MoeSpec | None:
 
 def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
     if fields.has("head_dim") or architecture == "Qwen3ForCausalLM":
-        return fields.integer("head_dim", 128)
+        return fields.integer("head_dim", 128, maximum=WIDEST_HEAD)
     if hidden_size % num_heads:
         raise fields.error(
             "head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads."
+        )
+    if hidden_size // num_heads > WIDEST_HEAD:
+        raise fields.error(
+            "num_attention_heads",
+            f"is {num_heads}, so heads would be {hidden_size // num_heads} wide, which no model has (at most "
+            f"{WIDEST_HEAD} is read); fetch the file again.",
         )
     return hidden_size // num_heads
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.checkpoint.captures import read_captures
-from slipstream.checkpoint.fields import MOST_LAYERS, Fields, check_activation, config_file, dtype_name
+from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
+from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.moe_config import read_mla
 from slipstream.checkpoint.rope import read_rope
 from slipstream.checkpoint.spec import DraftSpec
@@ -64,9 +65,10 @@ _EAGLE_SWITCHES = {
 
 def is_draft(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes an EAGLE-3 draft rather than a whole model."""
-    names = config.get("architectures") or [""]
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else ""
     marks = ("speculators_model_type", "draft_vocab_size", "eagle_config")
-    return "eagle3" in str(names[0]).lower() or any(config.get(key) is not None for key in marks)
+    return (isinstance(first, str) and "eagle3" in first.lower()) or any(config.get(key) is not None for key in marks)
 
 
 def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | None) -> DraftSpec:
@@ -87,7 +89,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
     hidden_size = block.integer("hidden_size")
     num_heads = block.integer("num_attention_heads")
     mla = read_mla(block) if family == "deepseek" else None
-    head_dim = block.integer("head_dim", hidden_size // num_heads) if mla is None else mla.head_dim
+    head_dim = block.integer("head_dim", hidden_size // num_heads, maximum=WIDEST_HEAD) if mla is None else mla.head_dim
     max_position = block.integer("max_position_embeddings")
     vocab_size = block.integer("vocab_size")
     captures = read_captures(fields, speculators, target_layers)
@@ -169,11 +171,13 @@ def _refuse_other_drafts(fields: Fields) -> None:
     eagle = fields.nested("eagle_config")
     for key, expected in _EAGLE_SWITCHES.items():
         if eagle.has(key) and eagle.values[key] != expected:
-            raise eagle.error(key, f"is {eagle.values[key]!r}; slipstream computes EAGLE-3 with {expected!r} only.")
+            raise eagle.error(
+                key, f"is {shown(eagle.values[key])}; slipstream computes EAGLE-3 with {expected!r} only."
+            )
 
 
 def _num_features(fields: Fields, num_captured: int | None) -> int:
-    count = fields.integer("num_aux_hidden_states", num_captured or 3)
+    count = fields.integer("num_aux_hidden_states", num_captured or 3, maximum=MOST_LAYERS)
     if num_captured is not None and count != num_captured:
         raise fields.error("num_aux_hidden_states", f"is {count}, but {num_captured} captured layers are named.")
     return count

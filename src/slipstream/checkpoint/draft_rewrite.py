@@ -4,6 +4,7 @@ from pathlib import Path
 
 from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
+from slipstream.checkpoint.files import find_file
 from slipstream.checkpoint.names import canonical_draft_name, canonical_names, draft_name
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.writer import CheckpointWriter
@@ -31,5 +32,5 @@ def rewrite_draft(source: str | Path, dialect: DraftDialect, folder: Path, targe
             writer.add(draft_name(ours, dialect), opened.tensor(theirs))
         writer.write_json("config.json", draft_config(spec, dialect, origin))
         for name in _KEPT_FILES:
-            if (opened.folder / name).is_file():
-                writer.copy_file(opened.folder / name)
+            if (path := find_file(opened.folder, name)) is not None:
+                writer.copy_file(path)

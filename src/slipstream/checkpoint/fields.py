@@ -4,11 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slipstream.checkpoint.files import shown
 from slipstream.errors import CheckpointError
 
 LARGEST = 1 << 24
 """More than any width, vocabulary or context; a damaged number must not be tried."""
+_SMALLEST = 1e-30  # beyond, and beyond its inverse, float32 ends
+_LONGEST_TEXT = 1000
 MOST_LAYERS = 1000
+MOST_EXPERTS = 4096
+WIDEST_HEAD = 1024
 
 
 class Fields:
@@ -37,45 +42,49 @@ class Fields:
         if value is None:
             value = {}
         if not isinstance(value, Mapping):
-            raise self.error(key, f"is {value!r} where an object is needed.")
+            raise self.error(key, f"is {shown(value)} where an object is needed.")
         return Fields(value, self.file, f"{self.name(key)}.")
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST) -> int:
         """Return a whole number of at least `minimum`; without a default the field must be there."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(key, f"is {value!r} where a whole number of at least {minimum} is needed.")
+            raise self.error(key, f"is {shown(value)} where a whole number of at least {minimum} is needed.")
         if value > maximum:
-            raise self.error(key, f"is {value}, which no model has (at most {maximum} is read); fetch the file again.")
+            raise self.error(
+                key, f"is {shown(value)}, which no model has (at most {maximum} is read); fetch the file again."
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.error(key, f"is {value!r} where a positive number is needed.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _SMALLEST <= value <= 1 / _SMALLEST:
+            raise self.error(key, f"is {shown(value)} where a positive number is needed.")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"is {value!r} where true or false is needed.")
+            raise self.error(key, f"is {shown(value)} where true or false is needed.")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
         value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self.error(key, f"is {value!r} where a string is needed.")
+        if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
+            raise self.error(key, f"is {shown(value)} where a string is needed, one of a few words.")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Return a list of whole numbers; one bare number is a list of one, an absent field an empty list."""
         value = self.values.get(key)
         items = [] if value is None else value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
-            raise self.error(key, f"is {value!r} where a list of whole numbers is needed.")
+        if len(items) > MOST_LAYERS or any(
+            isinstance(item, bool) or not isinstance(item, int) or abs(item) > LARGEST for item in items
+        ):
+            raise self.error(key, f"is {shown(value)} where a list of whole numbers is needed.")
         return tuple(items)
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -83,8 +92,10 @@ class Fields:
         value = self.values.get(key)
         if value is None:
             return ()
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise self.error(key, f"is {value!r} where a list of strings is needed.")
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(item, str) and len(item) <= _LONGEST_TEXT for item in value
+        ):
+            raise self.error(key, f"is {shown(value)} where a list of strings is needed.")
         return tuple(value)
 
     def _get(self, key: str, default: Any) -> Any:  # checked by each caller above

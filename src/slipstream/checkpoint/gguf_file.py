@@ -1,5 +1,6 @@
 """Read a llama-family GGUF file as if it were a Hugging Face folder: same names, same layout, float32."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
+from slipstream.checkpoint.fields import LARGEST, WIDEST_HEAD
+from slipstream.checkpoint.files import listed, shown
 from slipstream.checkpoint.gguf_header import GgufTensor, read_gguf_header
 from slipstream.checkpoint.names import hf_name
 from slipstream.checkpoint.source import TensorInfo, check_rows, check_window
@@ -49,7 +52,7 @@ class GgufReader:
         self._kind = self.text("general.architecture")
         if self._kind not in _ARCHITECTURES:
             raise CheckpointError(
-                f"{path}: general.architecture is {self._kind!r}, which slipstream cannot read from GGUF. "
+                f"{path}: general.architecture is {shown(self._kind)}, which slipstream cannot read from GGUF. "
                 f"It reads {', '.join(_ARCHITECTURES)}."
             )
         self._tensors = self._translate()
@@ -146,10 +149,14 @@ class GgufReader:
         if self._kind not in _PERMUTED:
             return None
         if ".self_attn.q_proj." in name:
-            return int(self._config["num_attention_heads"])
-        if ".self_attn.k_proj." in name:
-            return int(self._config["num_key_value_heads"])
-        return None
+            heads = int(self._config["num_attention_heads"])
+        elif ".self_attn.k_proj." in name:
+            heads = int(self._config["num_key_value_heads"])
+        else:
+            return None
+        if (rows := self._tensor(name).shape[0]) % (2 * heads):
+            raise CheckpointError(f"{self._path}: tensor {name!r} has {rows} rows, which {heads} heads do not share.")
+        return heads
 
     def _translate(self) -> dict[str, GgufTensor]:
         tensors: dict[str, GgufTensor] = {}
@@ -161,34 +168,31 @@ class GgufReader:
             elif tensor.name != _ROPE_FREQS:
                 unknown.append(tensor.name)
         if unknown:
-            raise CheckpointError(
-                f"{self._path}: holds tensors that no {self._kind} model has: {', '.join(unknown[:8])}"
-                f"{' and more' if len(unknown) > 8 else ''}."
-            )
+            raise CheckpointError(f"{self._path}: holds tensors that no {self._kind} model has: {listed(unknown, 8)}.")
         return tensors
 
     def _read_config(self) -> dict[str, Any]:
-        heads = int(self._number("attention.head_count"))
-        hidden = int(self._number("embedding_length"))
-        head_dim = int(self._number("attention.key_length", hidden // heads))
+        heads = self._integer("attention.head_count")
+        hidden = self._integer("embedding_length")
+        head_dim = self._integer("attention.key_length", hidden // heads, maximum=WIDEST_HEAD)
         tokens = self._fields.get("tokenizer.ggml.tokens")
-        vocab = self._number("vocab_size", len(tokens) if isinstance(tokens, list) else None)
-        window = self._number("attention.sliding_window", 0)
+        vocab = self._integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+        window = self._integer("attention.sliding_window", 0, minimum=0)
         theta = _short(self._number("rope.freq_base", 10000.0))
-        rotary_dim = int(self._number("rope.dimension_count", head_dim))
+        rotary_dim = self._integer("rope.dimension_count", head_dim, maximum=WIDEST_HEAD)
         config: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[self._kind]],
             "model_type": self._kind,
-            "vocab_size": int(vocab),
+            "vocab_size": vocab,
             "hidden_size": hidden,
-            "intermediate_size": int(self._number("feed_forward_length")),
-            "num_hidden_layers": int(self._number("block_count")),
+            "intermediate_size": self._integer("feed_forward_length"),
+            "num_hidden_layers": self._integer("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": int(self._number("attention.head_count_kv", heads)),
+            "num_key_value_heads": self._integer("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": _short(self._number("attention.layer_norm_rms_epsilon")),
-            "max_position_embeddings": int(self._number("context_length")),
+            "max_position_embeddings": self._integer("context_length"),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "bos_token_id": self._fields.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._fields.get("tokenizer.ggml.eos_token_id"),
@@ -197,7 +201,7 @@ class GgufReader:
             "rope_scaling": self._rope_scaling(theta, rotary_dim),
         }
         if self._kind == "mistral":
-            config["sliding_window"] = int(window) or None
+            config["sliding_window"] = window or None
         if rotary_dim != head_dim:
             config["partial_rotary_factor"] = rotary_dim / head_dim
         return config
@@ -207,17 +211,18 @@ class GgufReader:
         if kind in ("linear", "yarn"):
             scaling = {"rope_type": kind, "factor": _short(self._number("rope.scaling.factor"))}
             if kind == "yarn":
-                original = self._number("rope.scaling.original_context_length")
-                scaling["original_max_position_embeddings"] = int(original)
+                scaling["original_max_position_embeddings"] = self._integer("rope.scaling.original_context_length")
             return scaling
         if kind != "none":
-            raise CheckpointError(f"{self._path}: rope scaling {kind!r} is not read from GGUF.")
+            raise CheckpointError(f"{self._path}: rope scaling {shown(kind)} is not read from GGUF.")
         divisors = self._stored.get(_ROPE_FREQS)
         return None if divisors is None else self._llama3_scaling(divisors.data.astype(np.float64), theta, rotary_dim)
 
     def _llama3_scaling(self, factors: np.ndarray[Any, Any], theta: float, rotary_dim: int) -> dict[str, Any]:
         """Recover Llama 3's rope scaling, of which GGUF keeps only the resulting divisors."""
         low, high, original = 1.0, 4.0, 8192
+        if not factors.size or not np.isfinite(factors).all():
+            raise CheckpointError(f"{self._path}: {_ROPE_FREQS} is empty or holds NaN; the file is damaged.")
         factor = round(float(factors.max()), 4)
         wavelength = 2 * np.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
         smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
@@ -237,9 +242,20 @@ class GgufReader:
 
     def _number(self, key: str, default: float | None = None) -> float:
         value = self._fields.get(f"{self._kind}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self._path}: metadata key '{self._kind}.{key}' is missing or no number.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+            raise CheckpointError(
+                f"{self._path}: metadata key '{self._kind}.{key}' is {shown(value)} where a number is needed."
+            )
         return value
+
+    def _integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST) -> int:
+        value = self._number(key, default)
+        if value != int(value) or not minimum <= value <= maximum:
+            raise CheckpointError(
+                f"{self._path}: metadata key '{self._kind}.{key}' is {shown(value)} where a whole number from "
+                f"{minimum} to {maximum} is needed."
+            )
+        return int(value)
 
 
 def _unpermute(values: Tensor, heads: int) -> Tensor:

@@ -6,9 +6,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.errors import CheckpointError
 
+LONGEST_TOKEN = 4096
+"""More characters than any token has; a longer one would be given out with every step that emits it."""
 _CONTROL, _USER_DEFINED = 3, 4  # ggml token types
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -28,21 +31,22 @@ class GgufTokenizer:
 def gguf_tokenizer(reader: GgufReader) -> GgufTokenizer:
     """Return the tokenizer a GGUF file describes."""
     model, pre = reader.text("tokenizer.ggml.model"), reader.metadata.get("tokenizer.ggml.pre", "default")
-    if model != "gpt2" or pre not in _PRE_TOKENIZERS:
+    if model != "gpt2" or not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{reader.path}: tokenizer {model!r} with pre-tokenizer {pre!r} cannot be built from GGUF. "
+            f"{reader.path}: tokenizer {shown(model)} with pre-tokenizer {shown(pre)} cannot be built from GGUF. "
             f"Slipstream builds byte-level BPE ('gpt2') with {', '.join(sorted(_PRE_TOKENIZERS))}; "
             f"for others use the original Hugging Face folder."
         )
     tokens = _strings(reader, "tokenizer.ggml.tokens")
     merges = [_pair(merge) for merge in _strings(reader, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=merges,
-            ignore_merges=pre == "llama-bpe",
+    try:
+        tokenizer = Tokenizer(
+            models.BPE(
+                vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=pre == "llama-bpe"
+            )
         )
-    )
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"{reader.path}: its tokens and merges make no tokenizer ({error}).") from error
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
@@ -61,8 +65,8 @@ def gguf_tokenizer(reader: GgufReader) -> GgufTokenizer:
 
 def _strings(reader: GgufReader, key: str) -> list[str]:
     value = reader.metadata.get(key)
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise CheckpointError(f"{reader.path}: metadata key {key!r} is missing or not a list of strings.")
+    if not isinstance(value, list) or not all(isinstance(item, str) and len(item) <= LONGEST_TOKEN for item in value):
+        raise CheckpointError(f"{reader.path}: metadata key {key!r} is missing or not a list of short strings.")
     return value
 
 
@@ -95,8 +99,8 @@ def _settings(reader: GgufReader, tokens: list[str]) -> dict[str, Any]:
         token_id = reader.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is None:
             continue
-        if not 0 <= token_id < len(tokens):
-            raise CheckpointError(f"{reader.path}: {key}_token_id {token_id} is not in the vocabulary.")
+        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+            raise CheckpointError(f"{reader.path}: {key}_token_id {shown(token_id)} is not in the vocabulary.")
         settings[f"{name}_token"] = tokens[token_id]
     if settings["add_bos_token"] and "bos_token" not in settings:
         raise CheckpointError(f"{reader.path}: asks for a leading bos token, but names none.")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from slipstream.checkpoint.embedded import Progress, embedded_model
-from slipstream.checkpoint.source import read_json
+from slipstream.checkpoint.files import read_json
 from slipstream.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ def _is_complete(folder: Path) -> bool:
     """Whether a cached snapshot has config and all weights; a tokenizer-only or broken-off download does not count."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        named = set(read_json(index).get("weight_map", {}).values())
+        weight_map = read_json(index).get("weight_map")
+        named = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else {""}
         return (folder / "config.json").is_file() and all((folder / name).is_file() for name in named)
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     return (folder / "config.json").is_file() and bool(weights)

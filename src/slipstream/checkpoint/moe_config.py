@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.checkpoint.fields import Fields
+from slipstream.checkpoint.fields import MOST_EXPERTS, WIDEST_HEAD, Fields
 from slipstream.checkpoint.rope import yarn_score_factor
 from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RoutingSpec
 
@@ -22,7 +22,8 @@ def read_mla(fields: Fields) -> MlaSpec:
     """Return the latent attention of a config."""
     if fields.flag("attention_bias", False):
         raise fields.error("attention_bias", "is true; slipstream computes latent attention without biases.")
-    nope_dim, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    nope_dim = fields.integer("qk_nope_head_dim", maximum=WIDEST_HEAD)
+    rope_dim = fields.integer("qk_rope_head_dim", maximum=WIDEST_HEAD)
     value_dim = fields.integer("v_head_dim")
     if value_dim > nope_dim + rope_dim:
         raise fields.error("v_head_dim", f"is {value_dim}, more than the {nope_dim + rope_dim} of queries and keys.")
@@ -45,7 +46,7 @@ def read_deepseek_moe(fields: Fields) -> MoeSpec:
     if (every := fields.integer("moe_layer_freq", 1)) != 1:
         raise fields.error("moe_layer_freq", f"is {every}; slipstream runs experts in every block or in none.")
     inner = fields.integer("moe_intermediate_size")
-    num_experts = fields.integer("n_routed_experts")
+    num_experts = fields.integer("n_routed_experts", maximum=MOST_EXPERTS)
     routing = RoutingSpec(
         top_k=fields.integer("num_experts_per_tok"),
         num_groups=fields.integer("n_group", 1),
@@ -58,7 +59,7 @@ def read_deepseek_moe(fields: Fields) -> MoeSpec:
         num_experts=num_experts,
         intermediate_size=inner,
         routing=routing,
-        shared_size=inner * fields.integer("n_shared_experts", 0, minimum=0),
+        shared_size=inner * fields.integer("n_shared_experts", 0, minimum=0, maximum=MOST_EXPERTS),
         first_layer=fields.integer("first_k_dense_replace", 0, minimum=0),
     )
 
@@ -74,7 +75,7 @@ def read_minimax_moe(fields: Fields) -> MoeSpec:
         raise fields.error("attn_type_list", "names other attention than the full one (1), all that MiniMax-M2 has.")
     if fields.integer("shared_intermediate_size", 0, minimum=0):
         raise fields.error("shared_intermediate_size", "is set; slipstream reads MiniMax-M2 without a shared expert.")
-    num_experts = fields.integer("num_local_experts")
+    num_experts = fields.integer("num_local_experts", maximum=MOST_EXPERTS)
     routing = RoutingSpec(top_k=fields.integer("num_experts_per_tok"))
     _check_routing(fields, routing, num_experts)
     return MoeSpec(num_experts, fields.integer("intermediate_size"), routing)

@@ -1,5 +1,6 @@
 """Open a checkpoint: a Hugging Face folder of one file or many shards, a GGUF file, or a hub id."""
 
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,16 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.checkpoint.embedded import Progress
+from slipstream.checkpoint.files import check_inside, find_file, listed, read_json, short
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.shards import Shard, open_shard
-from slipstream.checkpoint.source import TensorInfo, TensorSource, read_json
+from slipstream.checkpoint.source import TensorInfo, TensorSource
 from slipstream.checkpoint.span import Window
 from slipstream.errors import CheckpointError
 
 _NUMBERED = re.compile(r"(?P<stem>.*-)(?P<number>\d+)-of-(?P<total>\d+)(?P<suffix>\.\w+)")
 # In the order tried: transformers' own names first, then whatever else holds tensors.
 _WEIGHT_PATTERNS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
+_MAX_LISTED = 4
+_MOST_SHARDS = 10_000
+_LONGEST_NAME = 256
 _INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -36,13 +41,14 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: is not a folder, so it cannot be a checkpoint.")
-        if not (folder / "config.json").is_file():
+        config = find_file(folder, "config.json")
+        if config is None:
             raise CheckpointError(
                 f"{folder}: has no config.json, so it is not a Hugging Face checkpoint folder "
                 f"(adapters and training states are not read)."
             )
         self._folder = folder
-        self._config = read_json(folder / "config.json")
+        self._config = read_json(config)
         self._shards: dict[Path, Shard] = {path: open_shard(path) for path in _weight_files(folder)}
         self._infos = _merge(self._shards)
         _check_index(folder, self._infos)
@@ -84,13 +90,16 @@ def _weight_files(folder: Path) -> list[Path]:
     index = _index_file(folder)
     if index is not None:
         names = sorted(set(_weight_map(index).values()))
-        if absent := [name for name in names if not (folder / name).is_file()]:
-            raise CheckpointError(
-                f"{index}: names {', '.join(absent)}, absent from the folder; fetch the missing files."
-            )
-        return [folder / name for name in names]
+        if len(names) > _MOST_SHARDS:
+            raise CheckpointError(f"{index}: names {len(names)} files, more than any checkpoint has; fetch it again.")
+        paths = {name: _named_by(index, name) for name in names}
+        if absent := [name for name, path in paths.items() if path is None]:
+            raise CheckpointError(f"{index}: names {listed(absent)}, absent from the folder; fetch the missing files.")
+        return [path for path in paths.values() if path is not None]
     for pattern in _WEIGHT_PATTERNS:
         if files := sorted(folder.glob(pattern)):
+            for file in files:
+                check_inside(file, folder)
             _check_numbering(files)
             return files
     raise CheckpointError(f"{folder}: holds no weights (no *.safetensors and no pytorch_model*.bin file).")
@@ -98,9 +107,19 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _index_file(folder: Path) -> Path | None:
     for name in _INDEX_NAMES:
-        if (folder / name).is_file() and (name == _INDEX_NAMES[0] or not any(folder.glob("*.safetensors"))):
-            return folder / name
+        path = find_file(folder, name)
+        if path is not None and (name == _INDEX_NAMES[0] or not any(folder.glob("*.safetensors"))):
+            return path
     return None
+
+
+def _named_by(index: Path, name: str) -> Path | None:
+    """Return the file an index names; an index names files of its own folder, and nothing else."""
+    if not name or name != Path(name).name or "\0" in name:
+        raise CheckpointError(
+            f"{index}: places tensors in {short(name)!r}, which is no name of a file in its folder; fetch it again."
+        )
+    return find_file(index.parent, name) if len(name) < _LONGEST_NAME else None
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -120,9 +139,10 @@ def _check_numbering(files: list[Path]) -> None:
         expected = (
             f"{match['stem']}{number:0{width}d}-of-{match['total']}{match['suffix']}" for number in range(1, total + 1)
         )
-        if absent := [name for name in expected if name not in present]:
+        if absent := list(itertools.islice((name for name in expected if name not in present), _MAX_LISTED)):
+            more = " and more" if len(absent) == _MAX_LISTED else ""
             raise CheckpointError(
-                f"{path.parent}: {path.name} is one of {total} shards, and {', '.join(absent)} is missing."
+                f"{path.parent}: {path.name} is one of {total} shards, and {', '.join(absent)}{more} is missing."
             )
 
 
@@ -132,7 +152,7 @@ def _merge(shards: Mapping[Path, Shard]) -> dict[str, TensorInfo]:
         for name, info in shard.infos.items():
             if name in infos:
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} is also in {infos[name].file.name}; "
+                    f"{path}: tensor {short(name)!r} is also in {infos[name].file.name}; "
                     f"remove the file that does not belong to the checkpoint."
                 )
             infos[name] = info
@@ -145,6 +165,8 @@ def _check_index(folder: Path, infos: Mapping[str, TensorInfo]) -> None:
         return
     for name, file in _weight_map(index).items():
         if name not in infos:
-            raise CheckpointError(f"{index}: places tensor {name!r} in {file}, which does not hold it.")
+            raise CheckpointError(f"{index}: places tensor {short(name)!r} in {file}, which does not hold it.")
         if infos[name].file.name != file:
-            raise CheckpointError(f"{index}: places tensor {name!r} in {file}, but it is in {infos[name].file.name}.")
+            raise CheckpointError(
+                f"{index}: places tensor {short(name)!r} in {file}, but it is in {infos[name].file.name}."
+            )

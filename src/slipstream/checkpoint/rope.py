@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from slipstream.checkpoint.fields import Fields
+from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.spec import RopeScaling, RopeSpec
 
 DEFAULT_THETA = 10000.0  # what transformers takes for Llama-class models when the field is absent
@@ -30,14 +31,22 @@ def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
     if new.values and old.values and (_kind(new), _factor(new)) != (_kind(old), _factor(old)):
         raise fields.error(
             "rope_parameters",
-            f"is {dict(new.values)}, but 'rope_scaling' is {dict(old.values)}; make them agree.",
+            f"is {shown(dict(new.values))}, but 'rope_scaling' is {shown(dict(old.values))}; make them agree.",
         )
     rotary_dim = _rotary_dim(fields, block, head_dim)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise fields.error(
+            "rotary_dim",
+            f"or 'partial_rotary_factor' rotates {rotary_dim} of a head's {head_dim} numbers: pairs of "
+            "them are rotated, at most all.",
+        )
     if kind == "none":
         return RopeSpec(theta, rotary_dim)
     if kind == "linear":
         return RopeSpec(theta, rotary_dim, "linear", block.number("factor"))
     if kind == "llama3":
+        if block.number("high_freq_factor") <= block.number("low_freq_factor"):
+            raise block.error("high_freq_factor", "is not above 'low_freq_factor'.")
         return RopeSpec(
             theta,
             rotary_dim,
@@ -98,7 +107,12 @@ def _theta(fields: Fields, new: Fields, old: Fields) -> float:
     if len(set(found.values())) > 1:
         spelled = ", ".join(f"{name} = {value:g}" for name, value in found.items())
         raise fields.error("rope_theta", f"is given twice with different values: {spelled}.")
-    return next(iter(found.values()), DEFAULT_THETA)
+    theta = next(iter(found.values()), DEFAULT_THETA)
+    if theta <= 1:
+        raise fields.error(
+            "rope_theta", f"is {theta:g}; waves grow longer from one pair to the next, so it is above 1."
+        )
+    return theta
 
 
 def _rotary_dim(fields: Fields, block: Fields, head_dim: int) -> int:

@@ -1,32 +1,27 @@
-"""One file of tensors: a safetensors file read through its header, or a PyTorch pickle read safely."""
+"""One file of tensors: a safetensors file read through its header, or a PyTorch pickle."""
 
-import json
-import pickle
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slipstream.checkpoint.files import check_regular, open_regular, parse_json, short, shown
+from slipstream.checkpoint.pickles import PickleShard
 from slipstream.checkpoint.source import TensorInfo, check_rows, check_window
 from slipstream.checkpoint.span import Window
 from slipstream.errors import CheckpointError
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit safetensors itself sets
-_PICKLE_DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_MOST_DIMENSIONS = 16
+_MOST_ELEMENTS = 1 << 48
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64, "F16": 16,
+    "BF16": 16, "F32": 32, "F64": 64, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
 
 
 class Shard(Protocol):
@@ -90,69 +85,30 @@ class SafetensorsShard:
         return tensor
 
 
-class PickleShard:
-    """A PyTorch .bin file, unpickled with weights_only so that it cannot run code."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._tensors = _load_pickle(path)
-        self.infos = {name: self._describe(name, value) for name, value in self._tensors.items()}
-
-    def _describe(self, name: str, value: Tensor) -> TensorInfo:
-        dtype = _PICKLE_DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
-        return TensorInfo(name, tuple(value.shape), dtype, self._path, value.numel() * value.element_size())
-
-    def tensor(self, name: str, device: str) -> Tensor:
-        """Return one tensor, mapped from the file where the pickle format allows it."""
-        return self._tensors[name].detach().to(device)
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` (excluded)."""
-        check_rows(self.infos[name], start, stop)
-        return self._tensors[name].detach()[start:stop]
-
-    def part(self, name: str, window: Window) -> Tensor:
-        """Return a window of a tensor; where the file is mapped, only that is read."""
-        check_window(self.infos[name], window)
-        return self._tensors[name].detach()[tuple(slice(span.start, span.stop) for span in window)]
-
-
 def open_shard(path: Path) -> Shard:
     """Open one file of tensors by its suffix."""
     return SafetensorsShard(path) if path.suffix == ".safetensors" else PickleShard(path)
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-                raise CheckpointError(
-                    f"{path}: is truncated or not a safetensors file ({size} bytes, and its header claims "
-                    f"{length}); fetch the file again."
-                )
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its safetensors header is corrupt; fetch the file again.") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its safetensors header is corrupt; fetch the file again.")
-    header.pop("__metadata__", None)
-    infos: dict[str, TensorInfo] = {}
-    end = 0
-    for name, entry in header.items():
-        try:
-            first, last = (int(offset) for offset in entry["data_offsets"])
-            shape = tuple(int(length) for length in entry["shape"])
-            dtype = str(entry["dtype"])
-        except (KeyError, TypeError, ValueError) as error:
+    size = check_regular(path)
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise CheckpointError(
-                f"{path}: the safetensors header describes tensor {name!r} wrongly; fetch the file again."
-            ) from error
-        infos[name] = TensorInfo(name, shape, dtype, path, last - first)
-        end = max(end, last)
+                f"{path}: is truncated or not a safetensors file ({size} bytes, and its header claims "
+                f"{length}); fetch the file again."
+            )
+        text = file.read(length)
+    try:
+        header = parse_json(text)
+    except ValueError as error:
+        raise _corrupt(path, str(error)) from error
+    if not isinstance(header, dict):
+        raise _corrupt(path, "it is no JSON object")
+    header.pop("__metadata__", None)
+    infos = {name: _describe(path, name, entry) for name, entry in header.items()}
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     expected = _LENGTH_BYTES + length + end
     if size != expected:
         raise CheckpointError(
@@ -162,29 +118,33 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def _load_pickle(path: Path) -> dict[str, Tensor]:
-    try:
-        state = _unpickle(path)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds more than tensors, and slipstream does not run code from a checkpoint. "
-            f"Convert it to safetensors where you trust it."
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: is truncated or no PyTorch weights file ({first_line}).") from error
-    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{path}: is not a flat table of named tensors; convert it to safetensors.")
-    return {str(name): value for name, value in state.items()}
+def _describe(path: Path, name: str, entry: Any) -> TensorInfo:  # foreign JSON
+    """Return one tensor of a header whose numbers can be trusted: whole, and of the bytes its shape takes."""
+    fields = entry if isinstance(entry, dict) else {}
+    offsets, shape, dtype = (
+        _whole_numbers(fields.get("data_offsets")),
+        _whole_numbers(fields.get("shape")),
+        fields.get("dtype"),
+    )
+    if offsets is None or shape is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _corrupt(path, f"it describes tensor {short(name)!r} wrongly")
+    bits = _BITS.get(dtype) if isinstance(dtype, str) else None
+    nbytes = offsets[1] - offsets[0]
+    if bits is None:
+        raise _corrupt(path, f"tensor {short(name)!r} has dtype {shown(dtype)}, which safetensors does not know")
+    if math.prod(max(length, 1) for length in shape) > _MOST_ELEMENTS or math.prod(shape) * bits != nbytes * 8:
+        raise _corrupt(
+            path, f"tensor {short(name)!r} has shape {shown(list(shape))} and {nbytes} bytes, which do not agree"
+        )
+    return TensorInfo(name, shape, str(dtype), path, nbytes)
 
 
-def _unpickle(path: Path) -> Any:  # whatever the file holds; checked by the caller
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        if "mmap can only be used" not in str(error):
-            raise
-        # Files from before PyTorch 1.6 are not zip archives and cannot be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True)
+def _whole_numbers(value: Any) -> tuple[int, ...] | None:  # foreign JSON
+    """Return a short list of whole numbers that a file can hold; None if it is anything else."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
+        return None
+    return tuple(value) if all(type(number) is int and 0 <= number <= _MOST_ELEMENTS for number in value) else None
+
+
+def _corrupt(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path}: its safetensors header is corrupt ({problem}); fetch the file again.")

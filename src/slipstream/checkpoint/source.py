@@ -1,6 +1,5 @@
 """What every checkpoint offers, whatever its file format: named tensors, read one at a time."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,16 +80,3 @@ def check_window(info: TensorInfo, window: Window) -> None:
             f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, where {[span.total for span in window]} "
             "was to be split over ranks."
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; anything else is a CheckpointError that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not valid JSON ({error}); fetch the file again.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__} where an object is needed.")
-    return value

@@ -9,6 +9,7 @@ from slipstream.checkpoint.captures import Captures, read_captures
 from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.draft_config import is_draft
 from slipstream.checkpoint.fields import Fields, config_file, quantization_config
+from slipstream.checkpoint.files import short, shown
 from slipstream.checkpoint.source import TensorInfo, TensorSource
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import CheckpointError
@@ -70,12 +71,13 @@ def summarise(source: TensorSource, target_layers: int | None = None) -> Checkpo
     tensors = tuple(source.info(name) for name in source.names())
     quantization = quantization_config(config)
     rows = _dtype_rows(tensors, _weight_bits(quantization))
-    architectures = config.get("architectures") or ["unknown"]
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else "unknown"
     files = tuple(sorted({tensor.file for tensor in tensors}))
     return CheckpointSummary(
         path=files[0] if len(files) == 1 and files[0].suffix == ".gguf" else source.folder,
         kind="draft" if draft else "target",
-        architecture=str(architectures[0]),
+        architecture=short(str(architecture)),
         spec=spec,
         problem=problem,
         num_parameters=sum(row.num_parameters for row in rows),
@@ -138,18 +140,18 @@ def _quantization(quantization: Any, rows: tuple[DtypeRow, ...]) -> str | None: 
     if not isinstance(quantization, Mapping):
         packed = [row for row in rows if row.dtype.startswith(("Q", "IQ"))]
         return f"GGUF, mostly {packed[0].dtype}" if packed else None
-    words = [str(quantization.get("quant_method", "unknown method"))]
+    words = [short(str(quantization.get("quant_method", "unknown method")))]
     weight = _weight_part(quantization)
     if isinstance(weight, Mapping):
         keys = ("dtype", "num_bits", "type", "qscheme", "strategy", "group_size")
         details = " ".join(f"{weight[key]}" for key in keys if weight.get(key) is not None)
-        words.append(f"weights {details}")
+        words.append(f"weights {short(details)}")
     elif quantization.get("bits") is not None:
-        words.append(f"{quantization['bits']} bits")
-    elif quantization.get("weight_block_size"):
-        words.append(f"blocks of {' x '.join(map(str, quantization['weight_block_size']))}")
+        words.append(f"{shown(quantization['bits'])} bits")
+    elif isinstance(block := quantization.get("weight_block_size"), list):
+        words.append(f"blocks of {short(' x '.join(map(str, block)))}")
     lists = ("exclude", "ignore", "modules_to_not_convert")
-    left_out = next((quantization[key] for key in lists if quantization.get(key)), ())
+    left_out = next((found for key in lists if isinstance(found := quantization.get(key), list) and found), ())
     if left_out:
         words.append(f"{len(left_out)} patterns left out")
     return ", ".join(words)

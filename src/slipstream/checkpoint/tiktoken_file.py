@@ -8,9 +8,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from slipstream.checkpoint.files import read_bytes, shown
 from slipstream.errors import CheckpointError
 
 FILE_NAME = "tiktoken.model"
+_MAX_BYTES = 16 << 20
+_LONGEST_TOKEN = 512  # bytes; every cut of a token is looked at
 _RESERVED = 256  # ids after the last rank are special tokens, named or not
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -55,12 +58,15 @@ def tiktoken_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Return the ranked byte strings of a file: one to a line, in base64, with its rank, which is its id."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_bytes(path, _MAX_BYTES).splitlines(), start=1):
         if not line.strip():
             continue
         try:
             text, rank = line.split()
-            ranks[base64.b64decode(text, validate=True)] = int(rank)
+            token = base64.b64decode(text, validate=True)
+            if not 0 < len(token) <= _LONGEST_TOKEN:
+                raise ValueError("too long or empty")
+            ranks[token] = int(rank)
         except (ValueError, binascii.Error) as error:
             raise CheckpointError(
                 f"{path}: line {number} is no base64 token and rank; fetch the file again."
@@ -88,12 +94,16 @@ def _special_tokens(settings: Mapping[str, Any], first: int, path: Path) -> dict
         token_id: AddedToken(f"<|reserved_token_{token_id}|>", normalized=False, special=True)
         for token_id in range(first, first + _RESERVED)
     }
-    for key, entry in (settings.get("added_tokens_decoder") or {}).items():
+    added = settings.get("added_tokens_decoder") or {}
+    if not isinstance(added, Mapping):
+        raise CheckpointError(f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder is no object.")
+    for key, entry in added.items():
         content = entry.get("content") if isinstance(entry, Mapping) else None
-        if not key.isdecimal() or not isinstance(content, str) or int(key) not in tokens:
+        known = key.isdecimal() and len(key) < len(str(first)) + 3 and int(key) in tokens
+        if not known or not isinstance(content, str) or not 0 < len(content) <= _LONGEST_TOKEN:
             raise CheckpointError(
-                f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder names {content!r} under {key!r}; "
-                f"special tokens of {path.name} have ids {first} to {first + _RESERVED - 1}."
+                f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder names {shown(content)} under "
+                f"{shown(key)}; special tokens of {path.name} have ids {first} to {first + _RESERVED - 1}."
             )
         tokens[int(key)] = AddedToken(content, normalized=False, special=bool(entry.get("special", True)))
     return tokens

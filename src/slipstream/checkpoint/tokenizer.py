@@ -7,12 +7,13 @@ from typing import Any, Self
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from slipstream.checkpoint.chat_template import ChatTemplate, TemplateValue
+from slipstream.checkpoint.chat_template import LONGEST_TEMPLATE, ChatTemplate, TemplateValue
+from slipstream.checkpoint.files import find_file, read_json, read_text
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.gguf_tokenizer import gguf_tokenizer
-from slipstream.checkpoint.source import read_json
 from slipstream.checkpoint.tiktoken_file import FILE_NAME as TIKTOKEN_FILE
 from slipstream.checkpoint.tiktoken_file import tiktoken_tokenizer
+from slipstream.checkpoint.tokenizer_file import read_tokenizer
 from slipstream.errors import CheckpointError, RequestError
 
 # Calls for one text hold Python's lock all the while, seconds for megabytes; calls for a batch let other threads run.
@@ -66,7 +67,7 @@ class Tokenizer:
         if folder.suffix == ".gguf":
             built = gguf_tokenizer(GgufReader(folder))
             return cls(built.tokenizer, built.settings, folder, built.settings.get("chat_template"))
-        settings = _optional_json(folder / "tokenizer_config.json")
+        settings = _optional_json(folder, "tokenizer_config.json")
         fast = _fast_tokenizer(folder, settings)
         return cls(fast, settings, folder, _find_template(folder, settings), _eos_ids(folder))
 
@@ -201,22 +202,19 @@ class IncrementalDetokenizer:
 
 
 def _fast_tokenizer(folder: Path, settings: Mapping[str, Any]) -> FastTokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        if (ranks := folder / TIKTOKEN_FILE).is_file():
-            return tiktoken_tokenizer(ranks, settings)
-        raise CheckpointError(
-            f"{folder}: has no tokenizer.json and no {TIKTOKEN_FILE}. Slipstream reads fast tokenizers and Kimi's; "
-            f"with transformers, AutoTokenizer.from_pretrained(...).save_pretrained(...) writes a fast one."
-        )
-    try:
-        return FastTokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise CheckpointError(f"{path}: is not a tokenizer this version can read ({error}).") from error
+    if (path := find_file(folder, "tokenizer.json")) is not None:
+        return read_tokenizer(path)
+    if (ranks := find_file(folder, TIKTOKEN_FILE)) is not None:
+        return tiktoken_tokenizer(ranks, settings)
+    raise CheckpointError(
+        f"{folder}: has no tokenizer.json and no {TIKTOKEN_FILE}. Slipstream reads fast tokenizers and Kimi's; "
+        f"with transformers, AutoTokenizer.from_pretrained(...).save_pretrained(...) writes a fast one."
+    )
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _optional_json(folder: Path, name: str) -> dict[str, Any]:
+    path = find_file(folder, name)
+    return {} if path is None else read_json(path)
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -230,9 +228,9 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    path = find_file(folder, "chat_template.jinja")
+    if path is not None:
+        return read_text(path, 4 * LONGEST_TEMPLATE)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates; "default" is the one for plain chats
         named = {str(item.get("name")): item.get("template") for item in template if isinstance(item, Mapping)}
@@ -242,7 +240,7 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 def _eos_ids(folder: Path) -> list[int]:
     for file in ("generation_config.json", "config.json"):
-        config = _optional_json(folder / file)
+        config = _optional_json(folder, file)
         text = config.get("text_config")
         value = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
         ids = value if isinstance(value, list) else [value]

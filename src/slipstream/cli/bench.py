@@ -112,11 +112,15 @@ def run(
     console = Console(stderr=True)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     for name, why in made.skipped_arms.items():
-        console.print(f"arm {name} is left out: {why}", style="yellow", highlight=False)
+        console.print(f"arm {name} is left out: {why}", style="yellow", highlight=False, markup=False)
     for note in made.notes:
-        console.print(f"note: {note}", style="yellow", highlight=False)
+        console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
     ) as progress:
         summary = asyncio.run(run_plan(made, RunOptions(folder, url, gsm8k, keep_going), _Screen(progress)))
     print(
@@ -229,11 +233,11 @@ class _Screen:
         name = f"{key.arm} {key.topology} {key.workload} c{key.concurrency} s{key.seed}"
         self._progress.update(self._points, advance=1, description=self._points_left(key))
         if record.throughput is None or record.latency is None:
-            self._print(f"[red]invalid[/red] {name}: ", "; ".join(record.reasons))
+            self._print("[red]invalid[/red] ", f"{name}: {'; '.join(record.reasons)}")
             return
         tpot = f", TPOT {record.latency.tpot_ms.median:.1f} ms" if record.latency.tpot_ms else ""
         length = f", acceptance length {record.acceptance.length:.2f}" if record.acceptance else ""
-        self._print(f"{name}: ", f"{record.throughput.output_tok_s:.1f} tok/s{tpot}{length}")
+        self._print("", f"{name}: {record.throughput.output_tok_s:.1f} tok/s{tpot}{length}")
         for warning in record.warnings:
             self._print("  [yellow]warning[/yellow]: ", warning)
 

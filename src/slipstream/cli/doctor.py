@@ -5,6 +5,7 @@ import shutil
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -19,7 +20,7 @@ def doctor() -> None:
     table.add_column("state")
     table.add_column("detail", overflow="fold")
     for what, good, detail in _findings():
-        table.add_row(what, "[green]yes[/green]" if good else "[yellow]no[/yellow]", detail)
+        table.add_row(what, "[green]yes[/green]" if good else "[yellow]no[/yellow]", escape(detail))
     Console().print(table)
 
 

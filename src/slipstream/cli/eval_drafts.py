@@ -57,7 +57,7 @@ def drafts(
     from slipstream.train.compare import compare_drafts
     from slipstream.train.prompts import read_prompts
 
-    console = Console()
+    console = Console(markup=False)  # a draft's folder may be called [bold]
     asked = read_prompts(prompts)[:count]
     at_once = min(concurrency, max(1, len(asked) // _FEWEST_GROUPS))
     engine = EngineConfig(borrowed_tokens=borrowed_tokens, max_requests=at_once)

@@ -54,7 +54,7 @@ def generate(
     from slipstream import LLM, AsyncLLM, SamplingParams
     from slipstream.engine.settings import Settings
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     questions = _questions(prompt, file)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     tree = options.auto_tree(depth, width, budget)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli import options
+from slipstream.cli.printable import printable
 
 if TYPE_CHECKING:
     from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RopeSpec
@@ -31,7 +32,7 @@ def inspect(
     from slipstream.checkpoint.reader import open_checkpoint
     from slipstream.checkpoint.summary import summarise
 
-    console = Console()
+    console = Console(markup=False)  # a folder may be called [bold]
     options.fetch_if_embedded(path, Console(stderr=True))
     summary = summarise(open_checkpoint(path), target_layers)
     console.print(_overview(summary))
@@ -41,14 +42,14 @@ def inspect(
 
 
 def _overview(summary: "CheckpointSummary") -> Table:
-    table = Table(title=str(summary.path), show_header=False, title_justify="left")
+    table = Table(title=printable(str(summary.path)), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("kind", summary.kind)
-    table.add_row("architecture", summary.architecture)
+    table.add_row("architecture", printable(summary.architecture))
     table.add_row("parameters", f"{summary.num_parameters / 1e6:,.1f} M")
     table.add_row("size", f"{_megabytes(summary.nbytes)} in {len(summary.files)} file(s)")
-    table.add_row("quantization", summary.quantization or "none")
+    table.add_row("quantization", printable(summary.quantization or "none"))
     if summary.captures is not None:
         captures = summary.captures
         table.add_row("captured layers", f"after {list(captures.layers)} blocks (file says {list(captures.raw)})")
@@ -58,7 +59,7 @@ def _overview(summary: "CheckpointSummary") -> Table:
             if value is not None:
                 table.add_row(_TITLES.get(name, name.replace("_", " ")), _FORMS.get(name, str)(value))
     if summary.problem is not None:
-        table.add_row("cannot run", summary.problem)
+        table.add_row("cannot run", printable(summary.problem))
     return table
 
 
@@ -105,7 +106,7 @@ def _tensors(summary: "CheckpointSummary") -> Table:
         table.add_column(name, overflow="fold")
     table.add_column("size", justify="right")
     for tensor in summary.tensors:
-        table.add_row(tensor.name, tensor.dtype, str(list(tensor.shape)), _megabytes(tensor.nbytes))
+        table.add_row(printable(tensor.name), tensor.dtype, str(list(tensor.shape)), _megabytes(tensor.nbytes))
     return table
 
 

@@ -8,6 +8,7 @@ import sys
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from slipstream import __version__
 from slipstream.cli import extras
@@ -20,6 +21,7 @@ from slipstream.cli.eval import app as evaluate
 from slipstream.cli.export import export
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
+from slipstream.cli.printable import printable
 from slipstream.cli.quantize import quantize
 from slipstream.cli.recipes import app as recipes
 from slipstream.cli.report import report
@@ -92,7 +94,7 @@ def main() -> None:
 
 
 def _say(sentence: str) -> None:
-    Console(stderr=True).print(f"[bold red]error:[/bold red] {_plain(sentence)}", soft_wrap=True, highlight=False)
+    Console(stderr=True).print(Text.assemble(("error:", "bold red"), " ", printable(sentence)), soft_wrap=True)
 
 
 def _remedy(error: OSError) -> str:
@@ -101,8 +103,3 @@ def _remedy(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "You may not read or write it: name another place, or change its permissions."
     return "Name another place, or run `slipstream -v ...` to see where it happened."
-
-
-def _plain(text: str) -> str:
-    """Keep rich from reading brackets in a message as markup."""
-    return text.replace("[", "\\[")

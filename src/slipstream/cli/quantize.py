@@ -64,7 +64,7 @@ def quantize(
         full_report=report,
     )
     _keep_freed_memory()
-    console = Console()
+    console = Console(markup=False)  # folders and layers may be called [bold]
     # The embedded model stands here for any target; as it ships its weights are quantized already.
     found = embedded_folder() if is_embedded(source) else resolve(source)
     if found.suffix == ".gguf":

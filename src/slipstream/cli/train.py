@@ -72,7 +72,7 @@ def train(
     if model == "embedded":
         options.fetch_embedded(Console(stderr=True))
     run = TrainingRun(model, settings, Paths(data, work or out.with_name(f"{out.name}-work")), place)
-    console = Console(quiet=run.world.rank > 0)
+    console = Console(quiet=run.world.rank > 0, markup=False)
     console.print(f"target {model}, {run.speaker.model.spec.num_layers} layers, on {place}; work in {run.paths.work}")
     with _bars(console) as bars:
         display = _Display(bars, settings)

@@ -41,6 +41,7 @@ def load_target(
         ops: the kernels packed weights are laid out for; without them a GGUF's blocks are expanded to `dtype`.
     """
     spec = model_spec(source.config, source.folder)
+    _check_counts(source, spec)
     with torch.device("meta"):
         model = Target(spec, max_position, ranks)
     names = canonical_names(_text_part(source, spec), canonical_target_name)
@@ -74,6 +75,7 @@ def load_draft(
     ranks = target.ranks if split else ALONE
     spec = draft_spec(source.config, source.folder, target.spec.num_layers)
     check_pair(spec, target.spec, str(source.folder))
+    _check_counts(source, spec)
     with torch.device("meta"):
         draft = Eagle3Draft(spec, max_position, ranks)
     device = target.embed_tokens.device
@@ -92,6 +94,19 @@ def load_draft(
     Filler(source, names, ops, dtype, device).fill(draft, wanted)
     draft.token_ids_V = token_ids_V.to(device)
     return draft.eval()
+
+
+def _check_counts(source: TensorSource, spec: ModelSpec | DraftSpec) -> None:
+    """Raise CheckpointError if a config speaks of more layers or experts than there are tensors: none is built."""
+    moe = spec.moe if isinstance(spec, ModelSpec) else None
+    stacks = 0 if moe is None else moe.num_experts * max(spec.num_layers - moe.first_layer, 0)
+    features = spec.num_features if isinstance(spec, DraftSpec) and spec.feature_norm == "per_layer" else 0
+    if (least := spec.num_layers + stacks + features) > (number := len(source.names())):
+        raise CheckpointError(
+            f"{source.folder}: config.json describes {spec.num_layers} layers"
+            + (f" with {moe.num_experts} experts each" if moe is not None else "")
+            + f", {least} tensors at the least, and the checkpoint has {number}; fetch both again."
+        )
 
 
 def captured_layers(draft: DraftSpec, target: ModelSpec) -> tuple[int, ...]:

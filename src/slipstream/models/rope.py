@@ -18,7 +18,12 @@ class Rotary(nn.Module):
         super().__init__()
         self._spec = spec
         self._max_position = max_position
-        self.fill(torch.device("cpu"))
+        if torch.get_default_device().type == "meta":  # whoever loads the weights checks their sizes first, then fills
+            shape = (max_position, spec.rotary_dim // 2)
+            self.register_buffer("cos_Pr", torch.empty(shape), persistent=False)
+            self.register_buffer("sin_Pr", torch.empty(shape), persistent=False)
+        else:
+            self.fill(torch.device("cpu"))
 
     def fill(self, device: torch.device) -> None:
         """Compute the table, always on the CPU so that it is the same everywhere, and put it on a device."""

@@ -1,5 +1,6 @@
 """The compressed-tensors dialect: what llm-compressor writes, and Kimi-K2.5's official INT4 is stored in."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -137,7 +138,7 @@ def _packed(format: str, group_size: int | None, scale_dtype: torch.dtype) -> La
         scale = tensors["weight_scale"].float()
         return PackedWeight(format, rows, columns, codes, {"scale": scale if group_size else scale.reshape(-1)})
 
-    return Layout(format, tensors, store, pack)
+    return Layout(format, tensors, store, pack, column_multiple=math.lcm(_WORD, group_size or 1))
 
 
 def _arguments(

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,11 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from slipstream.checkpoint.source import read_json
+from slipstream.checkpoint.files import find_file, lies_inside, read_json
 from slipstream.checkpoint.writer import RECORD_FILE, FolderExistsError, refuse_foreign
 from slipstream.errors import CheckpointError
 from slipstream.quant.plan import QuantizePlan, ShardPlan
 
+_log = logging.getLogger(__name__)
 _STATE = ".slipstream-quantize.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _SPARE_BYTES = 64 << 20  # for config, index and whatever else the folder holds
@@ -163,6 +165,9 @@ class Destination:
             relative = path.relative_to(source)
             hidden = any(part.startswith(".") for part in relative.parts)
             if path.is_file() and not hidden and not path.name.endswith(_WEIGHTS):
+                if not lies_inside(path, source):
+                    _log.warning("%s leads out of its folder and is left out.", path)
+                    continue
                 (self._work / relative).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, self._work / relative)
 
@@ -181,8 +186,8 @@ class Destination:
         )
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
-        path = self._plan.checkpoint.folder / RECORD_FILE
-        earlier = read_json(path) if path.is_file() else {}
+        path = find_file(self._plan.checkpoint.folder, RECORD_FILE)
+        earlier = {} if path is None else read_json(path)
         _write_json(self._work / RECORD_FILE, {**earlier, "quantize": dict(record)})
 
     def _replace(self) -> None:

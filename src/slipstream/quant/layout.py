@@ -48,6 +48,7 @@ class Layout:
         store: from a packed weight, or some of its rows, to tensors by suffix.
         pack: from tensors by suffix and (out_features, in_features) back.
         row_multiple: what the number of rows must be a multiple of.
+        column_multiple: what the number of columns must be a multiple of.
     """
 
     format: str
@@ -55,9 +56,15 @@ class Layout:
     store: Callable[[PackedWeight], dict[str, Tensor]]
     pack: Callable[[Mapping[str, Tensor], int, int], PackedWeight]
     row_multiple: int = 1
+    column_multiple: int = 1
 
     def check(self, module: str, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> None:
         """Raise CheckpointError unless the tensors have the dtypes and sizes of this layout."""
+        if out_features % self.row_multiple or in_features % self.column_multiple:
+            raise CheckpointError(
+                f"the weight is {out_features} x {in_features}; {self.format} as config.json describes it has rows in "
+                f"multiples of {self.row_multiple} and columns in multiples of {self.column_multiple}."
+            )
         for suffix, stored in self.tensors(out_features, in_features).items():
             tensor = tensors.get(suffix)
             if tensor is None:

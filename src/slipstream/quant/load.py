@@ -4,10 +4,10 @@ The files decide which layers are quantized (a layer with scales is), not the ex
 those of some engine; config.json decides how.
 """
 
-import fnmatch
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.fields import Fields, config_file, quantization_config
+from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.source import TensorSource
 from slipstream.checkpoint.span import Span, Window
 from slipstream.errors import CheckpointError
@@ -23,6 +24,7 @@ from slipstream.quant.cut import stored_windows
 from slipstream.quant.formats.fp8 import BLOCK
 from slipstream.quant.layout import FLOATS, Layout, Stored
 from slipstream.quant.packed import PackedWeight
+from slipstream.quant.patterns import matched
 from slipstream.quant.quark_layout import quark_layout
 
 _log = logging.getLogger(__name__)
@@ -62,7 +64,10 @@ class QuantScheme:
         layout = self._layouts[module]
         try:
             layout.check(module, tensors, out_features, in_features)
-            return layout.pack(tensors, out_features, in_features)
+            stored = layout.tensors(out_features, in_features)
+            # Writers differ in dimensions of one; the layouts read them as they write them.
+            shaped = {suffix: tensor.reshape(stored[suffix].shape) for suffix, tensor in tensors.items()}
+            return layout.pack(shaped, out_features, in_features)
         except CheckpointError as error:
             raise CheckpointError(f"{self._source}: {module}: {error}") from error
 
@@ -77,22 +82,39 @@ def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: 
     there = {name: value for name, value in quantization.items() if value != []}  # an empty list says as little as null
     _check_fields(Fields(there, config_file(source), "quantization_config."))
     method = there.get("quant_method")
-    readers: dict[object, Callable[[Mapping[str, Any], str, frozenset[str], Path], Layout]] = {
+    readers: dict[object, Callable[[_Described, str, frozenset[str], Path], Layout]] = {
         "quark": _quark_layer,
         "compressed-tensors": _compressed_layer,
         "fp8": _fp8_layer,
     }
     if method not in readers:
         raise CheckpointError(
-            f"{source}: quantization_config has quant_method {method!r}; slipstream reads "
+            f"{source}: quantization_config has quant_method {shown(method)}; slipstream reads "
             f"{', '.join(map(str, readers))}."
         )
     read = readers[method]
-    layouts = {module: read(quantization, module, names, source) for module in modules}
+    described = _described(quantization, modules, source)
+    layouts = {module: read(described, module, names, source) for module in modules}
     if not layouts:
         _log.warning("%s: config.json speaks of %s, but no layer is quantized; reading it as it is.", source, method)
     _note_repairs(quantization, layouts, names, source)
     return QuantScheme(layouts, names, source)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A quantization_config, and which modules each of its patterns covers."""
+
+    config: Mapping[str, Any]
+    covered: Mapping[str, frozenset[str]]
+
+
+def _described(quantization: Mapping[str, Any], modules: list[str], source: Path) -> _Described:
+    layers = quantization.get("layer_quant_config") or {}
+    groups = (quantization.get("config_groups") or {}).values()
+    targets = [target for group in groups for target in group.get("targets") or () if target.startswith("re:")]
+    patterns = list(dict.fromkeys([*layers, *targets]))
+    return _Described(quantization, matched(patterns, modules, f"{config_file(source)}: quantization_config"))
 
 
 def _check_fields(fields: Fields) -> None:
@@ -123,7 +145,7 @@ def _check_fields(fields: Fields) -> None:
         for target in group.texts("targets"):
             try:
                 re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise group.error("targets", f"holds {target!r}, which is no valid expression: {error}.") from error
 
 
@@ -150,10 +172,11 @@ def packed_part(
     return scheme.pack(module, tensors, rows.size, columns.size)
 
 
-def _quark_layer(quantization: Mapping[str, Any], module: str, names: frozenset[str], source: Path) -> Layout:
+def _quark_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
+    quantization = described.config
     spec = quantization.get("global_quant_config")
     for pattern, layer_spec in (quantization.get("layer_quant_config") or {}).items():
-        if fnmatch.fnmatchcase(module, pattern) or pattern == module:
+        if module in described.covered[pattern]:
             spec = layer_spec
     if not isinstance(spec, dict):
         raise CheckpointError(f"{source}: quantization_config has no global_quant_config.")
@@ -167,7 +190,7 @@ def _quark_layer(quantization: Mapping[str, Any], module: str, names: frozenset[
 
 def _is_file_to_file(quantization: Mapping[str, Any], module: str, names: frozenset[str]) -> bool:
     """Tell whether INT4 words come from Quark's file-to-file pass: it writes no zero points, all else does."""
-    numbers = re.findall(r"\d+", str(quantization.get("version", "")))[:2]
+    numbers = re.findall(r"\d+", str(quantization.get("version", ""))[:20])[:2]
     version = tuple(int(number) for number in numbers)
     return f"{module}.weight_zero_point" not in names and version <= _LAST_MISLABELLED
 
@@ -192,24 +215,25 @@ def _note_repairs(
         )
 
 
-def _compressed_layer(quantization: Mapping[str, Any], module: str, names: frozenset[str], source: Path) -> Layout:
-    groups = list((quantization.get("config_groups") or {}).values())
-    chosen = [group for group in groups if _targets(group, module)] or groups[:1]
+def _compressed_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
+    groups = list((described.config.get("config_groups") or {}).values())
+    chosen = [group for group in groups if _targets(group, module, described.covered)] or groups[:1]
     if not chosen:
         raise CheckpointError(f"{source}: quantization_config has no config_groups.")
     return compressed.compressed_layout(*compressed.group_format(chosen[0], str(source)))
 
 
-def _targets(group: Mapping[str, Any], module: str) -> bool:
+def _targets(group: Mapping[str, Any], module: str, covered: Mapping[str, frozenset[str]]) -> bool:
     for target in group.get("targets") or ():
         if target == "Linear" or target == module or module.endswith(f".{target}"):
             return True
-        if target.startswith("re:") and re.match(target[3:], module):
+        if module in covered.get(target, ()):
             return True
     return False
 
 
-def _fp8_layer(quantization: Mapping[str, Any], module: str, names: frozenset[str], source: Path) -> Layout:
+def _fp8_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
+    quantization = described.config
     block = quantization.get("weight_block_size")
     if block is None:
         return quark_layout("fp8_per_tensor", None, reorder=False)

@@ -118,6 +118,7 @@ def _int4_rows(format: str, reorder: bool) -> Layout:
             "weight_zero_point": torch.zeros(-(-packed.out_features // WORD), dtype=torch.int32),
         },
         pack,
+        column_multiple=WORD,
     )
 
 
@@ -153,7 +154,7 @@ def _int4_grouped(group_size: int, reorder: bool, scale_dtype: torch.dtype, file
         codes = pack_nibbles(codes_IO.t().contiguous())
         return PackedWeight("int4_group", rows, columns, codes, {"scale": scale})
 
-    return Layout("int4_group", tensors, store, pack, row_multiple=WORD)
+    return Layout("int4_group", tensors, store, pack, WORD, group_size)
 
 
 def _int4_two_scale(reorder: bool) -> Layout:
@@ -174,6 +175,7 @@ def _int4_two_scale(reorder: bool) -> Layout:
             "weight_scale_2": packed.scales["scale_2"],
         },
         pack,
+        column_multiple=WORD,
     )
 
 
@@ -188,6 +190,7 @@ def _mxfp4(format: str) -> Layout:
         lambda tensors, rows, columns: PackedWeight(
             format, rows, columns, tensors["weight"], {"scale": tensors["weight_scale"]}
         ),
+        column_multiple=32,
     )
 
 
