@@ -164,7 +164,7 @@ def part_times(bench: Bench, batch: Batch) -> dict[str, float]:
     objective, draft = bench.objective, bench.draft
     seen = Seen(batch.text_BT)
     last, captured = objective.features(batch.ids_BT, batch.positions_BT, seen)
-    teacher = objective.teacher(last, batch.teacher_slots_N)
+    teacher = objective.teacher(last, batch.teacher_slots_N, batch.ids_BT)
     normed = [
         torch.randn(rows.slots_N.shape[0], draft.spec.hidden_size, device=bench.device)
         .to(objective.dtype)
@@ -187,7 +187,7 @@ def part_times(bench: Bench, batch: Batch) -> dict[str, float]:
 
     times = {
         "target": bench.clock(lambda: objective.features(batch.ids_BT, batch.positions_BT, Seen(batch.text_BT))),
-        "teacher": bench.clock(lambda: objective.teacher(last, batch.teacher_slots_N)),
+        "teacher": bench.clock(lambda: objective.teacher(last, batch.teacher_slots_N, batch.ids_BT)),
         "loss": bench.clock(losses),
         "draft forward": bench.clock(forward),
     }

@@ -6,12 +6,14 @@ import torch
 from slipstream.checkpoint.config import model_config
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
 from slipstream.checkpoint.writer import CheckpointWriter
+from slipstream.engine.build import build_engine
+from slipstream.engine.config import EngineConfig
 from slipstream.kernels import AttentionBatch, select
 from slipstream.models.accounting import places
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.target import Target
 from slipstream.train.corpus import Text, join
-from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
+from slipstream.train.generate import GenerationRequest, Generator
 from slipstream.train.objective import DraftShape, Objective, new_draft
 from slipstream.train.ops import TrainOps
 from slipstream.train.packing import Packer
@@ -32,7 +34,7 @@ RECIPE = {
         "answer_tokens": 4000, "magpie": 0.2, "maths": 0.1, "file_repeats": 8, "second_turn": 0.1, "max_prompt": 120,
         "max_answer": 40, "shard_texts": 64,
     },
-    "generate": {"rows": 16, "max_length": 360, "check_every": 8},
+    "generate": {"rows": 16, "max_length": 360},
     "train": {
         "steps": 60, "row_length": 384, "rows_per_step": 2, "unroll": 3, "lr": 0.01, "log_every": 10, "eval_every": 30,
     },
@@ -141,11 +143,16 @@ def greedy(target, prompt, max_new):
     return ids[len(prompt) :]
 
 
+def engine_over(target, rows, max_length, **settings):
+    config = EngineConfig(max_context=max_length, max_requests=rows, **settings)
+    return build_engine(target, None, None, config, select(torch.device("cpu"), "reference"))
+
+
 def greedy_texts(target, count, max_new=24, seed=0):
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(3, 96, (count, 8), generator=generator).tolist()
     source = ListSource([GenerationRequest(i, prompt, max_new) for i, prompt in enumerate(prompts)])
-    Generator(target, [EOS], GeneratorConfig(rows=16, max_length=64, stop_loops=False)).run(source)
+    Generator(engine_over(target, 16, 64), [EOS], stop_loops=False).run(source)
     return [
         Text([*prompts[i], *source.results[i].tokens], [(8, 8 + len(source.results[i].tokens))]) for i in range(count)
     ]

@@ -1,5 +1,6 @@
 import json
 import lzma
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +9,16 @@ import torch
 import yaml
 
 from slipstream.errors import ConfigError
-from slipstream.train.conversations import ConversationSource, DataConfig
+from slipstream.train.conversations import ConversationSource, DataConfig, Shown
 from slipstream.train.corpus import Text, join, read_corpus, shard_paths, write_shard
 from slipstream.train.errors import DataError
 from slipstream.train.frame import chat_frame
 from slipstream.train.generate import GenerationResult, GeneratorConfig
-from slipstream.train.make_data import Speaker, make_corpus, make_eval_set
+from slipstream.train.make_data import Watch, make_corpus, make_eval_set
 from slipstream.train.passages import whole_sentences
 from slipstream.train.prompts import normalized, read_excluded, read_prompts
 from slipstream.train.recipe import EvalSet, make_recipe, read_recipe
+from slipstream.train.speaker import Speaker
 from slipstream.train.templates import MOST_OF_ONE
 from slipstream.train.vocab import choose_vocab
 from training import EOS, CharTokenizer, tiny_target
@@ -39,7 +41,7 @@ def recipe(**data):
         {
             "train": {"steps": 1, "row_length": 512},
             "data": {"max_prompt": 200, "max_answer": 24, "shard_texts": 8, "answer_tokens": 400, **data},
-            "generate": {"rows": 6, "max_length": 400, "check_every": 4},
+            "generate": {"rows": 6, "max_length": 400},
             "files": {"prompts": ["train.jsonl"], "evaluate": [{"name": "test", "file": "test.jsonl"}]},
         },
         "test",
@@ -88,7 +90,7 @@ def test_conversations_are_chats_as_served_with_answers_marked(data):
 def test_tasks_on_passages_quote_an_earlier_answer(data):
     tokenizer = CharTokenizer()
     config = DataConfig(answer_tokens=4000, magpie=0.3, maths=0, passages=0.7, second_turn=0, max_prompt=400, seed=1)
-    source = ConversationSource(tokenizer, config, [], frozenset())
+    source = ConversationSource(tokenizer, config, [], frozenset(), window=8)
     Scripted(tokenizer, answer="The answer is four. It was three before").play(source, 60)
     turns = [tokenizer.decode(text.ids[: text.spans[0][0]]) for text in source.texts]
     quoting = [turn for turn in turns if "The answer is" in turn]
@@ -100,12 +102,13 @@ def test_tasks_are_written_after_examples_that_are_not_answered_themselves(data)
     tokenizer = CharTokenizer()
     examples = [[{"role": "user", "content": f"Describe the number {number} in a few words."}] for number in range(20)]
     config = DataConfig(answer_tokens=2000, magpie=0, maths=0, tasks=1, second_turn=0, max_prompt=400, seed=1)
-    source = ConversationSource(tokenizer, config, [], frozenset(), examples)
+    source = ConversationSource(tokenizer, config, [], frozenset(), Shown(examples))
     asked = source.take(5)
     for request in asked:
         shown = tokenizer.decode(request.prompt)
         assert shown.count("Describe the number") >= 2, "the target sees several examples"
         assert shown.endswith("u\n"), "and is to write the next user turn"
+    source = ConversationSource(tokenizer, config, [], frozenset(), Shown(examples))
     Scripted(tokenizer).play(source, 60)
     assert len(source.texts) > 5
     assert not any("Describe" in tokenizer.decode(text.ids) for text in source.texts)
@@ -141,27 +144,50 @@ def test_excluded_prompts_and_duplicates_are_dropped(data):
         tokenizer, DataConfig(magpie=0, maths=0, second_turn=0), read_prompts(data / "train.jsonl"), excluded
     )
     assert len(source._file_prompts) == 39
-    source.remember(Text([5, 6, 7], [(1, 3)]))
-    assert not source._is_new(Text([5, 6, 7], [(1, 3)]))
+    text = Text([5, 6, 7], [(1, 3)])
+    source.resume([(0, text), (1, text)], 2)
+    assert (source.tally.kept, source.tally.duplicates) == (1, 1)
 
 
 def test_a_corpus_is_made_in_shards_and_a_second_call_goes_on(data, tmp_path):
     speaker = Speaker(tiny_target(vocab_size=VOCAB), CharTokenizer())
     folder = tmp_path / "corpus"
-    first = make_corpus(speaker, recipe(magpie=0, maths=0), data, folder, lambda tally, stats: None)
+    first = make_corpus(speaker, recipe(magpie=0, maths=0), data, folder, Watch())
     assert first.answer_tokens >= 400 and len(shard_paths(folder)) >= 1
     corpus = read_corpus(folder)
     assert corpus.num_answer_tokens == first.answer_tokens
-    again = make_corpus(speaker, recipe(magpie=0, maths=0), data, folder, lambda tally, stats: None)
+    again = make_corpus(speaker, recipe(magpie=0, maths=0), data, folder, Watch())
     assert again.answer_tokens == first.answer_tokens
     more = recipe(magpie=0, maths=0, answer_tokens=800)
-    assert make_corpus(speaker, more, data, folder, lambda tally, stats: None).answer_tokens >= 800
+    assert make_corpus(speaker, more, data, folder, Watch()).answer_tokens >= 800
     assert read_corpus(folder).num_answer_tokens >= 800
+
+
+@pytest.mark.parametrize("stops", [(40, 60), (33, 34, 90)])
+def test_a_corpus_is_the_same_however_often_it_was_interrupted(data, tmp_path, stops):
+    mixture = recipe(magpie=0.3, maths=0.1, passages=0.2, second_turn=0.3, answer_tokens=1200, shard_texts=2)
+
+    def made(name, stops):
+        speaker = Speaker(tiny_target(vocab_size=VOCAB, scale=0.3), CharTokenizer())
+        for most in stops:
+            enough = partial(next, iter([*[False] * most, *[True] * 9]))
+            make_corpus(speaker, mixture, data, tmp_path / name, Watch(enough=lambda *_, enough=enough: enough()))
+        make_corpus(speaker, mixture, data, tmp_path / name, Watch())
+        return read_corpus(tmp_path / name)
+
+    whole, pieces = made("whole", ()), made("pieces", stops)
+    assert np.array_equal(whole.ids, pieces.ids) and np.array_equal(whole.spans, pieces.spans)
+
+
+def test_no_text_in_time_is_said_as_that(data, tmp_path):
+    speaker = Speaker(tiny_target(vocab_size=VOCAB), CharTokenizer())
+    with pytest.raises(DataError, match="No text finished in the time given"):
+        make_corpus(speaker, recipe(magpie=0, maths=0), data, tmp_path / "c", Watch(enough=lambda *_: True))
 
 
 def test_an_evaluation_set_is_answered_once_and_kept(data, tmp_path):
     speaker = Speaker(tiny_target(vocab_size=VOCAB), CharTokenizer())
-    config = GeneratorConfig(rows=4, max_length=128, check_every=4)
+    config = GeneratorConfig(rows=4, max_length=128)
     item = EvalSet("train", "train.jsonl", first=5, max_new=12)
     texts = make_eval_set(speaker, item, data, tmp_path / "eval.safetensors", config)
     again = make_eval_set(speaker, item, data, tmp_path / "eval.safetensors", config)
@@ -210,7 +236,7 @@ def test_a_recipe_refuses_keys_it_does_not_know():
         ("draft", {"vocab_size": 0}, "vocab_size is 0"),
         ("data", {"seed": "x"}, "recipe.data.seed"),
         ("data", {"max_answer": 0}, "max_answer is 0"),
-        ("generate", {"check_every": 0}, "check_every is 0"),
+        ("generate", {"rows": 0}, "rows is 0"),
         ("files", {"prompts": "train.jsonl"}, "recipe.files.prompts: expected a list"),
         ("files", {"evaluate": 3}, "recipe.files.evaluate: expected a list"),
         ("files", {"evaluate": [{"name": "a"}]}, "key 'file' is missing"),
@@ -227,11 +253,11 @@ def test_a_recipe_refuses_values_that_cannot_be(section, values, words):
 def test_a_corpus_that_another_target_wrote_is_refused(data, tmp_path):
     corpus = tmp_path / "corpus"
     first = Speaker(tiny_target(vocab_size=VOCAB), CharTokenizer(), digest="of the first")
-    make_corpus(first, recipe(maths=0), data, corpus, lambda *_: None)
-    make_corpus(first, recipe(maths=0), data, corpus, lambda *_: None)
+    make_corpus(first, recipe(maths=0), data, corpus, Watch())
+    make_corpus(first, recipe(maths=0), data, corpus, Watch())
     other = Speaker(tiny_target(seed=1, vocab_size=VOCAB), CharTokenizer(), digest="of another")
     with pytest.raises(DataError, match="was written by another target"):
-        make_corpus(other, recipe(maths=0), data, corpus, lambda *_: None)
+        make_corpus(other, recipe(maths=0), data, corpus, Watch())
 
 
 def test_a_number_with_an_exponent_needs_no_dot(tmp_path):
@@ -328,7 +354,7 @@ def test_maths_questions_follow_their_own_examples(data):
     tokenizer = CharTokenizer()
     config = DataConfig(magpie=0, maths=1, second_turn=0, max_prompt=2000)
     own = [[{"role": "user", "content": f"what is {i} and {i} and {i}, all of them together"}] for i in range(20)]
-    source = ConversationSource(tokenizer, config, read_prompts(data / "train.jsonl"), frozenset(), maths=own)
+    source = ConversationSource(tokenizer, config, read_prompts(data / "train.jsonl"), frozenset(), Shown(maths=own))
     shown = tokenizer.decode(source.take(1)[0].prompt)
     assert "all of them together" in shown
 

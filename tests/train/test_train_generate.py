@@ -1,10 +1,9 @@
 import numpy as np
 import torch
 
-from slipstream.train import sampling
-from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
-from slipstream.train.repetition import loop_end, looping_rows
-from training import EOS, ListSource, greedy
+from slipstream.train.generate import GenerationRequest, Generator
+from slipstream.train.repetition import loop_end
+from training import EOS, ListSource, engine_over, greedy
 
 
 def test_batched_generation_with_refills_writes_what_plain_greedy_decoding_writes(target):
@@ -14,8 +13,7 @@ def test_batched_generation_with_refills_writes_what_plain_greedy_decoding_write
         for key in range(11)
     ]
     source = ListSource(requests)
-    config = GeneratorConfig(rows=4, max_length=64, check_every=3, prefill_tokens=64, stop_loops=False)
-    stats = Generator(target, [EOS], config).run(source)
+    stats = Generator(engine_over(target, 4, 64, max_batch_tokens=64), [EOS], stop_loops=False).run(source)
     assert stats.texts == 11
     for request in requests:
         expected = greedy(target, request.prompt, request.max_new)
@@ -23,25 +21,32 @@ def test_batched_generation_with_refills_writes_what_plain_greedy_decoding_write
         assert source.results[request.key].ended == (expected[-1] == EOS)
 
 
-def test_sampled_texts_follow_the_target_within_the_nucleus():
-    torch.manual_seed(0)
-    logits = torch.tensor([2.0, 1.5, 0.0, -1.0, -3.0])
-    rows = 40_000
-    tokens = sampling.sample(
-        logits.expand(rows, -1), torch.full((rows,), 0.8), torch.full((rows,), 0.9), torch.rand(rows, 3)
-    )
-    p = (logits / 0.8).softmax(-1)
-    nucleus = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])  # .60 + .32 = .92 would do, yet .60 + .32 > .9 is needed
-    kept = p * nucleus if p[:2].sum() < 0.9 else p * torch.tensor([1.0, 1.0, 0, 0, 0])
-    expected = kept / kept.sum()
-    frequency = torch.bincount(tokens, minlength=5) / rows
-    assert (frequency - expected).abs().max() < 0.01
+def test_a_sampled_text_follows_from_its_seed_whatever_runs_beside_it(target):
+    def written(rows, seeds):
+        source = ListSource([GenerationRequest(seed, [5, 6, 7], 20, 1.0, seed=seed) for seed in seeds])
+        Generator(engine_over(target, rows, 64), [EOS], stop_loops=False).run(source)
+        return {key: result.tokens for key, result in source.results.items()}
+
+    alone, together = written(1, [3]), written(4, range(6))
+    assert together[3] == alone[3]
+    assert len({tuple(tokens) for tokens in together.values()}) == 6
 
 
-def test_temperature_zero_takes_the_most_likely_token():
-    logits = torch.randn(6, 50)
-    zero = torch.zeros(6)
-    assert sampling.sample(logits, zero, zero + 0.9, torch.rand(6, 3)).equal(logits.argmax(-1))
+def test_a_text_that_repeats_itself_is_ended(target):
+    class Looping:
+        def __init__(self):
+            self.results = []
+
+        def take(self, count):
+            return [GenerationRequest(0, [5, 6, 7], 400)] if not self.results else []
+
+        def give(self, result):
+            self.results.append(result)
+
+    source = Looping()
+    Generator(engine_over(target, 1, 512), [EOS]).run(source)
+    (result,) = source.results
+    assert not result.ended and loop_end(result.tokens) is not None and len(result.tokens) < 400
 
 
 def test_a_loop_is_cut_after_the_third_repetition_of_a_long_enough_span():
@@ -50,11 +55,3 @@ def test_a_loop_is_cut_after_the_third_repetition_of_a_long_enough_span():
     assert loop_end([*head, *[7, 8] * 40]) == 20 + 48  # a span of 16 made of the pair, three times
     assert loop_end([*head, *list(range(20)) * 2, 5, 6]) is None
     assert loop_end(list(range(300))) is None
-
-
-def test_rows_that_repeat_themselves_are_noticed():
-    written = torch.zeros(3, 400, dtype=torch.int64)
-    written[0, :200] = torch.arange(200)
-    written[1, :200] = torch.arange(200) % 40
-    written[2, :100] = 5
-    assert looping_rows(written, torch.tensor([200, 200, 100])).tolist() == [False, True, False]

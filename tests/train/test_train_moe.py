@@ -6,12 +6,12 @@ import torch
 
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_target
-from slipstream.train.generate import GenerationRequest, Generator, GeneratorConfig
+from slipstream.train.generate import GenerationRequest, Generator
 from slipstream.train.ops import TrainOps
 from slipstream.train.seen import Seen
 from slipstream.train.unroll import PackedContext
 from tiny_moe import VOCAB, deepseek, minimax, passes, save
-from training import EOS, ListSource, greedy
+from training import EOS, ListSource, engine_over, greedy
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,6 @@ def test_batched_generation_writes_what_plain_greedy_decoding_writes(target):
     rng = np.random.default_rng(0)
     requests = [GenerationRequest(key, rng.integers(3, 96, 4 + key).tolist(), 6) for key in range(3)]
     source = ListSource(requests)
-    config = GeneratorConfig(rows=2, max_length=32, check_every=3, prefill_tokens=32, stop_loops=False)
-    Generator(target, [EOS], config).run(source)
+    Generator(engine_over(target, 2, 32), [EOS], stop_loops=False).run(source)
     for request in requests:
         assert source.results[request.key].tokens == greedy(target, request.prompt, request.max_new)

@@ -1,28 +1,32 @@
 """`slipstream train`: an EAGLE-3 draft for a target, from data the target writes itself."""
 
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from slipstream.cli import options
+from slipstream.cli.train_display import Display, bars
 
 if TYPE_CHECKING:
     import torch
 
     from slipstream.checkpoint.config import DraftDialect
-    from slipstream.train.capture import DiskCost
-    from slipstream.train.conversations import Tally
-    from slipstream.train.generate import GenerationStats
     from slipstream.train.output import RunRecord
+    from slipstream.train.plan import Plan
     from slipstream.train.recipe import Recipe
+    from slipstream.train.run import TrainingRun
     from slipstream.train.state import TrainState
-    from slipstream.train.trainer import Progress as Step
 
 _DIALECTS: tuple["DraftDialect", ...] = ("sglang", "vllm", "speculators")
+_BUDGET_S = 3600.0
 
 
 def train(
@@ -38,7 +42,8 @@ def train(
         Path | None, typer.Option(help="Folder to store the target's states in, once, and train from; large.")
     ] = None,
     time_budget_s: Annotated[
-        float | None, typer.Option(min=0, help="Plan as many training steps as fit this many seconds.")
+        float | None,
+        typer.Option(min=0, help="Seconds for everything: loading, data, training, measuring. Without a recipe 3600."),
     ] = None,
     generate_s: Annotated[float | None, typer.Option(min=0, help="Stop writing data after this many seconds.")] = None,
     stop_after_s: Annotated[
@@ -47,6 +52,9 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change the recipe. Repeatable.")
     ] = None,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Split the target over so many devices of this machine; the draft stays whole.")
+    ] = 1,
     device: options.Device = "auto",
 ) -> None:
     """Train an EAGLE-3 draft: the target writes the data, the draft learns to guess it, and is measured.
@@ -55,6 +63,8 @@ def train(
     Under torchrun, several GPUs share each step.
 
     Examples:
+      slipstream train embedded --out draft --time-budget-s 600
+
       slipstream train path/to/target --out draft --time-budget-s 3600
 
       slipstream train embedded --recipe recipes/train/embedded.yaml --data prompts --out draft
@@ -63,50 +73,93 @@ def train(
     """
     from slipstream.train.capture import CaptureHooks
     from slipstream.train.lineage import Lineage
+    from slipstream.train.plan import read_plan
     from slipstream.train.run import Output, Paths, TrainingRun
+    from slipstream.train.sizes import PROMPT_SETS
     from slipstream.train.world import local_device
 
+    begun = time.monotonic()
     place = local_device(device)
-    settings = _recipe(recipe, changes or [], time_budget_s, place)
     output = Output(out, _dialect(dialect), Lineage.read(init_from, average_with))
-    if model == "embedded":
-        options.fetch_embedded(Console(stderr=True))
-    run = TrainingRun(model, settings, Paths(data, work or out.with_name(f"{out.name}-work")), place)
+    options.fetch_if_embedded(model, Console(stderr=True))
+    budget_s = time_budget_s if recipe is not None or time_budget_s is not None else _BUDGET_S
+    paths = Paths(PROMPT_SETS if recipe is None else data, work or out.with_name(f"{out.name}-work"))
+    known = None if budget_s is None else read_plan(paths.work)
+    settings = known.recipe if known else _recipe(recipe, changes or [], model, place, (budget_s or _BUDGET_S, tp))
+    run = TrainingRun(model, settings, paths, place, tp)
     console = Console(quiet=run.world.rank > 0, markup=False)
     console.print(f"target {model}, {run.speaker.model.spec.num_layers} layers, on {place}; work in {run.paths.work}")
-    with _bars(console) as bars:
-        display = _Display(bars, settings)
+    with _stoppable(console, run.paths.work), bars(console) as shown:
+        display = Display(shown)
+        if budget_s is not None:
+            plan = _plan(run, budget_s, begun, [str(recipe), *(changes or [])], display)
+            offline = offline or (run.paths.work / "features" if plan.store else None)
+        display.expect(run.recipe)
         corpus = run.generate(display.data, generate_s)
         draft, vocab = run.start(corpus, init_from)
         console.print(
             f"data: {len(corpus):,} texts, {corpus.num_answer_tokens:,} answer tokens; "
             f"the draft's {len(vocab.token_ids_V):,} tokens cover {vocab.coverage:.2%} of them"
         )
+        with display.waiting("answering held-out questions"):
+            run.eval_sets()
         store = None
         if offline is not None:
             hooks = CaptureHooks(display.cost, display.features)
             store = run.store_features(draft, vocab, corpus, offline, hooks)
         state = run.train(draft, vocab, corpus, display.step, stop_after_s, store)
-    if average_with is not None:
-        run.average(draft, average_with)
+        if average_with is not None:
+            run.average(draft, average_with)
+        if run.world.rank == 0:
+            with display.waiting("measuring and writing"):
+                record = run.write(output, draft, vocab, state)
     if run.world.rank == 0:
-        _finish(console, run.write(output, draft, vocab, state), state, output.folder)
-    run.world.leave()
+        _finish(console, record, state, output.folder)
+    run.close()
 
 
-def _recipe(path: Path | None, changes: list[str], time_budget_s: float | None, device: "torch.device") -> "Recipe":
-    from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
+def _recipe(
+    path: Path | None, changes: list[str], model: str, device: "torch.device", means: tuple[float, int]
+) -> "Recipe":
+    from slipstream.checkpoint.config import model_spec
+    from slipstream.checkpoint.reader import open_checkpoint
+    from slipstream.train.recipe import change_recipe, read_recipe
+    from slipstream.train.sizes import plain_recipe
 
-    if path is None:
-        # Without files every user turn is the target's own; a CPU gains nothing from a batch of thousands.
-        content: dict[str, dict[str, float]] = {"data": {"magpie": 1.0, "maths": 0.0}, "train": {"time_budget_s": 3600}}
-        if device.type == "cpu":
-            content["generate"] = {"rows": 32}
-        recipe = make_recipe(content, "the plain recipe")
-    else:
-        recipe = read_recipe(path)
-    budget = [] if time_budget_s is None else [f"train.time_budget_s={time_budget_s}"]
-    return change_recipe(recipe, [*changes, *budget])
+    if path is not None:
+        return change_recipe(read_recipe(path), changes)
+    source = open_checkpoint(model)
+    recipe = plain_recipe(model_spec(source.config, source.folder), device, *means)
+    return change_recipe(recipe, changes)
+
+
+def _plan(run: "TrainingRun", budget_s: float, begun: float, settings: list[str], display: Display) -> "Plan":
+    """Make the plan, or read the one a run that was stopped had, and print it."""
+    from slipstream.train.trial import Trial, settle_plan
+
+    asked = {"target": run.digest, "budget_s": budget_s, "settings": settings, "device": run.device.type}
+    with display.waiting("trying a few texts and steps"):
+        plan = settle_plan(run, Trial(asked, begun))
+    for line in plan.lines():
+        display.print(line)
+    return plan
+
+
+@contextmanager
+def _stoppable(console: Console, work: Path) -> Iterator[None]:
+    """Take SIGTERM for Ctrl-C; either way say what was kept."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(f"Stopped. What was made is in {work}; the same command goes on from there.")
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _dialect(name: str) -> "DraftDialect":
@@ -114,63 +167,6 @@ def _dialect(name: str) -> "DraftDialect":
         if name == dialect:
             return dialect
     raise typer.BadParameter(f"--dialect {name}: it is {', '.join(_DIALECTS)}.")
-
-
-def _bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s, {task.fields[left]}"), TimeElapsedColumn(),
-        console=console,
-    )  # fmt: skip
-
-
-class _Display:
-    """Shows the long phases: a bar each, and a line for every report of the training."""
-
-    def __init__(self, bars: Progress, recipe: "Recipe") -> None:
-        self._bars, self._recipe = bars, recipe
-        self._data: TaskID | None = None
-        self._features: TaskID | None = None
-        self._steps: TaskID | None = None
-
-    def data(self, tally: "Tally", stats: "GenerationStats") -> None:
-        """Show how far the data is."""
-        total = self._recipe.data.answer_tokens
-        if self._data is None:
-            self._data = self._bars.add_task("data", total=total, speed=0.0, left="")
-        left = (total - tally.answer_tokens) * stats.seconds / max(1, tally.answer_tokens)
-        self._bars.update(
-            self._data, completed=tally.answer_tokens, speed=stats.tokens_per_s, left=_left(left),
-            description=f"data: {tally.kept:,} texts",
-        )  # fmt: skip
-
-    def cost(self, cost: "DiskCost") -> None:
-        """Show what storing the target's states takes, before anything is written."""
-        self._bars.console.print(f"offline: {cost}", highlight=False)
-        self._features = self._bars.add_task("features", total=cost.manifest.num_tokens, speed=0.0, left="")
-
-    def features(self, tokens: int) -> None:
-        """Show how far storing is."""
-        if self._features is not None:
-            speed = self._bars.tasks[self._features].speed or 0.0
-            self._bars.update(self._features, completed=tokens, speed=speed)
-
-    def step(self, step: "Step") -> None:
-        """Show how far the training is, and what it has reached."""
-        if self._steps is None:
-            self._steps = self._bars.add_task("training", total=step.total_steps, speed=0.0, left="")
-        self._bars.update(
-            self._steps, completed=step.step, speed=step.tokens_per_s, left=_left(step.seconds_left),
-            description=f"training: loss {step.loss:.3f}",
-        )  # fmt: skip
-        accuracy = " ".join(f"{value:.1%}" for value in step.accuracy)
-        reached = "".join(f"  {name} {value:.2f}" for name, value in step.acceptance.items())
-        line = f"step {step.step}/{step.total_steps}  loss {step.loss:.4f}  accuracy {accuracy}  lr {step.lr:.1e}"
-        self._bars.console.print(line + reached, highlight=False)
-
-
-def _left(seconds: float) -> str:
-    return f"{max(0, round(seconds)) // 60}:{max(0, round(seconds)) % 60:02d} left"
 
 
 def _finish(console: Console, record: "RunRecord", state: "TrainState", folder: Path) -> None:

@@ -20,6 +20,8 @@ from slipstream.train.trainer import TrainConfig
 from slipstream.train.world import World
 
 SHARD_BYTES = 512_000_000
+CPU_SHARD_BYTES = 32_000_000
+"""On a CPU a shard of the usual size would take minutes, and what interrupts it would lose them."""
 
 Rows = list[list[int]]
 
@@ -145,7 +147,7 @@ def wanted_manifest(
         rows_per_step=config.rows_per_step,
         parts=world.size,
         seed=config.seed,
-        shard_bytes=SHARD_BYTES,
+        shard_bytes=SHARD_BYTES if objective.target.embed_tokens.device.type == "cuda" else CPU_SHARD_BYTES,
     )
 
 

@@ -1,4 +1,9 @@
-"""The data plan: which conversations to ask the target for, turn by turn, and what of its writing is kept."""
+"""The data plan: which conversations to ask the target for, turn by turn, and what of its writing is kept.
+
+Conversations are numbered. What is asked in one follows from the seed and its number (and, of a passage, from texts a
+fixed distance before it), and texts are kept in the order of numbers, whichever finish first: a run that was stopped
+goes on from the first number that is not settled, and its corpus is the one it would have made in one go.
+"""
 
 import hashlib
 from collections import deque
@@ -19,8 +24,10 @@ MIN_ANSWER = 8
 MAX_TURN = 128
 _MIN_TURN = 4
 _MIN_EXAMPLES = 8
-_FREELY, _CAREFULLY = (1.0, 0.99), (0.85, 0.95)  # a user turn's temperature and top-p
+_FREELY, _CAREFULLY = (0.9, 1.0), (0.7, 1.0)  # a user turn's temperature and top-p, which engines do fastest without
 _PASSAGES_KEPT = 4096
+WINDOW = 4
+"""Conversations begun and not settled, for each text written at once: one that takes long holds up those behind it."""
 _PASSAGE_TOKENS = (16, 144)
 
 
@@ -37,7 +44,8 @@ class DataConfig:
             are prompts from files, each used `file_repeats` times at most, and answered greedily once at most.
         forced_opening: share of free user turns whose first words are given.
         second_turn: share of conversations that go on.
-        greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`.
+        greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`, below 1 much
+            slower.
         max_prompt, max_answer: in tokens.
     """
 
@@ -51,8 +59,8 @@ class DataConfig:
     default_system: float = 0.6
     second_turn: float = 0.2
     greedy: float = 0.5
-    temperature: tuple[float, float] = (0.7, 0.8)
-    top_p: float = 0.95
+    temperature: tuple[float, float] = (0.6, 0.7)
+    top_p: float = 1.0
     max_prompt: int = 256
     max_answer: int = 320
     shard_texts: int = 16_384
@@ -81,6 +89,8 @@ class DataConfig:
 class _Conversation:
     """One in the making: what is written so far, and whether the turn being written is the user's."""
 
+    number: int
+    rng: np.random.Generator
     frame: ChatFrame
     ids: list[int]
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -102,8 +112,22 @@ class Tally:
     malformed: int = 0
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Prompts shown to the target, for it to write user turns like them; without `maths`, those of the files are."""
+
+    examples: Sequence[Messages] = ()
+    maths: Sequence[Messages] = ()
+
+
+NOTHING_SHOWN = Shown()
+
+
 class ConversationSource:
-    """A `RequestSource` that plays conversations with the target; finished ones wait in `texts`."""
+    """A `RequestSource` that plays conversations with the target; settled ones wait in `texts`, in order.
+
+    `numbers` are those of their conversations.
+    """
 
     def __init__(
         self,
@@ -111,16 +135,15 @@ class ConversationSource:
         config: DataConfig,
         prompts: Sequence[Messages],
         excluded: frozenset[str],
-        examples: Sequence[Messages] = (),
-        maths: Sequence[Messages] = (),
+        shown: Shown = NOTHING_SHOWN,
+        window: int = 256,
     ) -> None:
         """Prepare a mixture; `prompts` come from files, `excluded` is normalised text never to be used.
 
-        `examples` and `maths` are shown to the target, for it to write user turns like them; without `maths`, the
-        prompts are.
+        At most `window` conversations are under way at once.
         """
-        self._tokenizer, self._config, self._excluded = tokenizer, config, excluded
-        self._rng = np.random.default_rng(config.seed)
+        self._tokenizer, self._config, self._excluded, self._window = tokenizer, config, excluded, window
+        examples, maths = shown.examples, shown.maths
         samples_turns = config.sampled > 0 or config.second_turn > 0
         self._frames = [chat_frame(tokenizer, system) for system in SYSTEM_PROMPTS] if samples_turns else []
         self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
@@ -146,19 +169,28 @@ class ConversationSource:
             raise ConfigError("No prompt files are given, so magpie, maths, passages and tasks must add up to 1.")
         self._files_left = self._shuffled_files()
         self._retry: deque[GenerationRequest] = deque()
-        self._passages: deque[Sequence[int]] = deque(maxlen=_PASSAGES_KEPT)
+        self._passages: deque[tuple[int, Sequence[int]]] = deque(maxlen=_PASSAGES_KEPT + window)
         self._open: dict[int, _Conversation] = {}
         self._next_key = 0
+        self._begun = 0
+        self._outcomes: dict[int, Text | None] = {}
         self._seen: set[bytes] = set()
+        self.num_settled = 0
         self.tally = Tally()
         self.texts: list[Text] = []
+        self.numbers: list[int] = []
 
-    def remember(self, text: Text) -> None:
-        """Count a text made earlier: towards the total, as a duplicate should it come again, and as a passage."""
-        self._is_new(text)
-        self._passages.append(text.ids[slice(*text.spans[0])])
-        self.tally.kept += 1
-        self.tally.answer_tokens += sum(end - start for start, end in text.spans)
+    def resume(self, texts: Sequence[tuple[int, Text]], num_settled: int) -> None:
+        """Go on after an earlier run: its texts with their conversations' numbers, and how many were settled."""
+        assert self._begun == 0, "a source goes on before it begins"
+        for number, text in texts:
+            self._keep(number, text)
+        self.texts.clear()
+        self.numbers.clear()
+        for number in range(num_settled):  # prompts of files are used in turn
+            if self._files_left and self._rng(number).random() >= self._config.sampled:
+                self._files_left.pop()
+        self._begun = self.num_settled = num_settled
 
     @property
     def finished(self) -> bool:
@@ -171,11 +203,12 @@ class ConversationSource:
         while len(requests) < count and not self.finished:
             if self._retry:
                 requests.append(self._retry.popleft())
-            else:
-                request = self._new()
-                if request is None:
-                    break
-                requests.append(request)
+                continue
+            request = self._new(self._begun) if self._begun - self.num_settled < self._window else None
+            if request is None:
+                break
+            self._begun += 1
+            requests.append(request)
         return requests
 
     def give(self, result: GenerationResult) -> None:
@@ -186,53 +219,65 @@ class ConversationSource:
         else:
             self._end_answer(conversation, result)
 
-    def _new(self) -> GenerationRequest | None:
-        draw = self._rng.random()
-        more = int(self._rng.random() < self._config.second_turn)
-        if draw < self._config.magpie:
-            return self._free_turn(more)
-        if draw < self._config.magpie + self._config.maths:
-            return self._turn_like(self._questions, more, _FREELY)
-        if draw < self._config.magpie + self._config.maths + self._config.tasks:
-            return self._turn_like(self._tasks, more, _CAREFULLY)
-        if draw < self._config.sampled:
-            return self._passage_turn(more) or self._free_turn(more)
-        if not self._files_left:
-            return self._free_turn(more) if self._config.sampled > 0 else None
+    def _rng(self, number: int) -> np.random.Generator:
+        return np.random.default_rng([self._config.seed, number])
+
+    def _new(self, number: int) -> GenerationRequest | None:
+        config, rng = self._config, self._rng(number)
+        draw = rng.random()
         frame = self._frames[0] if self._frames else ChatFrame([], [], [])
+        talk = _Conversation(number, rng, frame, list(frame.before_user))
+        talk.more_turns = int(rng.random() < config.second_turn) if self._frames else 0
+        if draw < config.magpie:
+            return self._free_turn(talk)
+        if draw < config.magpie + config.maths:
+            return self._turn_like(self._questions, talk, _FREELY)
+        if draw < config.magpie + config.maths + config.tasks:
+            return self._turn_like(self._tasks, talk, _CAREFULLY)
+        if draw < config.sampled:
+            return self._passage_turn(talk) or self._free_turn(talk)
+        if not self._files_left:
+            return self._free_turn(talk) if config.sampled > 0 else None
         prompt, again = self._files_left.pop()
-        return self._answer(_Conversation(frame, list(prompt), more_turns=more if self._frames else 0), again)
+        talk.ids = list(prompt)
+        return self._answer(talk, again)
 
-    def _free_turn(self, more: int) -> GenerationRequest:
-        default = self._rng.random() < self._config.default_system
-        frame = self._frames[0 if default else int(self._rng.integers(1, len(self._frames)))]
-        opening: list[int] = []
-        if self._rng.random() < self._config.forced_opening:
-            opening = self._openings[int(self._rng.integers(len(self._openings)))]
-        return self._user(_Conversation(frame, list(frame.before_user), turn=list(opening), more_turns=more))
+    def _free_turn(self, talk: _Conversation) -> GenerationRequest:
+        rng = talk.rng
+        default = rng.random() < self._config.default_system
+        talk.frame = self._frames[0 if default else int(rng.integers(1, len(self._frames)))]
+        talk.ids = list(talk.frame.before_user)
+        if rng.random() < self._config.forced_opening:
+            talk.turn = list(self._openings[int(rng.integers(len(self._openings)))])
+        return self._user(talk)
 
-    def _turn_like(self, examples: list[list[int]], more: int, how: tuple[float, float]) -> GenerationRequest:
+    def _turn_like(self, examples: list[list[int]], talk: _Conversation, how: tuple[float, float]) -> GenerationRequest:
         """Show the target a few prompts as earlier user turns; it writes the next one."""
-        frame = self._frames[0]
+        frame = talk.frame
         reply = [*self._short_reply, self._tokenizer.eos_token_ids[0], *frame.to_next_user]
-        ids = list(frame.before_user)
-        for index in self._rng.integers(len(examples), size=3).tolist():
+        for index in talk.rng.integers(len(examples), size=3).tolist():
             shown = [*examples[index][len(frame.before_user) :], *reply]
-            if len(ids) + len(shown) <= self._config.max_prompt:
-                ids += shown
-        return self._user(_Conversation(frame, ids, answers_in=frame, more_turns=more), how)
+            if len(talk.ids) + len(shown) <= self._config.max_prompt:
+                talk.ids += shown
+        talk.answers_in = frame
+        return self._user(talk, how)
 
-    def _passage_turn(self, more: int) -> GenerationRequest | None:
-        """Ask for something to be done with a passage; None if there is none yet, or it does not fit a prompt."""
-        if not self._passages:
+    def _passage_turn(self, talk: _Conversation) -> GenerationRequest | None:
+        """Ask for something to be done with a passage; None if there is none yet, or it does not fit a prompt.
+
+        Passages come from conversations that are settled whenever this one begins, however fast the others are.
+        """
+        answers = [answer for number, answer in self._passages if number < talk.number - self._window]
+        if not answers:
             return None
-        answer = self._passages[int(self._rng.integers(len(self._passages)))]
-        length = int(self._rng.integers(*_PASSAGE_TOKENS))
-        turn = passage_turn(self._tokenizer.decode(answer[:length]), self._rng)
+        answer = answers[-_PASSAGES_KEPT:][int(talk.rng.integers(min(len(answers), _PASSAGES_KEPT)))]
+        length = int(talk.rng.integers(*_PASSAGE_TOKENS))
+        turn = passage_turn(self._tokenizer.decode(answer[:length]), talk.rng)
         ids = encode_prompt(self._tokenizer, [{"role": "user", "content": turn}])
         if len(ids) > self._config.max_prompt or normalized(turn) in self._excluded:
             return None
-        return self._answer(_Conversation(self._frames[0], ids, more_turns=more))
+        talk.ids = ids
+        return self._answer(talk)
 
     def _user(self, conversation: _Conversation, how: tuple[float, float] = _FREELY) -> GenerationRequest:
         conversation.writes_user = True
@@ -241,8 +286,9 @@ class ConversationSource:
     def _answer(self, conversation: _Conversation, again: bool = False) -> GenerationRequest:
         conversation.writes_user = False
         low, high = self._config.temperature
-        warm = self._rng.random() >= self._config.greedy or again  # a second greedy answer would be the first one
-        how = (float(self._rng.uniform(low, high)), self._config.top_p) if warm else (0.0, 1.0)
+        rng = conversation.rng
+        warm = rng.random() >= self._config.greedy or again  # a second greedy answer would be the first one
+        how = (float(rng.uniform(low, high)), self._config.top_p) if warm else (0.0, 1.0)
         return self._request(conversation, conversation.ids, self._config.max_answer, how)
 
     def _request(
@@ -250,12 +296,13 @@ class ConversationSource:
     ) -> GenerationRequest:
         key, self._next_key = self._next_key, self._next_key + 1
         self._open[key] = conversation
-        return GenerationRequest(key, prompt, max_new, *how)
+        return GenerationRequest(key, prompt, max_new, *how, seed=int(conversation.rng.integers(2**63)))
 
     def _end_user_turn(self, conversation: _Conversation, result: GenerationResult) -> None:
         special = self._tokenizer.special_token_ids
         turn = [*conversation.turn, *result.tokens[:-1]]
-        if not result.ended or not _MIN_TURN <= len(turn) <= MAX_TURN or special.intersection(turn):
+        sane = result.ended and _MIN_TURN <= len(turn) <= MAX_TURN and loop_end(result.tokens) is None
+        if not sane or special.intersection(turn):
             self.tally.malformed += 1
             self._finish(conversation)
             return
@@ -288,28 +335,32 @@ class ConversationSource:
         room = self._limit(conversation) - len(conversation.ids) - 64
         if conversation.more_turns > 0 and result.ended and loops is None and room > 0:
             conversation.more_turns -= 1
-            follow_up = _Conversation(
-                conversation.frame,
-                [*conversation.ids, *conversation.frame.to_next_user],
-                list(conversation.spans),
-                more_turns=conversation.more_turns,
-            )
-            self._retry.append(self._user(follow_up))
+            conversation.ids = [*conversation.ids, *conversation.frame.to_next_user]
+            self._retry.append(self._user(conversation))
             return
         self._finish(conversation)
 
     def _finish(self, conversation: _Conversation) -> None:
-        """Keep the conversation up to its last answer, if it has one and is new."""
-        if not conversation.spans:
-            return
-        text = Text(conversation.ids[: conversation.spans[-1][1]], conversation.spans)
-        if self._is_new(text):
-            self.tally.kept += 1
-            self.tally.answer_tokens += sum(end - start for start, end in text.spans)
-            self.texts.append(text)
-            self._passages.append(text.ids[slice(*text.spans[0])])
-        else:
+        """Take the conversation up to its last answer, if it has one, and settle what can be settled in order."""
+        text = None
+        if conversation.spans:
+            text = Text(conversation.ids[: conversation.spans[-1][1]], list(conversation.spans))
+        self._outcomes[conversation.number] = text
+        while self.num_settled in self._outcomes and not self.finished:
+            outcome = self._outcomes.pop(self.num_settled)
+            if outcome is not None:
+                self._keep(self.num_settled, outcome)
+            self.num_settled += 1
+
+    def _keep(self, number: int, text: Text) -> None:
+        if not self._is_new(text):
             self.tally.duplicates += 1
+            return
+        self.tally.kept += 1
+        self.tally.answer_tokens += sum(end - start for start, end in text.spans)
+        self.texts.append(text)
+        self.numbers.append(number)
+        self._passages.append((number, text.ids[slice(*text.spans[0])]))
 
     def _is_new(self, text: Text) -> bool:
         digest = hashlib.blake2b(np.asarray(text.ids, np.uint32).tobytes(), digest_size=12).digest()
@@ -348,4 +399,5 @@ class ConversationSource:
     def _shuffled_files(self) -> list[tuple[list[int], bool]]:
         """Return the prompts as often as they are used, and whether each has been used before."""
         repeated = [(prompt, use > 0) for prompt in self._file_prompts for use in range(self._config.file_repeats)]
-        return [repeated[i] for i in self._rng.permutation(len(repeated)).tolist()]
+        order = np.random.default_rng(self._config.seed).permutation(len(repeated))
+        return [repeated[i] for i in order.tolist()]

@@ -102,6 +102,16 @@ def read_shard(path: Path) -> Corpus:
     return Corpus(arrays["ids"], arrays["offsets"], arrays["spans"], (metadata["sha256"],))
 
 
+def read_notes(path: Path) -> dict[str, Any]:  # JSON of whoever wrote it
+    """Return what was noted beside a shard's texts."""
+    try:
+        with safe_open(path, framework="np") as file:
+            notes = json.loads((file.metadata() or {}).get("notes", "{}"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DataError(f"{path}: is not a readable corpus shard ({error}); delete it and generate again.") from error
+    return notes if isinstance(notes, dict) else {}
+
+
 def shard_paths(folder: Path) -> list[Path]:
     """Return a corpus folder's shards in order."""
     return sorted(folder.glob("shard-*.safetensors"))

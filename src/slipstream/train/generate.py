@@ -1,24 +1,23 @@
-"""Batched generation by the target: a fixed batch whose finished rows are refilled, one decode step as a CUDA graph.
+"""Texts by the target, written through the engine: as many at once as it has places, finished ones replaced in groups.
 
-The host looks at the batch every few steps only; finished texts are handed on while the device runs the next ones.
+What a request's text is depends on its prompt, its settings and its seed alone, not on what runs beside it, as far as
+the engine's kernels promise that (`slipstream doctor` says so of each).
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from slipstream.engine.engine import Engine
+from slipstream.engine.request import FinishReason
 from slipstream.errors import ConfigError
-from slipstream.models.target import Target
-from slipstream.train import sampling, static_cache
-from slipstream.train.ops import TrainOps
-from slipstream.train.product import product_f32
-from slipstream.train.repetition import looping_rows
-from slipstream.train.static_cache import DecodeContext, FillContext, StaticCache
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.train.repetition import loop_end
+
+_PATIENCE_S = 0.1
+_REFILL_SHARE = 8  # A prompt interrupts decoding for everybody, so prompts come in groups of an eighth of the places.
+_LOOK_EVERY = 32  # tokens of a text between two looks for a loop
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class GenerationRequest:
     max_new: int
     temperature: float = 0.0
     top_p: float = 1.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,29 @@ class RequestSource(Protocol):
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """How generation is batched.
+    """How texts are written.
 
     Args:
-        rows: texts generated at once.
+        rows: texts written at once; None takes as many as suit the device and its memory.
         max_length: prompt and answer together never exceed this.
-        check_every: decode steps between two looks at the batch by the host.
-        prefill_tokens: most tokens (padding included) of one pass over prompts.
-        stop_loops: end a text that has been repeating itself for a while.
-        fast: use the Triton kernels and a CUDA graph (GPU only).
+        prefill_tokens: most prompt tokens of one step.
+        stop_loops: end a text that repeats itself.
     """
 
-    rows: int = 2048
+    rows: int | None = None
     max_length: int = 640
-    check_every: int = 24
-    prefill_tokens: int = 131_072
+    prefill_tokens: int = 2048
     stop_loops: bool = True
-    fast: bool = True
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rows", "max_length", "check_every", "prefill_tokens"):
-            if getattr(self, name) < 1:
+        for name in ("rows", "max_length", "prefill_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """What a run of the generator did."""
+    """What a run of the generator did; `tokens` counts those of unfinished texts too."""
 
     texts: int
     tokens: int
@@ -94,43 +89,28 @@ class GenerationStats:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-class _Rows:
-    """The batch's state on the device; every tensor is written in place, as a captured graph needs."""
+@dataclass
+class _Writing:
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    looked_at: int = 0
 
-    def __init__(self, config: GeneratorConfig, device: torch.device) -> None:
-        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros((config.rows, *shape), dtype=dtype, device=device)
-
-        self.token_B, self.position_B = zeros(torch.int64), zeros(torch.int64)
-        self.count_B, self.limit_B = zeros(torch.int64), zeros(torch.int64)
-        self.temperature_B, self.top_p_B = zeros(torch.float32), zeros(torch.float32)
-        self.live_B = zeros(torch.bool)
-        self.written_BN = zeros(torch.int64, config.max_length)
-        self.uniform_B3 = zeros(torch.float32, sampling.NUM_DRAWS)
+    def loops(self) -> bool:
+        """Tell whether the text repeats itself, looking now and then; where it is cut does not depend on when."""
+        if len(self.tokens) - self.looked_at < _LOOK_EVERY:
+            return False
+        self.looked_at = len(self.tokens)
+        return loop_end(self.tokens) is not None
 
 
 class Generator:
-    """Continues prompts with the target; one instance owns the cache and may run many sources after each other."""
+    """Continues prompts with an engine, which may have any draft or none: the texts are the target's own."""
 
-    def __init__(self, target: Target, eos_token_ids: Sequence[int], config: GeneratorConfig) -> None:
-        table = target.embed_tokens
-        self._target, self._config, self._device = target, config, table.device
-        self._ops = TrainOps(self._device)
-        self._eos_E = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=self._device)
-        self._eos = frozenset(eos_token_ids)
-        self._cache = StaticCache(target.kv_shape_by_head, config.rows, config.max_length, table.dtype, self._device)
-        self._rows = _Rows(config, self._device)
-        self._running: list[GenerationRequest | None] = [None] * config.rows
-        self._attention, self._sample = static_cache.decode_attention, sampling.sample
-        self._graph: torch.cuda.CUDAGraph | None = None
-        torch.manual_seed(config.seed)
-        if config.fast and self._device.type == "cuda":
-            from slipstream.train import triton_decode  # Triton is absent on CPU machines
+    def __init__(self, engine: Engine, eos_token_ids: Sequence[int], stop_loops: bool = True) -> None:
+        self._engine, self._eos, self._stop_loops = engine, tuple(eos_token_ids), stop_loops
+        self._rows, self._max_length = engine.config.max_requests, engine.config.max_context
+        self._writing: dict[int, _Writing] = {}
 
-            self._attention, self._sample = triton_decode.decode_attention, triton_decode.sample
-            self._graph = self._capture()
-
-    @torch.no_grad()
     def run(
         self,
         source: RequestSource,
@@ -139,128 +119,49 @@ class Generator:
     ) -> GenerationStats:
         """Serve the source until it has nothing left, or until `stop` says so (unfinished texts are then dropped)."""
         started, texts, tokens = time.monotonic(), 0, 0
-        self._rows.live_B.zero_()
-        self._running = [None] * self._config.rows
-        finished: list[GenerationResult] = []
-        while not stop():
-            self._refill(source)
-            if not any(self._running) and not finished:
-                break
-            for _ in range(self._config.check_every if any(self._running) else 0):
-                self._advance()
-            for result in finished:  # the device is busy meanwhile
-                source.give(result)
-            finished = self._collect()
-            texts += len(finished)
-            tokens += sum(len(result.tokens) for result in finished)
-            progress(GenerationStats(texts, tokens, time.monotonic() - started))
-        for result in finished:
-            source.give(result)
+        try:
+            while not stop():
+                self._refill(source)
+                if not self._writing:
+                    break
+                finished, count = self._step()
+                texts, tokens = texts + len(finished), tokens + count
+                for result in finished:
+                    source.give(result)
+                progress(GenerationStats(texts, tokens, time.monotonic() - started))
+        finally:
+            for request_id in self._writing:
+                self._engine.abort(request_id)
+            self._writing.clear()
         return GenerationStats(texts, tokens, time.monotonic() - started)
 
-    def _advance(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._step()
-
-    def _step(self) -> None:
-        """Decode one token of every row; rows that are not live compute too, and change nothing."""
-        rows, target = self._rows, self._target
-        ctx = DecodeContext(self._ops, rows.position_B, self._cache, self._attention)
-        hidden = target(rows.token_B, ctx)
-        assert target.lm_head.weight is not None, "generation needs dense weights"
-        logits_BV = product_f32(target.norm(hidden.last_TD, self._ops), target.lm_head.weight)
-        rows.uniform_B3.uniform_()
-        token_B = self._sample(logits_BV, rows.temperature_B, rows.top_p_B, rows.uniform_B3)
-        token_B = torch.where(rows.live_B, token_B, rows.token_B)
-        at_B1 = rows.count_B[:, None]
-        rows.written_BN.scatter_(
-            1, at_B1, torch.where(rows.live_B[:, None], token_B[:, None], rows.written_BN.gather(1, at_B1))
-        )
-        rows.token_B.copy_(token_B)
-        rows.count_B.add_(rows.live_B)
-        rows.position_B.add_(rows.live_B)
-        ended_B = (token_B[:, None] == self._eos_E).any(-1) | (rows.count_B >= rows.limit_B)
-        rows.live_B.logical_and_(~ended_B)
-
-    @torch.no_grad()
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        return graph
-
     def _refill(self, source: RequestSource) -> None:
-        free = [row for row, request in enumerate(self._running) if request is None]
-        requests = source.take(len(free)) if free else []
-        for request in requests:
-            if not request.prompt or len(request.prompt) + request.max_new > self._config.max_length:
+        free = self._rows - len(self._writing)
+        if free < max(1, self._rows // _REFILL_SHARE):
+            return
+        for request in source.take(free):
+            if not request.prompt or len(request.prompt) + request.max_new > self._max_length:
                 raise ConfigError(
                     f"A prompt of {len(request.prompt)} tokens with {request.max_new} to generate does not fit "
-                    f"max_length {self._config.max_length}; shorten prompts or raise it."
+                    f"max_length {self._max_length}; shorten prompts or raise it."
                 )
-        order = sorted(requests, key=lambda request: len(request.prompt))
-        placed = list(zip(free, order, strict=False))
-        for row, request in placed:
-            self._running[row] = request
-        start = 0
-        while start < len(placed):
-            stop = start + 1
-            while stop < len(placed) and _padded(placed[stop][1]) * (stop + 1 - start) <= self._config.prefill_tokens:
-                stop += 1
-            self._fill(placed[start:stop])
-            start = stop
+            params = SamplingParams(max_tokens=request.max_new, temperature=request.temperature, top_p=request.top_p)
+            request_id = self._engine.add(request.prompt, params, request.seed, self._eos)
+            self._writing[request_id] = _Writing(request)
 
-    def _fill(self, placed: list[tuple[int, GenerationRequest]]) -> None:
-        """Run prompts into their rows; the last prompt token is left to the first decode step."""
-        requests = [request for _, request in placed]
-        ids = np.zeros((len(placed), min(max(_padded(r) for r in requests), self._config.max_length)), dtype=np.int64)
-        for index, request in enumerate(requests):
-            ids[index, : len(request.prompt)] = request.prompt
-        rows_n = self._tensor([row for row, _ in placed])
-        positions = torch.arange(ids.shape[1], device=self._device).expand(len(placed), -1)
-        self._target(torch.from_numpy(ids).to(self._device), FillContext(self._ops, positions, rows_n, self._cache))
-        rows = self._rows
-        rows.token_B[rows_n] = self._tensor([request.prompt[-1] for request in requests])
-        rows.position_B[rows_n] = self._tensor([len(request.prompt) - 1 for request in requests])
-        rows.limit_B[rows_n] = self._tensor([request.max_new for request in requests])
-        rows.temperature_B[rows_n] = self._tensor([request.temperature for request in requests], torch.float32)
-        rows.top_p_B[rows_n] = self._tensor([request.top_p for request in requests], torch.float32)
-        rows.count_B[rows_n] = 0
-        rows.live_B[rows_n] = True
-
-    def _collect(self) -> list[GenerationResult]:
-        """Take the finished texts off the batch."""
-        rows = self._rows
-        if self._config.stop_loops:
-            rows.live_B.logical_and_(~looping_rows(rows.written_BN, rows.count_B))
-        live = rows.live_B.tolist()
-        done = [row for row, request in enumerate(self._running) if request is not None and not live[row]]
-        if not done:
-            return []
-        done_n = self._tensor(done)
-        counts = rows.count_B[done_n].tolist()
-        written = rows.written_BN[done_n].cpu().numpy()
-        results = []
-        for index, row in enumerate(done):
-            request = self._running[row]
-            assert request is not None
-            tokens = written[index, : counts[index]].tolist()
-            results.append(GenerationResult(request, tokens, bool(tokens) and tokens[-1] in self._eos))
-            self._running[row] = None
-        return results
-
-    def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)
-
-
-def _padded(request: GenerationRequest) -> int:
-    """Prompts are padded to a multiple of 16, so that few different shapes occur."""
-    return -(-len(request.prompt) // 16) * 16
+    def _step(self) -> tuple[list[GenerationResult], int]:
+        """Run a step; return the texts it finished, and how many tokens were written."""
+        finished, count = [], 0
+        for emission in self._engine.step(_PATIENCE_S):
+            writing = self._writing[emission.request_id]
+            writing.tokens += [token.token_id for token in emission.tokens]
+            count += len(emission.tokens)
+            reason = emission.finish_reason
+            if reason is None and self._stop_loops and writing.loops():
+                self._engine.abort(emission.request_id)
+                reason = FinishReason.ABORT
+            if reason is not None:
+                del self._writing[emission.request_id]
+                ended = reason is FinishReason.STOP
+                finished.append(GenerationResult(writing.request, writing.tokens, ended))
+        return finished, count

@@ -169,3 +169,15 @@ def make_teacher(
         best[rows], log_total[rows] = kernels.read_logits(full, token_ids_V, logits[rows])
     column = draft_index[best]
     return Teacher(logits, log_total, column, (column >= 0).float())
+
+
+@torch.no_grad()
+def make_narrow_teacher(last_ND: Tensor, head_VD: Tensor, next_N: Tensor) -> Teacher:
+    """Read the target's opinion among the draft's tokens alone.
+
+    Args:
+        head_VD: the rows of the target's head that the draft has.
+        next_N: the draft's token that the text goes on with, or -1.
+    """
+    logits_NV = product_f32(last_ND, head_VD)
+    return Teacher(logits_NV, logits_NV.logsumexp(-1), logits_NV.argmax(-1), (next_N >= 0).float())

@@ -2,45 +2,75 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.models.target import Target
-from slipstream.train.conversations import MAX_TURN, ConversationSource, Tally
-from slipstream.train.corpus import Corpus, Text, read_shard, shard_paths, write_shard
+from slipstream.train.conversations import MAX_TURN, WINDOW, ConversationSource, Shown, Tally
+from slipstream.train.corpus import Corpus, Text, read_notes, read_shard, shard_paths, write_shard
 from slipstream.train.errors import DataError
-from slipstream.train.frame import ChatTokenizer, encode_prompt
+from slipstream.train.frame import encode_prompt
 from slipstream.train.generate import (
     GenerationRequest,
     GenerationResult,
     GenerationStats,
-    Generator,
     GeneratorConfig,
 )
 from slipstream.train.prompts import read_excluded, read_prompts
 from slipstream.train.recipe import EvalSet, Recipe
+from slipstream.train.speaker import Speaker
 
+SAVE_EVERY_S = 15.0
 _TARGET_FILE = "target.sha256"
 Report = Callable[[Tally, GenerationStats], None]
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """A target that can be talked to; `digest` is that of its weights, which a corpus remembers."""
+class Watch:
+    """What a call of `make_corpus` tells, and when it leaves off though texts are missing."""
 
-    model: Target
-    tokenizer: ChatTokenizer
-    digest: str = ""
+    report: Report = lambda tally, stats: None
+    enough: Callable[[Tally, float], bool] = lambda tally, seconds: False
+
+    @staticmethod
+    def until(report: Report, seconds: float | None) -> "Watch":
+        """Return one that leaves off after a time."""
+        return Watch(report, lambda tally, passed: seconds is not None and passed > seconds)
 
 
-def make_corpus(
-    speaker: Speaker, recipe: Recipe, data: Path, folder: Path, report: Report, seconds: float | None = None
-) -> Tally:
-    """Add shards to `folder` until the recipe's number of answer tokens is there, or `seconds` have passed.
+def make_corpus(speaker: Speaker, recipe: Recipe, data: Path, folder: Path, watch: Watch) -> Tally:
+    """Add shards to `folder` until the recipe's number of answer tokens is there, or the time is up.
 
-    What an earlier call left counts, so a call that was interrupted is simply made again.
+    What an earlier call left counts: a call that was interrupted is simply made again, and the corpus is the one it
+    would have made. What was settled is written every few seconds.
     """
+    source = _source(speaker, recipe, data, folder)
+    if source.finished:
+        return source.tally
+    _check_lengths(recipe)
+    _make_folder(folder, speaker)
+    generator = speaker.generator(recipe.generate)
+    shards = _Shards(folder, source, recipe)
+    started = time.monotonic()
+
+    def stop() -> bool:
+        return watch.enough(source.tally, time.monotonic() - started)
+
+    def progress(stats: GenerationStats) -> None:
+        shards.save_if_due(time.monotonic())
+        watch.report(source.tally, stats)
+
+    try:
+        generator.run(source, stop, progress)
+    finally:  # whoever interrupts this keeps what there is
+        shards.save()
+    _check_made(source, stop())
+    return source.tally
+
+
+def _source(speaker: Speaker, recipe: Recipe, data: Path, folder: Path) -> ConversationSource:
+    """Return the conversations, gone on to where an earlier call left off."""
     files = recipe.files
     prompts, examples, maths = (
         [messages for name in names for messages in read_prompts(data / name)]
@@ -48,41 +78,64 @@ def make_corpus(
     )
     named = [*files.exclude, *(item.file for item in files.evaluate)]
     excluded = read_excluded(data / name for name in named)
-    done = shard_paths(folder)
     _check_target(folder, speaker)
-    # A later call must not repeat the draws of an earlier one.
-    config = replace(recipe.data, seed=recipe.data.seed + 1_000_003 * len(done))
-    source = ConversationSource(speaker.tokenizer, config, prompts, excluded, examples, maths)
-    for path in done:
-        shard = read_shard(path)
-        for text in _texts(shard):
-            source.remember(text)
-    if source.finished:
-        return source.tally
-    _check_lengths(recipe)
-    _make_folder(folder, speaker)
-    generator = _generator(speaker, replace(recipe.generate, seed=recipe.generate.seed + config.seed))
-    started = time.monotonic()
-    number = len(done)
+    window = WINDOW * speaker.rows(recipe.generate)
+    source = ConversationSource(speaker.tokenizer, recipe.data, prompts, excluded, Shown(examples, maths), window)
+    texts: list[tuple[int, Text]] = []
+    settled = 0
+    for path in shard_paths(folder):
+        notes = read_notes(path)
+        shard = _texts(read_shard(path))
+        numbers = notes.get("numbers", range(settled, settled + len(shard)))
+        texts += zip(numbers, shard, strict=True)
+        settled = notes.get("settled", settled + len(shard))
+    source.resume(texts, settled)
+    return source
 
-    def stop() -> bool:
-        return seconds is not None and time.monotonic() - started > seconds
 
-    def progress(stats: GenerationStats) -> None:
-        nonlocal number
-        if len(source.texts) >= config.shard_texts:
-            number = _flush(folder, number, source, recipe)
-        report(source.tally, stats)
+def _check_made(source: ConversationSource, out_of_time: bool) -> None:
+    """Say why there is no text, if there is none."""
+    tally = source.tally
+    if tally.kept:
+        return
+    if out_of_time and not tally.malformed + tally.excluded + tally.duplicates:
+        raise DataError("No text finished in the time given for data; give more time, or lower data.max_answer.")
+    raise DataError(
+        f"The target gave no usable answer ({tally.malformed} malformed, {tally.excluded} excluded): is it "
+        f"instruction-tuned, and is its chat template the right one?"
+    )
 
-    generator.run(source, stop, progress)
-    if source.texts:
-        _flush(folder, number, source, recipe)
-    if source.tally.kept == 0:
-        raise DataError(
-            f"The target gave no usable answer ({source.tally.malformed} malformed, {source.tally.excluded} excluded): "
-            f"is it instruction-tuned, and is its chat template the right one?"
-        )
-    return source.tally
+
+class _Shards:
+    """Writes settled texts to numbered files as they come."""
+
+    def __init__(self, folder: Path, source: ConversationSource, recipe: Recipe) -> None:
+        self._folder, self._source, self._recipe = folder, source, recipe
+        self._number = len(shard_paths(folder))
+        self._settled = source.num_settled
+        self._saved_at = time.monotonic()
+
+    def save_if_due(self, now: float) -> None:
+        if now - self._saved_at > SAVE_EVERY_S or len(self._source.texts) >= self._recipe.data.shard_texts:
+            self.save()
+            self._saved_at = now
+
+    def save(self) -> None:
+        """Write what was settled since the last time; the texts' numbers tell where to go on."""
+        source, recipe = self._source, self._recipe
+        if source.num_settled == self._settled:
+            return
+        notes: dict[str, Any] = {
+            "settled": source.num_settled,
+            "numbers": list(source.numbers),
+            "data": asdict(recipe.data),
+            "files": asdict(recipe.files),
+            "tally": asdict(source.tally),
+        }
+        write_shard(self._folder / f"shard-{self._number:05d}.safetensors", source.texts, notes)
+        source.texts.clear()
+        source.numbers.clear()
+        self._number, self._settled = self._number + 1, source.num_settled
 
 
 def _check_target(folder: Path, speaker: Speaker) -> None:
@@ -118,8 +171,7 @@ def make_eval_set(speaker: Speaker, item: EvalSet, data: Path, path: Path, confi
             seen.setdefault(tuple(ids))
     chosen = list(seen)[: item.first]
     source = _Answers([GenerationRequest(i, prompt, item.max_new) for i, prompt in enumerate(chosen)])
-    rows = min(config.rows, max(1, len(chosen)))
-    _generator(speaker, replace(config, rows=rows, stop_loops=False)).run(source)
+    speaker.generator(config, stop_loops=False).run(source)
     texts = [source.text(i) for i in range(len(chosen))]
     # A walk needs at least one round: a second token.
     texts = [text for text in texts if text.spans[0][1] - text.spans[0][0] >= 2]
@@ -148,17 +200,10 @@ class _Answers:
         return Text([*prompt, *result.tokens], [(len(prompt), len(prompt) + len(result.tokens))])
 
 
-def _generator(speaker: Speaker, config: GeneratorConfig) -> Generator:
-    eos = speaker.tokenizer.eos_token_ids
-    if not eos:
-        raise DataError("The target names no end token (eos_token_id), so its answers would never end.")
-    if max(eos) >= speaker.model.spec.vocab_size:
-        raise DataError(f"The end token {max(eos)} lies outside the target's vocabulary: the tokenizer is another's.")
-    return Generator(speaker.model, eos, config)
-
-
 def _check_lengths(recipe: Recipe) -> None:
-    longest = recipe.data.max_prompt + recipe.data.max_answer // 2 + max(recipe.data.max_answer, MAX_TURN)
+    data = recipe.data
+    second = data.max_answer // 2 if data.second_turn > 0 else 0
+    longest = data.max_prompt + second + max(data.max_answer, MAX_TURN if data.sampled > 0 or second else 0)
     for name, room in (
         ("generate.max_length", recipe.generate.max_length),
         ("train.row_length", recipe.train.row_length),
@@ -176,10 +221,3 @@ def _texts(shard: Corpus) -> list[Text]:
     ids = shard.ids.tolist()
     offsets = shard.offsets.tolist()
     return [Text(ids[offsets[i] : offsets[i + 1]], spans[i]) for i in range(len(shard))]
-
-
-def _flush(folder: Path, number: int, source: ConversationSource, recipe: Recipe) -> int:
-    notes = {"data": asdict(recipe.data), "files": asdict(recipe.files), "tally": asdict(source.tally)}
-    write_shard(folder / f"shard-{number:05d}.safetensors", source.texts, notes)
-    source.texts.clear()
-    return number + 1

@@ -11,12 +11,13 @@ from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
 from slipstream.models.layers import Linear
 from slipstream.models.target import Target
-from slipstream.train.loss import Labels, Teacher, make_teacher, soft_cross_entropy
+from slipstream.train.loss import Labels, Teacher, make_narrow_teacher, make_teacher, soft_cross_entropy
 from slipstream.train.ops import train_ops
 from slipstream.train.packing import Batch
 from slipstream.train.precision import draft_dtype
 from slipstream.train.seen import Seen
-from slipstream.train.unroll import PackedContext, UnrollContext, unroll
+from slipstream.train.split import SplitTarget
+from slipstream.train.unroll import PackedContext, UnrollContext, shift_left, unroll
 from slipstream.train.vocab import DraftVocab
 
 
@@ -44,9 +45,11 @@ class DraftShape:
 
     def spec(self, target: ModelSpec) -> DraftSpec:
         """Return the draft's full description for a target."""
-        captured = self.captured_layers or target.default_captured_layers()
+        captured = self.captured_layers or default_captures(target)
         if any(not 0 <= k <= target.num_layers for k in captured):
             raise ConfigError(f"captured_layers {captured} do not exist in a target of {target.num_layers} blocks.")
+        if len(set(captured)) < len(captured):
+            raise ConfigError(f"captured_layers {captured} names a layer twice, and a draft learns nothing from that.")
         if self.feature_norm not in ("none", "concat", "per_layer") or self.feedback not in ("pre_norm", "post_norm"):
             raise ConfigError(
                 f"feature_norm {self.feature_norm!r} must be none, concat or per_layer, and feedback "
@@ -73,7 +76,20 @@ class DraftShape:
         )
 
 
-def new_draft(spec: DraftSpec, target: Target, vocab: DraftVocab, seed: int) -> Eagle3Draft:
+def default_captures(target: ModelSpec) -> tuple[int, ...]:
+    """Return the layers a new draft captures: EAGLE-3's, or three others where those coincide in a small target."""
+    usual, last = target.default_captured_layers(), target.num_layers
+    if usual[0] < usual[1] < usual[2]:
+        return usual
+    if last < 2:
+        raise ConfigError(
+            f"A target of {last} block has no three layers to capture; name what to capture, as in "
+            f"draft.captured_layers=[0, {last}] (0 is the embedding)."
+        )
+    return {2: (0, 1, 2), 3: (1, 2, 3)}.get(last, (1, last // 2, last - 1))
+
+
+def new_draft(spec: DraftSpec, target: Target | SplitTarget, vocab: DraftVocab, seed: int) -> Eagle3Draft:
     """Return a fresh draft on the target's device: small random blocks, the target's own rows as its head."""
     device = target.embed_tokens.device
     draft = Eagle3Draft(spec, max_position=target.rotary.cos_Pr.shape[0])
@@ -91,7 +107,7 @@ def new_draft(spec: DraftSpec, target: Target, vocab: DraftVocab, seed: int) -> 
 
 
 @torch.no_grad()
-def renew_vocab(draft: Eagle3Draft, target: Target, vocab: DraftVocab) -> None:
+def renew_vocab(draft: Eagle3Draft, target: Target | SplitTarget, vocab: DraftVocab) -> None:
     """Give a trained draft another vocabulary.
 
     Tokens it knew keep their rows of the head. Those of new ones are the target's rows, moved as training has moved
@@ -128,11 +144,13 @@ class Emphasis:
         hard_share: share of each label that is the target's best token alone.
         miss_weight: factor for every step of a slot past one where the draft's own best token was wrong: drafting
             never gets there, for the chain would have ended.
+        whole_vocabulary: see `slipstream.train.trainer.TrainConfig`.
     """
 
     decay: float = 0.8
     hard_share: float = 0.0
     miss_weight: float = 1.0
+    whole_vocabulary: bool = True
 
 
 class Objective:
@@ -141,7 +159,13 @@ class Objective:
     The target runs in the precision of its weights, the draft in `dtype`: states are converted on the way to it.
     """
 
-    def __init__(self, target: Target, draft: Eagle3Draft, vocab: DraftVocab, emphasis: Emphasis | None = None) -> None:
+    def __init__(
+        self,
+        target: Target | SplitTarget,
+        draft: Eagle3Draft,
+        vocab: DraftVocab,
+        emphasis: Emphasis | None = None,
+    ) -> None:
         assert draft.spec.captured_layers is not None
         self.target, self.draft = target, draft
         self._captured, self._emphasis = draft.spec.captured_layers, emphasis or Emphasis()
@@ -149,6 +173,7 @@ class Objective:
         self.dtype = draft_dtype(self._device)
         self.ops = train_ops(self._device)
         self._draft_index = vocab.draft_index().to(self._device)
+        self._narrow_head: Tensor | None = None
 
     @torch.no_grad()
     def features(self, ids_BT: Tensor, positions_BT: Tensor, seen: Seen) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -156,12 +181,17 @@ class Objective:
         hidden = self.target(ids_BT, PackedContext(self.ops, positions_BT, seen), self._captured)
         return self.target.norm(hidden.last_TD, self.ops), hidden.captured
 
-    def teacher(self, last_BTD: Tensor, slots_N: Tensor) -> Teacher:
-        """Return the target's opinion at flat positions."""
+    def teacher(self, last_BTD: Tensor, slots_N: Tensor, ids_BT: Tensor) -> Teacher:
+        """Return the target's opinion at flat positions of the texts `ids_BT`."""
         assert self.target.lm_head.weight is not None
         rows_ND = last_BTD.flatten(0, 1).index_select(0, slots_N)
         head = self.target.lm_head.weight
-        return make_teacher(rows_ND, head, self.draft.token_ids_V, self._draft_index, self.ops)
+        if self._emphasis.whole_vocabulary:
+            return make_teacher(rows_ND, head, self.draft.token_ids_V, self._draft_index, self.ops)
+        if self._narrow_head is None:
+            self._narrow_head = head.detach()[self.draft.token_ids_V]
+        next_N = self._draft_index[shift_left(ids_BT, 1).flatten().index_select(0, slots_N)]
+        return make_narrow_teacher(rows_ND, self._narrow_head, next_N)
 
     def head(self) -> Tensor:
         """Return the draft's head in the precision of its states."""
@@ -182,7 +212,7 @@ class Objective:
         else:
             *stored, last_BTD = batch.states_LBTD.unbind()
             captured = tuple(stored)
-        teacher = self.teacher(last_BTD, batch.teacher_slots_N)
+        teacher = self.teacher(last_BTD, batch.teacher_slots_N, batch.ids_BT)
         count_J = total(torch.stack([teacher.inside_N[rows.teacher_N].sum() for rows in batch.steps]))
         assert self.draft.lm_head.weight is not None
         ctx = UnrollContext(self.ops, batch.positions_BT, seen)

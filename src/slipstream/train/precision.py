@@ -38,9 +38,9 @@ def load_and_digest(
     """Return the target, and a digest of its weights that is the same for every precision it may run in."""
     if dtype != torch.float16:
         model = load_target(source, dtype, device, max_position)
-        return model, _weights_digest(model)
+        return model, weights_digest(model)
     # A number rounded to float16 and then to bfloat16 is not always the number rounded to bfloat16.
-    digest = _weights_digest(load_target(source, torch.bfloat16, torch.device("cpu"), max_position))
+    digest = weights_digest(load_target(source, torch.bfloat16, torch.device("cpu"), max_position))
     return load_target(source, dtype, device, max_position), digest
 
 
@@ -59,7 +59,7 @@ def check_range(model: Target, prompt: list[int]) -> None:
         raise ConfigError(f"On a first prompt the target's states exceed float16's largest number, 65504; {_REMEDY}.")
 
 
-def _weights_digest(model: torch.nn.Module) -> str:
+def weights_digest(model: torch.nn.Module) -> str:
     """Return a digest of the target as it runs; the values in bfloat16 say enough to tell two targets apart."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():

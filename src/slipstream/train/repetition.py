@@ -7,12 +7,9 @@ too, so it is enough to look for runs that repeat with a period.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 MIN_SPAN = 16
 MAX_PERIOD = 48
-_WATCHED = 3 * MAX_PERIOD
 _HASH_FACTORS = np.cumprod(np.full(MIN_SPAN, 6364136223846793005, dtype=np.int64))  # wraps, as hashes may
 
 
@@ -31,16 +28,6 @@ def loop_end(tokens: Sequence[int]) -> int | None:
         if start is not None and (best is None or start + 3 * span < best):
             best = start + 3 * span
     return best
-
-
-def looping_rows(written_BN: Tensor, count_B: Tensor) -> Tensor:
-    """Tell which rows' last 144 tokens repeat with one period; a cheap watch while texts are being written."""
-    offsets_W = torch.arange(_WATCHED, device=written_BN.device)
-    tail_BW = written_BN.gather(1, (count_B[:, None] - _WATCHED + offsets_W).clamp_(0, written_BN.shape[1] - 1))
-    loops_B = torch.zeros_like(count_B, dtype=torch.bool)
-    for period in range(1, MAX_PERIOD + 1):
-        loops_B |= (tail_BW[:, period:] == tail_BW[:, :-period]).all(-1)
-    return loops_B & (count_B >= _WATCHED)
 
 
 def _repeats_a_span(a: np.ndarray) -> bool:

@@ -11,25 +11,38 @@ import torch
 
 import slipstream
 from slipstream.checkpoint.config import DraftDialect
+from slipstream.checkpoint.hub import EMBEDDED
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.checkpoint.writer import refuse_foreign
+from slipstream.engine.loading import Loaded, LoadOptions, load
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Linear
 from slipstream.models.load import load_draft
+from slipstream.models.target import Target
+from slipstream.models.topology import Topology
 from slipstream.train.average import average_with
 from slipstream.train.capture import Capture, CaptureHooks, moved, wanted_manifest
 from slipstream.train.corpus import Corpus, read_corpus
 from slipstream.train.features import FeatureStore
 from slipstream.train.frame import encode_prompt
 from slipstream.train.lineage import Lineage
-from slipstream.train.make_data import Report, Speaker, make_corpus, make_eval_set
+from slipstream.train.make_data import Report, Watch, make_corpus, make_eval_set
 from slipstream.train.objective import Emphasis, Objective, new_draft, renew_vocab
 from slipstream.train.output import RunRecord, result_record, round_weights, write_draft
 from slipstream.train.packing import Packer
-from slipstream.train.precision import check_range, draft_dtype, dtype_name, load_and_digest, target_dtype
+from slipstream.train.precision import (
+    check_range,
+    draft_dtype,
+    dtype_name,
+    load_and_digest,
+    target_dtype,
+    weights_digest,
+)
 from slipstream.train.recipe import Recipe
+from slipstream.train.speaker import CPU_ROWS, OpenEngine, Speaker, engine_config
+from slipstream.train.split import SplitTarget
 from slipstream.train.state import TrainState
 from slipstream.train.trainer import Hooks, Progress, Trainer
 from slipstream.train.vocab import DraftVocab, choose_vocab, coverage
@@ -79,39 +92,62 @@ class Timings:
 class TrainingRun:
     """A target, a recipe and a folder; the phases may be called in separate processes, in order."""
 
-    def __init__(self, target: str | Path | None, recipe: Recipe, paths: Paths, device: torch.device) -> None:
+    def __init__(
+        self, target: str | Path | None, recipe: Recipe, paths: Paths, device: torch.device, tp: int = 1
+    ) -> None:
+        """Load the target, or split it over `tp` processes, which this one starts."""
         source = open_checkpoint(target)
         path = getattr(source, "path", source.folder)
-        self.name = str(target) if target is not None else "embedded"
+        self.name = str(target) if target is not None else EMBEDDED
         self.recipe, self.paths, self.device = recipe, paths, device
         dtype = target_dtype(recipe.train.target_dtype, device)
-        model, self.digest = load_and_digest(source, dtype, device, _rotary_length(recipe))
+        open_engine = packed_engine(self.name, device)
+        self._split: Loaded | None = None
+        model: Target | SplitTarget
+        if tp == 1:
+            self._part, self.digest = load_and_digest(source, dtype, device, _rotary_length(recipe))
+            model = self._part
+        else:
+            self._split = split_target(self.name, recipe, device, tp)
+            engine = self._split.engine
+            model, open_engine = SplitTarget(self._split), lambda config: engine
+            self._part, self.digest = self._split.target, weights_digest(self._split.target)
         if recipe.generate.max_length > model.spec.max_position:
             raise ConfigError(
                 f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} "
                 f"positions."
             )
-        self.speaker = Speaker(model, Tokenizer.load(Path(path)), self.digest)
+        self.speaker = Speaker(model, Tokenizer.load(Path(path)), self.digest, open_engine)
         if dtype == torch.float16:
+            if isinstance(model, SplitTarget):
+                raise ConfigError("train.target_dtype is float16, whose range is not checked with --tp; say bfloat16.")
             check_range(model, encode_prompt(self.speaker.tokenizer, [{"role": "user", "content": "Hello!"}]))
         self.stored_features: str | None = None
-        self.world = World.join(device)
+        # The ranks of a split target run passes, not steps of their own.
+        self.world = World.join(device) if self._split is None else World(device=device)
         self.timings = Timings()
+
+    def close(self) -> None:
+        """End the other ranks of a split target, and part from other processes."""
+        if self._split is not None:
+            self._split.close()
+        self.world.leave()
 
     def generate(self, report: Report, seconds: float | None = None) -> Corpus:
         """Make (or finish) the corpus."""
         started = time.monotonic()
         if self.world.rank == 0:
-            make_corpus(self.speaker, self.recipe, self.paths.data, self.paths.corpus, report, seconds)
+            watch = Watch.until(report, seconds)
+            make_corpus(self.speaker, self.recipe, self.paths.data, self.paths.corpus, watch)
         self.world.wait()
         self.timings.add("generation", started)
         return read_corpus(self.paths.corpus)
 
     def eval_sets(self) -> dict[str, Corpus]:
-        """Answer the held-out questions, once, in the process that measures."""
+        """Answer the held-out questions, once, in the process that measures; then the engine is closed."""
         if self.world.rank > 0:
             return {}
-        return {
+        sets = {
             item.name: make_eval_set(
                 self.speaker,
                 item,
@@ -121,6 +157,8 @@ class TrainingRun:
             )
             for item in self.recipe.files.evaluate
         }
+        self.speaker.close()
+        return sets
 
     def vocab(self, corpus: Corpus) -> DraftVocab:
         """Choose the draft's vocabulary."""
@@ -138,7 +176,7 @@ class TrainingRun:
         if init_from is None:
             vocab = self.vocab(corpus)
             return new_draft(self.recipe.draft.spec(model.spec), model, vocab, self.recipe.train.seed), vocab
-        draft = load_draft(open_checkpoint(init_from), model, torch.float32)
+        draft = load_draft(open_checkpoint(init_from), self._part, torch.float32)
         if draft.lm_head is model.lm_head:
             draft.lm_head = _own_head(model.lm_head)
         if self.recipe.draft.renew_vocab:
@@ -147,6 +185,12 @@ class TrainingRun:
         model.requires_grad_(False)
         token_ids_V = draft.token_ids_V.cpu()
         return draft.train(), DraftVocab(token_ids_V, model.spec.vocab_size, coverage(corpus, token_ids_V))
+
+    def objective(self, draft: Eagle3Draft, vocab: DraftVocab) -> Objective:
+        """Return the loss the recipe asks for."""
+        config = self.recipe.train
+        emphasis = Emphasis(config.decay, config.hard_share, config.miss_weight, config.whole_vocabulary)
+        return Objective(self.speaker.model, draft, vocab, emphasis)
 
     def store_features(
         self, draft: Eagle3Draft, vocab: DraftVocab, corpus: Corpus, folder: Path, hooks: CaptureHooks
@@ -177,8 +221,7 @@ class TrainingRun:
         Steps that read a store need the target's head and embedding only: its blocks wait in the host's memory.
         """
         config, target = self.recipe.train, self.speaker.model
-        emphasis = Emphasis(config.decay, config.hard_share, config.miss_weight)
-        objective = Objective(target, draft, vocab, emphasis)
+        objective = self.objective(draft, vocab)
         packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed, store)
         trainer = Trainer(objective, packer, config, self.world, self.paths.work)
         evals = self.eval_sets()
@@ -199,7 +242,7 @@ class TrainingRun:
 
     def average(self, draft: Eagle3Draft, folder: Path) -> None:
         """Move the draft halfway to the one in a folder."""
-        average_with(draft, load_draft(open_checkpoint(folder), self.speaker.model, torch.float32))
+        average_with(draft, load_draft(open_checkpoint(folder), self._part, torch.float32))
 
     def measure(self, draft: Eagle3Draft, vocab: DraftVocab) -> dict[str, Measured]:
         """Walk every evaluation set."""
@@ -244,6 +287,34 @@ class TrainingRun:
         )
         write_draft(output.folder, draft, output.dialect, record)
         return record
+
+
+def split_target(name: str, recipe: Recipe, device: torch.device, tp: int) -> Loaded:
+    """Start the ranks that hold a target, each with its part and room for the texts that are written at once."""
+    config = engine_config(recipe.generate, recipe.generate.rows or CPU_ROWS)
+    return load(
+        LoadOptions(
+            name,
+            "none",
+            device=str(device),
+            dtype=dtype_name(target_dtype(recipe.train.target_dtype, device)),
+            max_context=config.max_context,
+            engine=config,
+            topology=Topology(tp=tp),
+        )
+    )
+
+
+def packed_engine(name: str, device: torch.device) -> OpenEngine | None:
+    """Return what opens an engine over a GGUF's blocks as stored, which a CPU decodes fastest; None for other targets.
+
+    Training expands such a target; its blocks beside that are a small part of the memory.
+    """
+    if device.type != "cpu" or (name != EMBEDDED and not name.endswith(".gguf")):
+        return None
+    return lambda config: (
+        load(LoadOptions(name, "none", device="cpu", max_context=config.max_context, engine=config)).engine
+    )
 
 
 def _rotary_length(recipe: Recipe) -> int:

@@ -14,13 +14,13 @@ class Seen:
     """
 
     def __init__(self, text_BT: Tensor) -> None:
-        self._text_BT = text_BT
+        self.text_BT = text_BT
         self._biases: dict[torch.dtype, Tensor] = {}
 
     def bias(self, dtype: torch.dtype) -> Tensor:
         """Return 0 where slot t may see slot s (same text, s <= t) and -inf elsewhere, [B, T, T]."""
         if dtype not in self._biases:
-            text_BT = self._text_BT
+            text_BT = self.text_BT
             length = text_BT.shape[1]
             causal_TT = torch.ones(length, length, dtype=torch.bool, device=text_BT.device).tril()
             seen_BTT = (text_BT[:, :, None] == text_BT[:, None, :]) & causal_TT
@@ -31,16 +31,16 @@ class Seen:
     @cached_property
     def first_BT(self) -> Tensor:
         """The first slot that each slot sees, its text's, in int32."""
-        index_T = torch.arange(self._text_BT.shape[1], device=self._text_BT.device)
-        begins_BT = torch.ones_like(self._text_BT, dtype=torch.bool)
-        begins_BT[:, 1:] = self._text_BT[:, 1:] != self._text_BT[:, :-1]
+        index_T = torch.arange(self.text_BT.shape[1], device=self.text_BT.device)
+        begins_BT = torch.ones_like(self.text_BT, dtype=torch.bool)
+        begins_BT[:, 1:] = self.text_BT[:, 1:] != self.text_BT[:, :-1]
         return torch.where(begins_BT, index_T, 0).cummax(1).values.int()
 
     @cached_property
     def end_BT(self) -> Tensor:
         """The slot behind the last that sees each slot, its text's end, in int32."""
-        index_T = torch.arange(self._text_BT.shape[1], device=self._text_BT.device)
-        ends_BT = torch.ones_like(self._text_BT, dtype=torch.bool)
-        ends_BT[:, :-1] = self._text_BT[:, 1:] != self._text_BT[:, :-1]
-        last_BT = torch.where(ends_BT, index_T, self._text_BT.shape[1]).flip(1).cummin(1).values.flip(1)
+        index_T = torch.arange(self.text_BT.shape[1], device=self.text_BT.device)
+        ends_BT = torch.ones_like(self.text_BT, dtype=torch.bool)
+        ends_BT[:, :-1] = self.text_BT[:, 1:] != self.text_BT[:, :-1]
+        last_BT = torch.where(ends_BT, index_T, self.text_BT.shape[1]).flip(1).cummin(1).values.flip(1)
         return (last_BT + 1).int().contiguous()

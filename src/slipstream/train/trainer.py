@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,11 @@ class TrainConfig:
         row_length: tokens in a packed row.
         rows_per_step: rows of one step, over all processes.
         unroll: draft steps unrolled; weights fall by `decay` from one to the next.
+        first_alone: share of the steps, at the start, that unroll only once: later drafted tokens build on the first,
+            and a step of one costs a third of a step of three.
+        whole_vocabulary: have the target's best token looked for in its whole vocabulary, and leave out slots where the
+            draft does not know it. False looks among the draft's tokens only and leaves out slots whose text goes on
+            with another: the same for greedy texts, and the target's head, most of the work of a small one, shrinks.
         hard_share, miss_weight: see `slipstream.train.objective.Emphasis`.
         optimizer: "adamw", or "muon" for the blocks' matrices with AdamW for the head, the norms and the biases.
         stop_at: leave off after this step though the rate falls as if all `steps` were to come.
@@ -50,6 +55,8 @@ class TrainConfig:
     row_length: int = 1024
     rows_per_step: int = 32
     unroll: int = 5
+    first_alone: float = 0.0
+    whole_vocabulary: bool = True
     decay: float = 0.8
     hard_share: float = 0.0
     miss_weight: float = 1.0
@@ -66,7 +73,7 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 20
     eval_every: int = 0
-    checkpoint_every_s: float = 120.0
+    checkpoint_every_s: float = 30.0
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.time_budget_s is None):
@@ -74,7 +81,7 @@ class TrainConfig:
         for name in ("steps", "row_length", "rows_per_step", "unroll", "log_every", "stop_at"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("hard_share", "miss_weight"):
+        for name in ("hard_share", "miss_weight", "first_alone"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it lies between 0 and 1.")
         for name in ("time_budget_s", "lr"):
@@ -144,7 +151,7 @@ class Trainer:
         batches = prefetch(self._packer, step, last, self._world.rank, self._world.size)
         for batch in batches:
             lr = learning_rate(self._config, step, state.total_steps)
-            out, norm = self._step(to_device(batch, self._device), lr)
+            out, norm = self._step(self._shortened(to_device(batch, self._device), step, state.total_steps), lr)
             if self._average is not None:
                 self._average.update(step)
             meter.add(out, norm, batch.ids_BT.numel() * self._world.size)
@@ -172,6 +179,10 @@ class Trainer:
         if self._average is not None:
             self._average.take()
         return state
+
+    def _shortened(self, batch: Batch, step: int, total_steps: int) -> Batch:
+        """Return the batch with one unrolled step only, at the start of a run that has the first learnt alone."""
+        return replace(batch, steps=batch.steps[:1]) if step < self._config.first_alone * total_steps else batch
 
     def _evaluate(self, progress: Progress, evaluate: Callable[[], dict[str, float]]) -> Progress:
         with nullcontext() if self._average is None else self._average.taken():
@@ -245,7 +256,7 @@ class _Meter:
     """Sums losses and agreements on the device between two reports."""
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float], state: TrainState) -> None:
-        self._clock, self._total_steps = clock, state.total_steps
+        self._clock, self._total_steps, self._unroll = clock, state.total_steps, config.unroll
         self._in_float16 = config.target_dtype == "float16"
         self._loss: Tensor | None = None
         self._before = float(state.history[-1]["seconds"]) if state.history else 0.0
@@ -261,8 +272,9 @@ class _Meter:
 
     def add(self, out: StepOutput, norm: Tensor, tokens: int) -> None:
         self._losses.append(out.loss.detach())
-        self._agreed.append(out.agreed_J)
-        self._counts.append(out.count_J)
+        missing = (0, self._unroll - len(out.agreed_J))  # steps that were not unrolled
+        self._agreed.append(torch.nn.functional.pad(out.agreed_J, missing))
+        self._counts.append(torch.nn.functional.pad(out.count_J, missing))
         self._norm = norm
         self._tokens += tokens
 

@@ -24,6 +24,11 @@ class PackedContext:
         self.positions_T = positions_BT
         self._seen = seen
 
+    @property
+    def text_BT(self) -> Tensor:
+        """Which text of its row each slot belongs to."""
+        return self._seen.text_BT
+
     def attend(
         self, layer_index: int, q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, scale: float, window: int | None
     ) -> Tensor:
