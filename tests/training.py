@@ -197,7 +197,7 @@ TEMPLATE = (
 )
 
 
-def write_target_folder(folder):
+def write_target_folder(folder, unused_tokens=0):
     """Write a tiny target with a character tokenizer and a chat template, as a Hugging Face folder."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -206,7 +206,7 @@ def write_target_folder(folder):
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "<e>")])
     tokenizer.decoder = decoders.Fuse()
-    target = tiny_target(vocab_size=len(vocab), scale=0.3)
+    target = tiny_target(vocab_size=len(vocab) + unused_tokens, scale=0.3)
     with CheckpointWriter(folder) as writer:
         for name, place in places(target).items():
             if name != "lm_head.weight":

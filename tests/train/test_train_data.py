@@ -9,12 +9,13 @@ import torch
 import yaml
 
 from slipstream.errors import ConfigError
-from slipstream.train.conversations import ConversationSource, DataConfig, Shown
+from slipstream.train.conversations import ConversationSource, Shown
 from slipstream.train.corpus import Text, join, read_corpus, shard_paths, write_shard
 from slipstream.train.errors import DataError
 from slipstream.train.frame import chat_frame
 from slipstream.train.generate import GenerationResult, GeneratorConfig
 from slipstream.train.make_data import Watch, make_corpus, make_eval_set
+from slipstream.train.mixture import DataConfig
 from slipstream.train.passages import whole_sentences
 from slipstream.train.prompts import normalized, read_excluded, read_prompts
 from slipstream.train.recipe import EvalSet, make_recipe, read_recipe

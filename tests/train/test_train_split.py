@@ -20,7 +20,7 @@ def losses(run, corpus):
 
 
 def test_a_split_target_writes_the_same_texts_and_teaches_the_same(tmp_path):
-    write_target_folder(tmp_path / "target")
+    write_target_folder(tmp_path / "target", unused_tokens=1)
     (tmp_path / "train.jsonl").write_text('{"question": "How many is 3 and 4?"}\n{"question": "And 5 and 6?"}\n')
     content = {
         **RECIPE,

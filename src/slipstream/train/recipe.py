@@ -10,8 +10,8 @@ import yaml
 
 from slipstream.errors import ConfigError
 from slipstream.records.schema import SchemaError, read
-from slipstream.train.conversations import DataConfig
 from slipstream.train.generate import GeneratorConfig
+from slipstream.train.mixture import DataConfig
 from slipstream.train.objective import DraftShape
 from slipstream.train.trainer import TrainConfig
 

@@ -9,8 +9,8 @@ import torch
 
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.errors import ConfigError
-from slipstream.train.conversations import DataConfig
 from slipstream.train.generate import GeneratorConfig
+from slipstream.train.mixture import DataConfig
 from slipstream.train.objective import DraftShape
 from slipstream.train.recipe import EvalSet, Files, Recipe
 from slipstream.train.speaker import CPU_ROWS, GPU_ROWS
