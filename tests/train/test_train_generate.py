@@ -1,5 +1,4 @@
 import numpy as np
-import torch
 
 from slipstream.train.generate import GenerationRequest, Generator
 from slipstream.train.repetition import loop_end

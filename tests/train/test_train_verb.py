@@ -20,6 +20,7 @@ from slipstream.speculation.tree import TreeShape
 from slipstream.train.average import average_with
 from slipstream.train.corpus import read_corpus
 from slipstream.train.errors import DataError
+from slipstream.train.plan import Plan, Speeds, write_plan
 from slipstream.train.prompts import read_prompts
 from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
 from slipstream.train.run import Paths, TrainingRun
@@ -155,6 +156,26 @@ def test_a_renewed_vocabulary_keeps_the_rows_of_tokens_the_draft_knew(places, dr
     again = ("--init-from", draft, "--set", "draft.vocab_size=80", "--set", "draft.renew_vocab=true")
     run_train(places, *again, "--set", "train.steps=2", "--out", places / "renewed", "--work", places / "draft-work-4")
     assert draft_spec(open_checkpoint(places / "renewed").config, places, None).draft_vocab_size == 80
+
+
+def test_a_run_with_a_plan_follows_it_to_the_same_bytes_however_often_it_was_stopped(places, draft):
+    asked = {
+        "target": json.loads((draft / "slipstream.json").read_text())["target_digest"],
+        "budget_s": 60.0, "settings": [str(places / "recipe.yaml")], "device": "cpu",
+    }  # fmt: skip
+    recipe = change_recipe(read_recipe(places / "recipe.yaml"), ["train.steps=12", "data.answer_tokens=1500"])
+    made = Plan(asked, recipe, Speeds(1000.0, 0.9, 2.0, 0.1, 0.1, 0.1), True, 3000, {"data": 30.0, "training": 20.0})
+    for name in ("planned", "resumed"):
+        write_plan(places / f"{name}-work", made)
+    budget = ("--time-budget-s", "60")
+    words = " ".join(run_train(places, "--out", places / "planned", *budget).split())
+    assert words.index("plan: 1,500 answer tokens") < words.index("acceptance to expect: about") < words.index("data: ")
+    for stop in (("--stop-after-s", "0"), ()):
+        run_train(places, "--out", places / "resumed", *budget, *stop)
+    weights = [(places / name / "model.safetensors").read_bytes() for name in ("planned", "resumed")]
+    assert weights[0] == weights[1]
+    with pytest.raises(ConfigError, match="budget_s differ"):
+        run_train(places, "--out", places / "resumed", "--time-budget-s", "9")
 
 
 def test_a_second_stage_averaged_with_the_first_lies_halfway(places, draft):

@@ -19,7 +19,7 @@ from slipstream.train.split import SplitTarget
 OpenEngine = Callable[[EngineConfig], Engine]
 
 CPU_ROWS = 64
-"""Texts at once on a CPU: with more of them no more tokens come a second (docs/log.md)."""
+"""Texts at once on a CPU: the fastest number of 8, 16, 32 and 64 (docs/log.md)."""
 GPU_ROWS = 512
 _KV_SHARE = 0.5
 

@@ -22,7 +22,7 @@ from slipstream.train.sizes import sizes
 
 _TRIAL_SHARE, _TRIAL_MOST = 0.05, 0.5  # of the budget: how long the first texts take, and how long they may
 _TRIAL_TEXTS = 16
-_WRITING_S = 4.0
+_WRITING_S, _WRITING_SHARE = 4.0, 0.05
 _ANSWER_SHARE = 0.9  # of tokens written: the rest is user turns cut off, loops, and duplicates
 
 
@@ -61,7 +61,7 @@ def _make(run: TrainingRun, trial: Trial) -> Plan:
         "loading": loading_s,
         "trial": time.monotonic() - trial.begun - loading_s,
         "measuring": _measuring_s(run, speeds),
-        "writing": _WRITING_S,
+        "writing": min(_WRITING_S, _WRITING_SHARE * budget_s),
     }
     store = run.device.type == "cpu"  # states go to disk as fast as a CPU makes them, and are small
     plan = make_plan(trial.asked, run.recipe, speeds, spent, store)
