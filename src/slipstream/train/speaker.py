@@ -55,7 +55,6 @@ class Speaker:
         if self._engine is None or self._config != config:
             self.close()
             self._engine, self._config = self._open_engine(engine_config(config, self.rows(config))), config
-            self._engine.warm_up()
         return Generator(self._engine, eos, config.stop_loops if stop_loops is None else stop_loops)
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from slipstream.train.state import TrainState, load_state, save_state
 from slipstream.train.world import World
 
 _PROBE_STEPS = 8
+_SAVING_SHARE = 20  # a state that takes a second to write is written three times a minute at most
 _MAY_CHANGE = ("steps", "time_budget_s", "stop_at", "checkpoint_every_s")
 
 
@@ -145,7 +146,7 @@ class Trainer:
         if self._config.steps is not None:
             state = TrainState(state.step, self._config.steps, state.history, state.config)
         meter = _Meter(self._config, hooks.clock, state)
-        saved_at = hooks.clock()
+        saved_at, save_s = hooks.clock(), 0.0
         step = state.step
         last = min(state.total_steps, self._config.stop_at or state.total_steps)
         batches = prefetch(self._packer, step, last, self._world.rank, self._world.size)
@@ -168,11 +169,15 @@ class Trainer:
                 # Only here is the loss known to be a number, so only here may the state replace the last good one.
                 overtime = stop_after_s is not None and hooks.clock() - started > stop_after_s
                 overtime = self._world.agree(overtime)
-                due = self._world.agree(hooks.clock() - saved_at > self._config.checkpoint_every_s)
+                every_s = self._config.checkpoint_every_s  # 0 is at every report
+                often = max(every_s, _SAVING_SHARE * save_s) if every_s > 0 else 0.0
+                due = self._world.agree(hooks.clock() - saved_at > often)
                 if ends or overtime or due:
                     state = TrainState(step, state.total_steps, state.history, state.config)
+                    begun = hooks.clock()
                     self._save(state)
                     saved_at = hooks.clock()
+                    save_s = saved_at - begun
                 if overtime and not ends:
                     batches.close()
                     break

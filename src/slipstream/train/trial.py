@@ -37,10 +37,11 @@ class Trial:
 
 def settle_plan(run: TrainingRun, trial: Trial) -> Plan:
     """Return the plan in the run's folder, or make one: texts written for it are the first of the corpus."""
+    if run.world.rank == 0 and read_plan(run.paths.work) is None:
+        write_plan(run.paths.work, _make(run, trial))
+    run.world.wait()
     plan = read_plan(run.paths.work)
-    if plan is None:
-        plan = _make(run, trial)
-        write_plan(run.paths.work, plan)
+    assert plan is not None, "the first process has just written it"
     check_asked(plan, trial.asked, run.paths.work)
     run.recipe = plan.recipe
     return plan
