@@ -5,8 +5,8 @@ import random
 import shutil
 
 import pytest
+from gguf_samples import write_gguf
 from mutations import mutate_bytes, mutate_header, mutate_json, use, use_tokenizer
-from test_gguf import write_gguf
 
 import tiny_moe
 from slipstream.checkpoint.gguf_file import GgufReader
