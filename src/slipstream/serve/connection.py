@@ -22,6 +22,7 @@ from slipstream.serve.errors import HttpError, request_unfinished
 
 logger = logging.getLogger(__name__)
 
+_READ_BYTES = 1 << 14  # at a time: in chunks of a byte they take the event loop 70 ms, and then others have a turn
 _PROGRESS_BYTES = 1 << 14  # of a body, for each read time-out: a few bytes now and then do not keep a connection
 
 
@@ -63,6 +64,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         """Begin to wait for a request."""
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's own; what a larger read holds is parsed in one go
+            transport.max_size = _READ_BYTES
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # For bytes that the kernel has taken and cannot send, also after the connection was closed.
             patience_ms = round(2000 * self._limits.write_timeout_s)
