@@ -17,12 +17,13 @@ class RanksAtWork:
     """Runs functions `f(ranks, *args)` on the first `size` of the processes; they must be importable by name."""
 
     def __init__(self, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["parallel.programs"])  # torch is loaded once, not by every process
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(SIZE):
-            mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=_work, args=(rank, theirs, folder / "store"), daemon=True)
+            mine, theirs = server.Pipe()
+            process = server.Process(target=_work, args=(rank, theirs, folder / "store"), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)
