@@ -43,6 +43,7 @@ from slipstream.kernels.triton.attention_flow_walk import (
     pages_of,
     stop_of,
 )
+from slipstream.kernels.triton.gluon_names import thread_barrier
 
 HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which the copy engine swizzles
 
@@ -182,7 +183,7 @@ def _attend_block(
         key = gl.arange(0, BLOCK, gl.SliceLayout(1, RIGHT))
         v = gl.where((start + key < end)[:, None], v, gl.zeros([BLOCK, WIDTH], v.dtype, RIGHT))
     maxima.store(_maximum_of_warp(scores, ROWS, BLOCK))
-    gl.thread_barrier()  # for the maxima, and one thread tells for all that they have multiplied the block before
+    thread_barrier()  # for the maxima, and one thread tells for all that they have multiplied the block before
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
     best = _maximum_of_block(maxima, ROWS, MATRIX)
     pivot = gl.where(best == float("-inf"), 0.0, best)
@@ -268,7 +269,7 @@ def _attend(
     _ask_queries(q_ptr, queries.index(0), q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS)
     own, ancestors = _places(index_ptr, ancestors_ptr, q_first, last_token, REPEATS, ROWS, MATRIX)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    thread_barrier()
     which, fresh = 0, True  # where the request's queries are, and whether the next one's are to be asked for
     after, after_start, is_late = request, start, False
     after_first, after_last, after_end, after_sure = q_first, last_token, end, sure
@@ -296,7 +297,7 @@ def _attend(
             end, sure, which = after_end, after_sure, 1 - which
             own, ancestors = _places(index_ptr, ancestors_ptr, q_first, last_token, REPEATS, ROWS, MATRIX)
             async_copy.wait_group(0)
-            gl.thread_barrier()
+            thread_barrier()
     if (num_blocks > 0) & (walk[0] == 0):
         finish_requests(
             out_ptr, sums_ptr, partial_ptr, counter_ptr, walks_ptr, counted, num_results, group, HEADS, GROUPS, WIDTH,

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from slipstream.kernels.triton.attention_blocks import merge
 from slipstream.kernels.triton.attention_flow_walk import number_at, of_request, of_requests
+from slipstream.kernels.triton.gluon_names import thread_barrier
 
 
 @gluon.jit
@@ -42,7 +43,7 @@ def hand_over(
                  WIDTH, LAYOUT)  # fmt: skip
     store_result(group[0], group[1], group[2], sums_ptr, partial_ptr, result + 1, q_first, last_token, REPEATS, ROWS,
                  WIDTH, LAYOUT)  # fmt: skip
-    gl.thread_barrier()
+    thread_barrier()
     gl.atomic_xchg(flag_ptr, 1, sem="release", scope="gpu")
 
 
@@ -161,7 +162,7 @@ def finish_requests(
     holders_R = of_requests(walks_ptr, 4, REQUESTS, LAYOUT)
     r = gl.arange(0, REQUESTS, LAYOUT)
     mine_R = (r >= from_request) & (r < to_request)
-    gl.thread_barrier()
+    thread_barrier()
     one_R = gl.full([REQUESTS], 1, gl.int32, LAYOUT)
     counters = counter_ptr + r * GROUPS + group
     before_R = gl.atomic_add(counters, one_R, mask=mine_R, sem="acq_rel", scope="gpu")

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from slipstream.kernels.triton.attention_blocks import DESCRIPTION, merge
+from slipstream.kernels.triton.gluon_names import thread_barrier
 from slipstream.kernels.triton.launch import arrived_last, let_next_start, wait_for_previous
 
 
@@ -228,7 +229,7 @@ def _merge_results(
         parts = ()
         for i in gl.static_range(4 * AT_ONCE):
             parts += (gl.load(at + i * (STRIDE * D), mask=to > i, other=0.0, cache_modifier=".cg"),)
-        gl.thread_barrier()  # or the assembler asks for some of them only when the sums have come
+        thread_barrier()  # or the assembler asks for some of them only when the sums have come
         async_copy.wait_group(0)
         table.store(_factors(stored, first, count, ROWS, GROUPS, TAKEN))
         for g in gl.static_range(AT_ONCE):

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from slipstream.kernels.triton.gluon_names import thread_barrier
 from slipstream.kernels.triton.lean_ends import (
     angles,
     biased,
@@ -226,7 +227,7 @@ def _multiply(
     if NUM == 1:
         store_chunk(coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(0), C, SIDE, MP, BN, BK, CHUNK)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         if END == "rope":
             cos, sin = angles(position, tile, cos_ptr, sin_ptr, SEG, OWN, HALF)
         for group in range(C // U):
@@ -242,7 +243,7 @@ def _multiply(
                 coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(chunk & 1), C, SIDE, MP, BN, BK, CHUNK
             )
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             ahead = gl.minimum(chunk + 1, NUM - 1) * (C * BK)
             raw = gl.load(x_ptr + x_at + ahead)
             if NORM:

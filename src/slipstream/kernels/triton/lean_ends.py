@@ -6,6 +6,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from slipstream.kernels.triton.gluon_names import thread_barrier
+
 WARPS = gl.constexpr(4)
 
 
@@ -43,11 +45,11 @@ def finished_sums(
     MP: gl.constexpr,
 ):  # fmt: skip
     """Return the sums of both parts [SEG, MP], through fast memory that nobody reads any more."""
-    gl.thread_barrier()
+    thread_barrier()
     store.slice(0, BLOCK_N).store(one)
     if PARTS == 2:
         store.slice(BLOCK_N, BLOCK_N).store(two)
-    gl.thread_barrier()
+    thread_barrier()
     first = _added(store, 0, BLOCK_N, SEG, SIDE, MP)
     second = first
     if PARTS == 2:
