@@ -148,7 +148,11 @@ class BlockWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)  # it is about to be noted as done
+        finally:
+            os.close(self._descriptor)
 
     def write_rows(self, name: str, tensor: Tensor, start: int, axis: int = 0) -> None:
         """Write a block of a tensor that begins at `start` along `axis` (0, or 1 of a matrix)."""

@@ -1,6 +1,7 @@
 """Write a checkpoint folder: bounded safetensors shards, and a folder that appears whole or not at all."""
 
 import json
+import os
 import shutil
 import uuid
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.checkpoint.in_place import WorkFolder, mend, put_in_place
 from slipstream.errors import CheckpointError
 
 DEFAULT_SHARD_BYTES = 4_000_000_000
@@ -49,17 +51,19 @@ class CheckpointWriter:
         self._folder = folder
         self._max_shard_bytes = max_shard_bytes
         self._overwrite = overwrite
-        self._refuse_existing()
-        self._work = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}.partial"
+        self._hidden: WorkFolder | None = None
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
         self._total_bytes = 0
         try:
-            self._work.mkdir(parents=True)
+            mend(folder)
+            self._refuse_existing()
+            self._hidden = WorkFolder(folder, uuid.uuid4().hex[:12])
         except OSError as error:
             raise self._failure(error) from error
+        self._work = self._hidden.path
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +115,7 @@ class CheckpointWriter:
             self._flush()
             self._name_shards()
             self._refuse_existing()
-            self._replace()
+            put_in_place(self._work, self._folder)
         except OSError as error:
             raise self._failure(error) from error
         finally:
@@ -120,7 +124,8 @@ class CheckpointWriter:
     def abort(self) -> None:
         """Remove everything written so far; after a commit there is nothing left to remove."""
         self._pending.clear()
-        shutil.rmtree(self._work, ignore_errors=True)
+        if self._hidden is not None:
+            self._hidden.close()
 
     def _shares_memory(self, tensor: Tensor) -> bool:
         pointer = tensor.untyped_storage().data_ptr()
@@ -134,6 +139,8 @@ class CheckpointWriter:
             save_file(self._pending, path, metadata={"format": "pt"})
             # safetensors gives the file to its owner alone; the user's umask, as the folder shows it, decides.
             path.chmod(self._work.stat().st_mode & 0o666)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # a folder that has its name has its weights, whatever happens to the machine
         except (SafetensorError, OSError) as error:
             raise self._failure(error) from error
         self._shards.append(list(self._pending))
@@ -156,22 +163,6 @@ class CheckpointWriter:
             return
         if not self._folder.is_dir() or any(self._folder.iterdir()):
             raise FolderExistsError(f"{self._folder}: is already there. Name another folder, or move it away first.")
-
-    def _replace(self) -> None:
-        if not self._folder.exists():
-            self._work.rename(self._folder)
-            return
-        previous = self._work.with_suffix(".previous")
-        self._folder.rename(previous)
-        try:
-            self._work.rename(self._folder)
-        except OSError:
-            previous.rename(self._folder)
-            raise
-        if previous.is_dir():
-            shutil.rmtree(previous, ignore_errors=True)
-        else:
-            previous.unlink()
 
     def _failure(self, error: Exception) -> CheckpointError:
         self.abort()

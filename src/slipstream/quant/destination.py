@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from slipstream.checkpoint.files import find_file, lies_inside, read_json
+from slipstream.checkpoint.in_place import mend, put_in_place
 from slipstream.checkpoint.writer import RECORD_FILE, FolderExistsError, refuse_foreign
 from slipstream.errors import CheckpointError
 from slipstream.quant.plan import QuantizePlan, ShardPlan
@@ -40,8 +41,9 @@ class Destination:
         self._fingerprint = plan.fingerprint()
 
     def __enter__(self) -> Self:
-        self._refuse()
         with self.reporting_full_disk():
+            mend(self._folder)
+            self._refuse()
             self._work.mkdir(parents=True, exist_ok=True)
             self._lock = (self._work / ".lock").open("w")
         try:
@@ -92,7 +94,7 @@ class Destination:
             self._write_record(record)
             (self._work / _STATE).unlink()
             (self._work / ".lock").unlink()
-            self._replace()
+            put_in_place(self._work, self._folder)
             self._own = False
 
     @contextmanager
@@ -189,20 +191,6 @@ class Destination:
         path = find_file(self._plan.checkpoint.folder, RECORD_FILE)
         earlier = {} if path is None else read_json(path)
         _write_json(self._work / RECORD_FILE, {**earlier, "quantize": dict(record)})
-
-    def _replace(self) -> None:
-        if not self._folder.exists():
-            self._work.rename(self._folder)
-            return
-        previous = self._folder.parent / f".{self._folder.name}.previous"
-        shutil.rmtree(previous, ignore_errors=True)
-        self._folder.rename(previous)
-        try:
-            self._work.rename(self._folder)
-        except OSError:
-            previous.rename(self._folder)
-            raise
-        shutil.rmtree(previous) if previous.is_dir() else previous.unlink()
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,11 +1,13 @@
 """A server process from start to stop: its log is kept, health is awaited, and nothing of it is left behind."""
 
 import asyncio
+import ctypes
 import os
 import shutil
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +17,7 @@ from slipstream.errors import SlipstreamError
 
 POLL_S = 0.25
 STOP_S = 30.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class LaunchError(SlipstreamError):
@@ -47,6 +50,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent(),
             )
         return cls(process, url, log)
 
@@ -101,6 +105,20 @@ class ServerProcess:
             if number == signal.SIGTERM:
                 continue  # the leader is gone; workers it left behind get SIGKILL
         await self._process.wait()
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Return what a child runs first so that it ends when this process is killed, and does not keep its port."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def run() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was killed before that
+            os._exit(1)
+
+    return run
 
 
 async def is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
