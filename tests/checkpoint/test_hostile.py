@@ -1,9 +1,11 @@
 """A checkpoint made to hurt ends in a sentence, within seconds and bounded memory, and opens nothing but its files."""
 
+import gc
 import json
 import os
 import resource
 import shutil
+import signal
 import socket
 import stat
 import struct
@@ -257,6 +259,26 @@ def test_a_template_that_never_ends_is_the_end_of_one_request(name):
         template.render({"messages": [{"role": "user", "content": "hi"}]})
     # Another template, or another request to this one, is none the worse.
     assert ChatTemplate("{{ messages[0].content }}", "model").render({"messages": [{"content": "hi"}]}) == "hi"
+
+
+def test_a_template_whose_process_was_killed_between_two_requests_is_rendered_all_the_same():
+    others = children_that_render()
+    template = ChatTemplate("{{ x }}", "model")
+    assert template.render({"x": 1}) == "1"
+    [child] = children_that_render() - others
+    os.kill(child, signal.SIGKILL)
+    while Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        os.sched_yield()
+    assert template.render({"x": 2}) == "2"
+    del template
+    gc.collect()
+    assert children_that_render() <= others
+
+
+def children_that_render():
+    """Return the processes of this one that render templates."""
+    own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {int(pid) for pid in own if b"template_program" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 @pytest.mark.crash

@@ -68,6 +68,8 @@ class Confined:
         """Return what `handle` returns; LimitError if it took too much, or ended the child in another way."""
         message = json.dumps(request).encode()
         with self._lock:
+            if self._child is not None and self._child.poll() is not None:
+                self.close()  # it was ended from outside since the last call, which is not this call's fault
             child = self._child or self._start()
             deadline = time.monotonic() + _START_S + _WALL_PER_CPU * self._limits.cpu_s
             try:
