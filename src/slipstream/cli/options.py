@@ -41,7 +41,7 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens of th
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this share.")]
 TopK = Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any draft or none.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with a draft or without.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, or cuda[:N].")]
 Tp = Annotated[int, typer.Option(help="Ranks the model is split over; started here unless torchrun did.")]
 Ep = Annotated[int, typer.Option(help="Groups of the ranks that experts are dealt to.")]

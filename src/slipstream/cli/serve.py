@@ -62,7 +62,7 @@ def serve(
     Examples:
       slipstream serve
 
-      slipstream serve path/to/target --draft path/to/draft --depth 5 --width 4 --budget 16
+      slipstream serve path/to/target --draft path/to/draft --depth 5
 
       slipstream serve path/to/target --draft path/to/draft --tp 8 --ep 8
 

@@ -14,7 +14,7 @@ class Completion:
 
     Args:
         tokens: each token with the text it let out, and where on the draft's path it was guessed (0: not drafted).
-        seed: the same seed gives the same text again, with any draft or none.
+        seed: the same seed gives the same text again, with a draft or without (docs/exact.md says where).
         stats: passes, drafted and accepted tokens; `stats.acceptance_length` is the tokens a pass.
     """
 

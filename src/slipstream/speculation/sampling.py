@@ -18,7 +18,7 @@ class SamplingParams:
 
     Args:
         temperature: 0 takes the best token; so does anything below MIN_TEMPERATURE.
-        seed: the same seed gives the same text, with any draft or none; None draws one (and the result names it).
+        seed: the same seed gives the same text, with a draft or without; None draws one (and the result names it).
         top_k: 0 keeps the whole vocabulary.
         stop: strings that end the answer; they are not part of it.
         ignore_eos: go on past the model's end tokens (measurements want fixed lengths).
