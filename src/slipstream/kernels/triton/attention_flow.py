@@ -19,7 +19,7 @@ enough would find a later block.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.triton.attention_blocks import merge
@@ -43,7 +43,7 @@ from slipstream.kernels.triton.attention_flow_walk import (
     pages_of,
     stop_of,
 )
-from slipstream.kernels.triton.gluon_names import thread_barrier
+from slipstream.kernels.triton.gluon_names import async_load, reinterpret, thread_barrier, tma_load
 
 HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which the copy engine swizzles
 
@@ -57,8 +57,8 @@ def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLO
         for half in gl.static_range(HALVES):
             at = [pages[i] * PAGE, group * WIDTH + half * HALF]
             box = (slot * HALVES + half) * PAGES + i
-            tma.async_copy_global_to_shared(tiles[0], at, bar, stores[0].index(box))
-            tma.async_copy_global_to_shared(tiles[1], at, bar, stores[1].index(box))
+            tma_load(tiles[0], at, bar, stores[0].index(box))
+            tma_load(tiles[1], at, bar, stores[1].index(box))
 
 
 @gluon.jit
@@ -121,7 +121,7 @@ def _ask_queries(
     token = gl.maximum(gl.minimum(q_first + row // REPEATS, last_token), 0).to(gl.int64)
     head = group * REPEATS + row % REPEATS
     q_at = q_ptr + (token * HEADS + head)[:, None] * WIDTH + column[None, :]
-    async_copy.async_copy_global_to_shared(queries, q_at)
+    async_load(queries, q_at)
     async_copy.commit_group()
 
 
@@ -347,8 +347,8 @@ def flow_kernel(
     if PDL:
         gdc_launch_dependents()
     # A tile's columns lie 64 by 64, all rows of the first before those of the next, so pages' boxes make up the tile.
-    key_blocks = key_boxes._reinterpret(dtype, [STAGES, BLOCK, WIDTH], keys.layout)
-    value_blocks = value_boxes._reinterpret(dtype, [STAGES, BLOCK, WIDTH], values.layout)
+    key_blocks = reinterpret(key_boxes, dtype, [STAGES, BLOCK, WIDTH], keys.layout)
+    value_blocks = reinterpret(value_boxes, dtype, [STAGES, BLOCK, WIDTH], values.layout)
     gl.warp_specialize(
         [
             (_attend, ((key_blocks, value_blocks), (queries, maxima, weights), left, ready, empty, q_ptr, out_ptr,

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from slipstream.kernels.triton.attention_blocks import merge
 from slipstream.kernels.triton.attention_flow_walk import number_at, of_request, of_requests
-from slipstream.kernels.triton.gluon_names import thread_barrier
+from slipstream.kernels.triton.gluon_names import async_load, thread_barrier
 
 
 @gluon.jit
@@ -64,11 +64,11 @@ def ask_left(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     sums_at = sums_ptr + cell * num_results * (2 * ROWS) + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     for i in gl.static_range(4):
-        async_copy.async_copy_global_to_shared(left[0].index(i), sums_at + i * ROWS)
+        async_load(left[0].index(i), sums_at + i * ROWS)
     row, column = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)), gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
     part_at = partial_ptr + cell * num_results * (ROWS * WIDTH) + (row[:, None] * WIDTH + column[None, :])
-    async_copy.async_copy_global_to_shared(left[1].index(0), part_at)
-    async_copy.async_copy_global_to_shared(left[1].index(1), part_at + ROWS * WIDTH)
+    async_load(left[1].index(0), part_at)
+    async_load(left[1].index(1), part_at + ROWS * WIDTH)
     async_copy.mbarrier_arrive(left[2], increment_count=False)
 
 

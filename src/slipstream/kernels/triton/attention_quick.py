@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from slipstream.kernels.triton.attention_blocks import DESCRIPTION, merge
-from slipstream.kernels.triton.gluon_names import thread_barrier
+from slipstream.kernels.triton.gluon_names import async_load, thread_barrier
 from slipstream.kernels.triton.launch import arrived_last, let_next_start, wait_for_previous
 
 
@@ -42,8 +42,8 @@ def _ask_block(
     key = gl.minimum(start + gl.arange(0, BLOCK, gl.SliceLayout(1, COPIED)), end - 1)
     at = (page.to(gl.int64) * PAGE + key % PAGE) * slot_stride
     at = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
-    async_copy.async_copy_global_to_shared(keys, k_at + at)
-    async_copy.async_copy_global_to_shared(values, v_at + at)
+    async_load(keys, k_at + at)
+    async_load(values, v_at + at)
     async_copy.commit_group()
 
 
@@ -72,7 +72,7 @@ def _first_block(
     if fresh:
         async_copy.wait_group(0)
     wait_for_previous(PDL)
-    async_copy.async_copy_global_to_shared(queries, q_at)
+    async_load(queries, q_at)
     async_copy.commit_group()
     if fresh:
         _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
@@ -165,7 +165,7 @@ def _ask_sums(
     """Ask for the maxima and sums of GROUPS groups' results from place `first` on, [8 * GROUPS, STRIDE]."""
     kind = first * 2 + gl.arange(0, 8 * GROUPS, gl.SliceLayout(1, COPIED))[:, None]
     row = gl.arange(0, STRIDE, gl.SliceLayout(0, COPIED))[None, :]
-    async_copy.async_copy_global_to_shared(sums, sums_ptr + kind * STRIDE + row, mask=kind + row * 0 < count * 2)
+    async_load(sums, sums_ptr + kind * STRIDE + row, mask=kind + row * 0 < count * 2)
     async_copy.commit_group()
 
 

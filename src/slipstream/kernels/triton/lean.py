@@ -13,13 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from slipstream.kernels.triton.gluon_names import thread_barrier
+from slipstream.kernels.triton.gluon_names import reinterpret, thread_barrier, tma_load
 from slipstream.kernels.triton.lean_ends import (
     angles,
     biased,
@@ -54,11 +53,11 @@ def _ask_box(
     """Ask for a box of every stretch's rows; larger boxes take the rows before it."""
     BOX: gl.constexpr = w_box.block_shape[0]
     FROM: gl.constexpr = OWN // (2 * BOX) * (2 * BOX)
-    rooms = ring._reinterpret(ring.dtype, [ring.shape[0] * (BLOCK_N // BOX), BOX, BK], ring.layout)
+    rooms = reinterpret(ring, ring.dtype, [ring.shape[0] * (BLOCK_N // BOX), BOX, BK], ring.layout)
     row = weight_row(tile * OWN + FROM, part, N, END, HALF)
     for side in gl.static_range(SIDE):
         room = rooms.index(slot * (BLOCK_N // BOX) + (side * SEG + FROM) // BOX)
-        tma.async_copy_global_to_shared(w_box, [row, side * (STEPS * BK) + k], bar, room)
+        tma_load(w_box, [row, side * (STEPS * BK) + k], bar, room)
 
 
 @gluon.jit
@@ -361,8 +360,8 @@ def lean_kernel(
     gl.static_assert(COUNT * 32 >= PARTS * BLOCK_N)
     ring = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, BK], LAYOUT)
     tiles = gl.allocate_shared_memory(dtype, [COUNT, BN, BK], LAYOUT)
-    chunks = tiles._reinterpret(dtype, [COUNT // C, C * BN, BK], LAYOUT)
-    sums_store = tiles._reinterpret(gl.float32, [COUNT * 32, BN], PLAIN)
+    chunks = reinterpret(tiles, dtype, [COUNT // C, C * BN, BK], LAYOUT)
+    sums_store = reinterpret(tiles, gl.float32, [COUNT * 32, BN], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):

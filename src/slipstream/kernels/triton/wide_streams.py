@@ -13,27 +13,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from slipstream.kernels.triton.gluon_names import tma_load
+
 
 @gluon.jit
 def _ask_rows(tiles, stores, bar, stage, m_first, k, go, FIRST: gl.constexpr, SECOND: gl.constexpr):
     """Ask for both pieces of the rows of a step."""
-    tma.async_copy_global_to_shared(tiles[0], [m_first, k], bar, stores[0].index(stage), pred=go)
+    tma_load(tiles[0], [m_first, k], bar, stores[0].index(stage), pred=go)
     if SECOND > 0:
-        tma.async_copy_global_to_shared(tiles[1], [m_first + FIRST, k], bar, stores[1].index(stage), pred=go)
+        tma_load(tiles[1], [m_first + FIRST, k], bar, stores[1].index(stage), pred=go)
 
 
 @gluon.jit
 def _ask_weights(tiles, stores, bar, stage, firsts, k, go, PAIR: gl.constexpr):
     """Ask for the weights of a step."""
-    tma.async_copy_global_to_shared(tiles[2], [firsts[1], k], bar, stores[2].index(stage), pred=go)
+    tma_load(tiles[2], [firsts[1], k], bar, stores[2].index(stage), pred=go)
     if PAIR:
-        tma.async_copy_global_to_shared(tiles[2], [firsts[2], k], bar, stores[3].index(stage), pred=go)
+        tma_load(tiles[2], [firsts[2], k], bar, stores[3].index(stage), pred=go)
 
 
 @gluon.jit
