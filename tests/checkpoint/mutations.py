@@ -44,9 +44,7 @@ def mutate_json(value, rng: random.Random):
         node[rng.choice(("x", "", key + key))] = node.pop(key)
     elif kind == 2:
         other, other_key = rng.choice(places)
-        node[key] = other[other_key] if other_key in other or (isinstance(other, list) and other) else None
-        if isinstance(node[key], dict | list):
-            node[key] = json.loads(json.dumps(node[key])) if node[key] is not copy else {}
+        node[key] = json.loads(json.dumps(other[other_key]))
     else:
         node[key] = rng.choice(NUMBERS if rng.random() < 0.6 else OTHERS)
     return copy

@@ -329,6 +329,16 @@ def test_a_tokenizer_that_unfolds_or_backtracks_without_end_is_refused(folder, n
         Tokenizer.load(folder)
 
 
+def test_a_character_that_a_tokenizer_has_no_token_for_is_the_requests_failure(folder):
+    settings = json.loads(tokenizer_json())
+    settings["model"]["unk_token"] = "absent"
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("ab") == [0, 1]
+    with pytest.raises(RequestError, match="its tokenizer cannot encode this text"):
+        tokenizer.encode("a7")
+
+
 @pytest.mark.parametrize(
     "pattern",
     [

@@ -77,6 +77,8 @@ class Tokenizer:
             ids: list[int] = self._encoding(text, add_special).ids
         except TypeError as error:  # what tokenizers makes of a string that is not Unicode text
             raise RequestError("The text holds half a surrogate pair, which is no character.") from error
+        except Exception as error:  # tokenizers raises nothing narrower, for a character it has no token for
+            raise RequestError(f"{self._origin}: its tokenizer cannot encode this text ({error}).") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
