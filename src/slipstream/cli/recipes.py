@@ -10,7 +10,7 @@ import typer
 
 from slipstream.errors import ConfigError
 
-app = typer.Typer(help="List the recipes that come with slipstream, and copy them here.", invoke_without_command=True)
+app = typer.Typer(invoke_without_command=True)
 _PAGE = re.compile(r"docs/[\w/-]+\.md")
 
 
@@ -18,7 +18,8 @@ _PAGE = re.compile(r"docs/[\w/-]+\.md")
 def recipes(context: typer.Context) -> None:
     """List the recipes that come with slipstream; `slipstream recipes copy` writes them here.
 
-    Example: slipstream recipes
+    Example:
+      slipstream recipes
     """
     if context.invoked_subcommand is not None:
         return
@@ -41,7 +42,10 @@ def copy(
 ) -> None:
     """Copy a recipe with the prompts and pages it names, laid out as in the documentation's commands.
 
-    Example: slipstream recipes copy bench/embedded && slipstream bench run recipes/bench/embedded.yaml
+    Example:
+      slipstream recipes copy bench/embedded
+
+      slipstream bench run recipes/bench/embedded.yaml
     """
     found = _found()
     if name is not None and name not in found:
