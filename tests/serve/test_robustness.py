@@ -21,7 +21,7 @@ def test_a_disconnect_frees_the_pages_within_one_step(stream):
         eventually(lambda: brake.num_begun == 3)
         assert engine.num_running == 1
         connection.close()
-        eventually(lambda: len(server.worker._commands) == 1)  # the cancellation waits for the step to end
+        eventually(lambda: len(server.worker._thread._commands) == 1)  # the cancellation waits for the step to end
         brake.go.release(1)
         eventually(lambda: engine.num_running == 0)
         assert brake.num_steps <= 3

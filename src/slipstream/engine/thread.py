@@ -43,6 +43,21 @@ class EngineThread:
         self._over = False
         self._lost: RankLostError | None = None
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs and has the whole model to run."""
+        return self._thread.is_alive() and self._lost is None
+
+    @property
+    def ending(self) -> bool:
+        """Whether no step will run any more; commands that were on their way are still run."""
+        return self._stopping
+
+    @property
+    def lost(self) -> RankLostError | None:
+        """Which rank was lost, if one was: then nothing can go on."""
+        return self._lost
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
@@ -80,10 +95,14 @@ class EngineThread:
                     command()
                 if self._engine.has_work and not self._stopping:
                     self._step()
+        except RankLostError as error:
+            logger.error("%s Every answer under way is given up; start anew.", error)
+            self._lost = problem = error
         except Exception as error:  # the listener tells every caller
             logger.error("the engine's thread cannot go on: %s", error, exc_info=error)
             problem = error
         finally:
+            self._stopping = True
             with self._wake:
                 self._over = True
             for command in self._commands:

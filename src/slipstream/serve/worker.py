@@ -1,22 +1,20 @@
-"""The engine's thread: takes jobs from the event loop, steps the engine while there is work, hands back events.
+"""Between the event loop and the engine's thread: jobs go one way, events the other.
 
-Everything that touches the engine runs here, between steps, as a command. The event loop never waits for a step and
-the engine never waits for a reader.
+Everything that touches the engine runs on its thread, between steps, as a command. The event loop never waits for a
+step and the engine never waits for a reader.
 """
 
 import asyncio
 import dataclasses
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from slipstream.checkpoint.tokenizer import Tokenizer
-from slipstream.engine.config import PATIENCE_S
 from slipstream.engine.engine import Engine
 from slipstream.engine.output import Emission, EmittedToken
+from slipstream.engine.thread import EngineThread
 from slipstream.errors import RankLostError, RequestError, StepError
 from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down, stopped, too_many
 from slipstream.serve.meters import AnswerTimes, Meters
@@ -35,28 +33,23 @@ class EngineWorker:
         self._engine = engine
         self._tokenizer = tokenizer
         self.max_answers = engine.config.max_requests + max_waiting
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = EngineThread(engine, self)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answers: dict[int, _Answer] = {}
         self._ids: dict[Ticket, set[int]] = {}
         self._num_open = 0
-        self._stopping = False
-        self._over = False
-        self._lost: RankLostError | None = None
         self.draining = False
         self.meters = Meters()
 
     @property
     def alive(self) -> bool:
         """Whether the engine's thread runs and has the whole model to run."""
-        return self._thread.is_alive() and self._lost is None
+        return self._thread.alive
 
     @property
     def trouble(self) -> str | None:
         """Why the engine cannot go on, where that is known."""
-        return None if self._lost is None else str(self._lost)
+        return None if self._thread.lost is None else str(self._thread.lost)
 
     @property
     def simulated_acceptance(self) -> tuple[float, ...]:
@@ -72,20 +65,17 @@ class EngineWorker:
         """Start the thread; events go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        self._engine.when_lost(self._lose)
 
     async def stop(self) -> None:
         """End every answer and the thread."""
         self.draining = True
-        if not self._over:
-            self._command(self._shut)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.stop)
 
     def submit(self, jobs: Sequence[Job]) -> Ticket:
         """Take on a request's answers, all or none; raises HttpError when there are too many or at the end."""
-        if self._lost is not None:
+        if self._thread.lost is not None:
             self.meters.refused += 1
-            raise lost(self._lost)
+            raise lost(self._thread.lost)
         if self.draining or not self.alive:
             self.meters.refused += 1
             raise shutting_down()
@@ -102,8 +92,7 @@ class EngineWorker:
 
     def cancel(self, ticket: Ticket) -> None:
         """End answers nobody waits for; those that are over already are left alone."""
-        if not self._over:
-            self._command(lambda: self._abort(ticket))
+        self._thread.command(lambda: self._abort(ticket))
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function on the engine between two steps, and return what it returns."""
@@ -121,66 +110,34 @@ class EngineWorker:
         return await future
 
     def _command(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            if self._over:
-                raise shutting_down()
-            self._commands.append(command)
-            self._wake.notify()
-        self._engine.hurry()
+        if not self._thread.command(command):
+            raise shutting_down()
 
     def _post(self, function: Callable[..., None], *args: object) -> None:
         assert self._loop is not None, "the worker was started"
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _lose(self, error: RankLostError) -> None:
-        """Take note, on the thread that watches the ranks, that one is lost; wake the engine's thread if it waits."""
-        self._lost = error
-        with self._wake:
-            self._wake.notify()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                with self._wake:
-                    while not self._commands and not self._engine.has_work and self._lost is None:
-                        self._wake.wait()
-                    commands, self._commands = self._commands, deque()
-                if self._lost is not None:
-                    raise self._lost
-                for command in commands:
-                    command()
-                if self._engine.has_work:
-                    self._step()
-        except RankLostError as error:
-            self._lost = error
-            logger.error("%s Every answer under way is given up; restart the server.", error)
-        except Exception:
-            logger.exception("the engine's thread failed; every answer under way is given up")
-            raise
-        finally:
-            self._stopping = True
-            with self._wake:
-                self._over = True
-            for command in self._commands:
-                command()
-            for request_id in list(self._answers):
-                if self._lost is None:
-                    self._engine.abort(request_id)
-                self._deliver([self._close(request_id, stopped() if self._lost is None else lost(self._lost))])
-
-    def _step(self) -> None:
-        try:
-            emissions = self._engine.step(PATIENCE_S)
-        except StepError as error:
-            logger.error("a step failed, its requests are given up: %s", error, exc_info=error.__cause__)
-            self.meters.failed_steps += 1
-            failure = HttpError(500, "The step that computed this answer failed; the server's log has the reason.")
-            self._deliver([self._close(i, failure) for i in error.request_ids if i in self._answers])
-            self._engine.check_invariants()
-            return
+    def emitted(self, emissions: Sequence[Emission]) -> None:
+        """Hand out what a step gave; on the engine's thread."""
         now = time.monotonic()
         self._deliver([self._event(emission, now) for emission in emissions])
+
+    def failed(self, error: StepError) -> None:
+        """Tell the requests of a step that failed; on the engine's thread."""
+        logger.error("a step failed, its requests are given up: %s", error, exc_info=error.__cause__)
+        self.meters.failed_steps += 1
+        failure = HttpError(500, "The step that computed this answer failed; the server's log has the reason.")
+        self._deliver([self._close(i, failure) for i in error.request_ids if i in self._answers])
+        self._engine.check_invariants()
+
+    def ended(self, error: Exception | None) -> None:
+        """End every answer under way; on the engine's thread, as its last act."""
+        for request_id in list(self._answers):
+            if not isinstance(error, RankLostError):
+                self._engine.abort(request_id)
+            event = lost(error) if isinstance(error, RankLostError) else stopped()
+            self._deliver([self._close(request_id, event)])
 
     def _event(self, emission: Emission, now: float) -> Delivery:
         answer = self._answers[emission.request_id]
@@ -202,7 +159,7 @@ class EngineWorker:
     def _add(self, ticket: Ticket, arrived: float) -> None:
         self._ids[ticket] = set()
         for index, job in enumerate(ticket.jobs):
-            if self._stopping:
+            if self._thread.ending:
                 self._deliver([(ticket, index, stopped())])
                 continue
             try:
@@ -248,9 +205,6 @@ class EngineWorker:
             if isinstance(event, HttpError) or event.finish_reason is not None:
                 self._num_open -= 1
             ticket.deliver(index, event)
-
-    def _shut(self) -> None:
-        self._stopping = True
 
 
 class _Answer:
