@@ -94,14 +94,18 @@ class Converter:
         try:
             while size < len(text):
                 if len(self.tokenizer.encode(text[:size], False)) > plenty:
-                    raise _too_long(field, f"more than {plenty}", limit)
+                    raise self._too_long(field, f"more than {plenty}", limit)
                 size *= 4
             ids = self.tokenizer.encode(text, add_special)
         except RequestError as error:
             raise HttpError(400, f"{field}: {error}", param=field) from error
         if len(ids) > limit:
-            raise _too_long(field, str(len(ids)), limit)
+            raise self._too_long(field, str(len(ids)), limit)
         return ids
+
+    def _too_long(self, field: str, count: str, limit: int) -> HttpError:
+        what = "this model's maximum context length" if limit == self.engine.config.max_context else "the limit"
+        return HttpError(400, f"{field} has {count} tokens; {what} is {limit} tokens. Shorten it.", param=field)
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         prompt = request.prompt
@@ -187,10 +191,6 @@ class Converter:
             for prompt in map(tuple, prompts)
             for index in range(params.n)
         ]
-
-
-def _too_long(field: str, count: str, limit: int) -> HttpError:
-    return HttpError(400, f"{field} has {count} tokens; {limit} is the limit. Shorten it.", param=field)
 
 
 def _check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
