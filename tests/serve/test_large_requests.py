@@ -109,4 +109,4 @@ def test_tokenize_answers_long_texts_up_to_a_stated_number_of_tokens(client):
     assert client.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"] == "a" * 100_000
     refused = client.post("/tokenize", json={"prompt": "a" * 1_500_000})
     assert refused.status_code == 400
-    assert "1048576 is the limit" in refused.json()["error"]["message"]
+    assert "the limit is 1048576 tokens" in refused.json()["error"]["message"]
