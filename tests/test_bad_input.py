@@ -21,8 +21,8 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import HttpError
 from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.logs import set_up_logs
-from slipstream.serve.protocol import ResponseFormat
 from slipstream.serve.server import check_address
+from slipstream.serve.structured import ResponseFormat, Structured, constraint_of
 from training import write_target_folder
 
 WIDE = {"COLUMNS": "300"}
@@ -185,8 +185,8 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
 
 def test_a_tokenizer_that_grammars_cannot_read_is_the_clients_business_and_no_failure(target):
     compiler = GrammarCompiler(Tokenizer.load(target), 99)
-    with pytest.raises(HttpError, match="JSON cannot be asked of this model") as error:
-        asyncio.run(compiler.compile(ResponseFormat(type="json_object")))
+    with pytest.raises(HttpError, match="cannot be asked of this model") as error:
+        asyncio.run(compiler.compile(constraint_of(Structured(response_format=ResponseFormat(type="json_object")))))
     assert (error.value.status, error.value.param) == (400, "response_format")
 
 

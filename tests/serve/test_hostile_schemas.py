@@ -20,7 +20,8 @@ from ports import free_port
 from slipstream.errors import RequestError
 from slipstream.serve.errors import HttpError
 from slipstream.serve.grammar import GrammarCompiler
-from slipstream.serve.protocol import JsonSchema, ResponseFormat
+from slipstream.serve.grammar_trial import GrammarSource
+from slipstream.serve.structured import Constraint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a trial's memory and stack")
 
@@ -129,8 +130,8 @@ def test_a_large_honest_schema_is_followed(process, schema):
     assert answer.status_code == 200, answer.text
 
 
-def json_schema(schema: object) -> ResponseFormat:
-    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+def json_schema(schema: object) -> Constraint:
+    return Constraint(GrammarSource("json_schema", json.dumps(schema)), "response_format")
 
 
 @pytest.fixture
@@ -164,9 +165,9 @@ def test_one_schema_asked_for_by_many_at_once_is_tried_once(compiler):
     tried = []
     attempt = compiler._trials.attempt
 
-    async def counted(schema: str):
-        tried.append(schema)
-        return await attempt(schema)
+    async def counted(source: GrammarSource):
+        tried.append(source)
+        return await attempt(source)
 
     async def use() -> None:
         compiler._trials.attempt = counted
@@ -174,7 +175,7 @@ def test_one_schema_asked_for_by_many_at_once_is_tried_once(compiler):
         assert len(set(map(id, grammars))) == 5  # each with a lexer of its own
 
     asyncio.run(use())
-    assert tried == [json.dumps(SMALL)]
+    assert tried == [json_schema(SMALL).source]
 
 
 def test_an_answer_that_comes_to_a_limit_fails_with_a_reason_and_leaves_others_alone(compiler):
@@ -203,7 +204,9 @@ def test_a_trial_under_way_ends_when_nobody_waits_for_it(compiler):
     async def use() -> int:
         assert await compiler.compile(json_schema(SMALL)) is not None
         pid = compiler._trials._process.pid
-        trial = asyncio.ensure_future(compiler._trials.attempt(json.dumps({"type": "string", "allOf": PATTERNS})))
+        trial = asyncio.ensure_future(
+            compiler._trials.attempt(json_schema({"type": "string", "allOf": PATTERNS}).source)
+        )
         while not await asyncio.to_thread(children, pid):
             await asyncio.sleep(0.01)
         trial.cancel()

@@ -25,6 +25,7 @@ from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from slipstream.serve.service import Service
+from slipstream.serve.structured import constraint_of
 from slipstream.serve.threads import Threads
 from slipstream.serve.worker import EngineWorker
 
@@ -104,7 +105,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
         converter.check(body)
-        grammar = await grammars.compile(body.response_format)
+        grammar = await grammars.compile(constraint_of(body))
         jobs = await service.threads.run(len(await request.body()), lambda: converter.chat(body, grammar))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return await generator.respond(request, jobs, _wants(body, Wants("chat", body.stream, logprobs)))
@@ -113,7 +114,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
         converter.check(body)
-        grammar = await grammars.compile(body.response_format)
+        grammar = await grammars.compile(constraint_of(body))
         jobs = await service.threads.run(len(await request.body()), lambda: converter.completion(body, grammar))
         wants = Wants(
             "completion",

@@ -1,9 +1,8 @@
-"""JSON answers: `response_format` compiled by llguidance, and its matcher walked along the paths of a tree."""
+"""Answers in a given form: grammars compiled by llguidance, and their matcher walked along the paths of a tree."""
 
 import asyncio
 import functools
 import hashlib
-import json
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,13 +16,13 @@ from torch import Tensor
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.serve.errors import HttpError
-from slipstream.serve.grammar_trial import compile_schema, reason
-from slipstream.serve.protocol import ResponseFormat
+from slipstream.serve.grammar_trial import GrammarSource, compile_grammar, reason
+from slipstream.serve.structured import Constraint
 from slipstream.serve.trials import Trials, Verdict, busy
 from slipstream.speculation.grammar import GrammarState
 
-MAX_SCHEMA_BYTES = 1 << 20
-MAX_HELD_BYTES = 1 << 30  # what the schemas of all open answers take, as their trials measured it
+MAX_SCHEMA_BYTES = 1 << 20  # of a grammar, too
+MAX_HELD_BYTES = 1 << 30  # what the grammars of all open answers take, as their trials measured it
 _KEPT_VERDICTS = 1024
 _HEAVY_S = 0.1
 _MAX_HEAVY = 8
@@ -32,7 +31,7 @@ _MAX_HEAVY = 8
 class GrammarCompiler:
     """Compiles what answers must follow, after a trial in another process.
 
-    Verdicts are kept, since clients repeat their schemas; so are refusals. Compiled schemas are not: llguidance's
+    Verdicts are kept, since clients repeat their grammars; so are refusals. Compiled grammars are not: llguidance's
     copies of a matcher share one lexer, whose size is limited, so one request could use up another's. Every request
     has a lexer of its own, and compiling for the second time takes a millisecond for a schema of ordinary size.
     """
@@ -47,19 +46,35 @@ class GrammarCompiler:
         self._light = ThreadPoolExecutor(1, "schema")
         self._heavy = ThreadPoolExecutor(1, "large-schema")
         self._num_heavy = 0
-        self._open: weakref.WeakKeyDictionary[JsonGrammar, int] = weakref.WeakKeyDictionary()
+        self._open: weakref.WeakKeyDictionary[CompiledGrammar, int] = weakref.WeakKeyDictionary()
 
-    async def compile(self, wanted: ResponseFormat | None) -> "JsonGrammar | None":
-        """Return the grammar of a response format; None if any text will do."""
-        if wanted is None or wanted.type == "text":
+    async def compile(self, constraint: Constraint | None) -> "CompiledGrammar | None":
+        """Return the grammar of a constraint; None if any text will do."""
+        if constraint is None:
             return None
-        if wanted.type == "json_object":
-            return await self._compile('{"type": "object"}', "response_format")
-        if wanted.json_schema is None:
+        source, field = constraint.source, constraint.field
+        if len(source.text) > MAX_SCHEMA_BYTES:
             raise HttpError(
-                400, "response_format of type json_schema needs a json_schema.", param="response_format.json_schema"
+                400,
+                f"{field} has {len(source.text)} bytes; {MAX_SCHEMA_BYTES} are the most a schema or grammar may have.",
+                param=field,
             )
-        return await self._compile(json.dumps(wanted.json_schema.schema_), "response_format.json_schema.schema")
+        if isinstance(self._tokenizer, str):
+            raise HttpError(
+                400,
+                f"Answers of a given form cannot be asked of this model: its tokenizer is of another kind "
+                f"({self._tokenizer}).",
+                param=field,
+            )
+        verdict = await self._verdict(source)
+        if verdict.problem is not None:
+            raise HttpError(400, f"{field} {verdict.problem}", param=field)
+        if sum(self._open.values()) + verdict.num_bytes > MAX_HELD_BYTES:
+            raise busy()
+        matcher = await self._built(verdict, self._tokenizer, source)
+        grammar = CompiledGrammar(matcher, self._vocab_size, field)
+        self._open[grammar] = verdict.num_bytes
+        return grammar
 
     def close(self) -> None:
         """End the process and the threads."""
@@ -67,34 +82,14 @@ class GrammarCompiler:
         self._light.shutdown(wait=False, cancel_futures=True)
         self._heavy.shutdown(wait=False, cancel_futures=True)
 
-    async def _compile(self, schema: str, field: str) -> "JsonGrammar":
-        if len(schema) > MAX_SCHEMA_BYTES:
-            raise HttpError(
-                400, f"{field} has {len(schema)} bytes; {MAX_SCHEMA_BYTES} are the most a schema may have.", param=field
-            )
-        if isinstance(self._tokenizer, str):
-            raise HttpError(
-                400,
-                f"JSON cannot be asked of this model: its tokenizer is of another kind ({self._tokenizer}).",
-                param="response_format",
-            )
-        verdict = await self._verdict(schema)
-        if verdict.problem is not None:
-            raise HttpError(400, f"{field} {verdict.problem}", param=field)
-        if sum(self._open.values()) + verdict.num_bytes > MAX_HELD_BYTES:
-            raise busy()
-        grammar = JsonGrammar(await self._built(verdict, self._tokenizer, schema), self._vocab_size)
-        self._open[grammar] = verdict.num_bytes
-        return grammar
-
-    async def _verdict(self, schema: str) -> Verdict:
-        """Return the verdict on a schema; those who ask for the same one at once share one trial."""
-        key = hashlib.sha256(schema.encode()).digest()
+    async def _verdict(self, source: GrammarSource) -> Verdict:
+        """Return the verdict on a grammar; those who ask for the same one at once share one trial."""
+        key = hashlib.sha256(repr(source).encode(errors="surrogatepass")).digest()
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
             return self._verdicts[key]
         if key not in self._under_way:
-            task = asyncio.ensure_future(self._trials.attempt(schema))
+            task = asyncio.ensure_future(self._trials.attempt(source))
             self._under_way[key] = task
             task.add_done_callback(lambda task: self._keep(key, task))
         return await asyncio.shield(self._under_way[key])
@@ -106,9 +101,9 @@ class GrammarCompiler:
             if len(self._verdicts) > _KEPT_VERDICTS:
                 self._verdicts.popitem(last=False)
 
-    async def _built(self, verdict: Verdict, tokenizer: LLTokenizer, schema: str) -> LLMatcher:
-        """Compile a schema that passed, off the event loop; what takes long waits for its like only."""
-        build = functools.partial(compile_schema, tokenizer, schema)
+    async def _built(self, verdict: Verdict, tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
+        """Compile a grammar that passed, off the event loop; what takes long waits for its like only."""
+        build = functools.partial(compile_grammar, tokenizer, source)
         loop = asyncio.get_running_loop()
         if verdict.compile_s < _HEAVY_S:
             return await loop.run_in_executor(self._light, build)
@@ -129,26 +124,28 @@ def _readable(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
         return str(error)
 
 
-class JsonGrammar:
+class CompiledGrammar:
     """A request's compiled grammar; its answers share it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, field: str) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._field = field
 
     def start(self) -> GrammarState:
         """Return a fresh matcher."""
-        return _Matcher(self._matcher, self._vocab_size)
+        return _Matcher(self._matcher, self._vocab_size, self._field)
 
 
 class _Matcher:
     """llguidance's matcher; paths are tried and taken back. Where a limit stops it, that is a RequestError."""
 
-    def __init__(self, beginning: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, beginning: LLMatcher, vocab_size: int, field: str) -> None:
         self._beginning = beginning
         self._matcher = beginning.deep_copy()
         self._taken: list[int] = []
         self._vocab_size = vocab_size
+        self._field = field
 
     @property
     def finished(self) -> bool:
@@ -181,4 +178,4 @@ class _Matcher:
                     raise self._error()
 
     def _error(self) -> RequestError:
-        return RequestError(f"response_format cannot be followed any further: {reason(self._matcher)}")
+        return RequestError(f"{self._field} cannot be followed any further: {reason(self._matcher)}")

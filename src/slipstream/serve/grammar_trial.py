@@ -1,7 +1,7 @@
-"""A process that tries schemas before the server compiles them: what a schema crashes, hangs or fills is thrown away.
+"""A process that tries grammars before the server compiles them: what one crashes, hangs or fills is thrown away.
 
 The server runs this file with nothing but llguidance in it. It builds the tokenizer once and then forks for every
-schema, so a trial costs a few milliseconds and leaves nothing behind. A trial lives under limits of its own (below)
+grammar, so a trial costs a few milliseconds and leaves nothing behind. A trial lives under limits of its own (below)
 and so cannot outlive them; the process ends when the server's end of the control socket closes.
 """
 
@@ -17,12 +17,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-# What a trial may take. A schema that passes is compiled by the server with four times the stack, at least.
+# What a trial may take. A grammar that passes is compiled by the server with four times the stack, at least.
 MAX_CPU_S = 2.0
 MAX_WALL_S = 8.0
 MAX_MEMORY = 512 << 20
@@ -36,19 +38,33 @@ MAX_STEP_ITEMS = 100_000
 MAX_LEXER_STATES = 30_000
 
 # Unbounded white space between tokens is valid JSON, and small models fill an answer with it.
-_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{0,8}"}
+WHITE_SPACE = r"[\x20\x0A]{0,8}"
 _WALK_TOKENS = 24
 _WALK_S = 0.5  # a walk ends where it has taken this long; its masks were quick enough
 _CANDIDATES = 64
 _STRUCTURE = b'{}[],:"'
 _BEGINNINGS = ((b"{", b'"'), (b"[", b'{"'), (b"{", b'"'), ())  # of the walks: into objects, into arrays, anywhere
 LENGTH_BYTES = 8
-_MAX_REASON = 500  # characters; a message may repeat the whole schema
+_MAX_REASON = 500  # characters; a message may repeat the whole grammar
 
 
-def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
-    """Return a schema's matcher; ValueError says why there is none."""
-    grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+@dataclass(frozen=True)
+class GrammarSource:
+    """What an answer must follow, as a client wrote it.
+
+    Args:
+        kind: `gbnf` is the dialect of llama.cpp and xgrammar (`root ::= ...`), `lark` llguidance's own.
+        white_space: what may stand between the tokens of JSON, as a regular expression; None for none at all.
+    """
+
+    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    text: str
+    white_space: str | None = WHITE_SPACE
+
+
+def compile_grammar(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
+    """Return a grammar's matcher; ValueError says why there is none."""
+    grammar = _llguidance(source)
     limits = LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
         step_max_items=MAX_STEP_ITEMS,
@@ -59,6 +75,23 @@ def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
     if matcher.is_error():
         raise ValueError(reason(matcher))
     return matcher
+
+
+def _llguidance(source: GrammarSource) -> str:
+    """Return a grammar in the form llguidance takes."""
+    if source.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(source.text))
+    if source.kind == "lark":
+        return source.text
+    if source.kind == "gbnf":
+        try:
+            return str(gbnf_to_lark(source.text))
+        except GbnfToLarkError as error:
+            raise ValueError(str(error)) from error
+    flexible = (
+        {"whitespace_flexible": False} if source.white_space is None else {"whitespace_pattern": source.white_space}
+    )
+    return str(LLMatcher.grammar_from_json_schema(source.text, overrides=flexible))
 
 
 def reason(matcher: LLMatcher) -> str:
@@ -92,7 +125,8 @@ def _supervise(descriptor: int, tokenizer: LLTokenizer) -> None:
     if trial == 0:
         os.close(outcome)
         connection.close()
-        _in_child(lambda: os.write(write_end, json.dumps(_try(tokenizer, asked["schema"], asked["cpu_s"])).encode()))
+        source = GrammarSource(**asked["grammar"])
+        _in_child(lambda: os.write(write_end, json.dumps(_try(tokenizer, source, asked["cpu_s"])).encode()))
     os.close(write_end)
     ready, _, _ = select.select([outcome, descriptor], [], [])
     if descriptor in ready:
@@ -104,13 +138,13 @@ def _supervise(descriptor: int, tokenizer: LLTokenizer) -> None:
     connection.sendall(reply)
 
 
-def _try(tokenizer: LLTokenizer, schema: str, cpu_s: float) -> dict[str, object]:
-    """Compile a schema under limits, then take some first steps of answers along it."""
+def _try(tokenizer: LLTokenizer, source: GrammarSource, cpu_s: float) -> dict[str, object]:
+    """Compile a grammar under limits, then take some first steps of answers along it."""
     before = _pages()[1]
     _limit_this_process(cpu_s)
     try:
         started = time.process_time()
-        matcher = compile_schema(tokenizer, schema)
+        matcher = compile_grammar(tokenizer, source)
         compile_s = time.process_time() - started
         slowest_s = _walk(matcher, tokenizer)
     except ValueError as error:
@@ -217,7 +251,7 @@ def _in_child(work: Callable[[], object]) -> NoReturn:
 
 
 def main() -> None:
-    """Read the tokenizer from standard input, and try schemas; the argument is the control socket's descriptor."""
+    """Read the tokenizer from standard input, and try grammars; the argument is the control socket's descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the control socket
     setup = json.load(sys.stdin)
     tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos_token_ids"] or None)

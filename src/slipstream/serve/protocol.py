@@ -5,11 +5,12 @@ declared in `_CANNOT`, and refused unless they hold the value that asks for noth
 wrong element, and what a step of the engine has to go through for every token is limited in length.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from slipstream.serve.errors import HttpError
+from slipstream.serve.structured import Structured
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -45,13 +46,6 @@ _CANNOT: dict[str, tuple[object, ...]] = {
     "functions": (None, []),
     "audio": (None,),
     "modalities": (None, ["text"]),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "truncate_prompt_tokens": (None,),
@@ -73,22 +67,7 @@ class StreamOptions(_Message):
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(_Message):
-    """A named JSON schema the answer must follow."""
-
-    name: str = "answer"
-    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")  # foreign JSON
-    strict: bool | None = None
-
-
-class ResponseFormat(_Message):
-    """The form an answer must have."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class Generation(_Message):
+class Generation(Structured):
     """The fields chats and completions share."""
 
     model: Name | None = None
@@ -113,7 +92,6 @@ class Generation(_Message):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         default=None, description="Share cached prompts only with requests that send the same salt."
     )
-    response_format: ResponseFormat | None = None
     speculate: bool = Field(default=True, description="Let the draft guess. The answer is the same either way.")
     speculation_stats: bool = Field(
         default=False, description="Add drafted and accepted counts, by position, to `usage`."

@@ -1,7 +1,8 @@
-"""The server's side of trials: start their process, ask it about schemas, and let slow ones hold up no quick ones."""
+"""The server's side of trials: start their process, ask it about grammars, and let slow ones hold up no quick ones."""
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import signal
@@ -16,7 +17,15 @@ from typing import Any
 
 from slipstream.serve import grammar_trial
 from slipstream.serve.errors import HttpError
-from slipstream.serve.grammar_trial import LENGTH_BYTES, MAX_CPU_S, MAX_MASK_S, MAX_MEMORY, MAX_STACK, MAX_WALL_S
+from slipstream.serve.grammar_trial import (
+    LENGTH_BYTES,
+    MAX_CPU_S,
+    MAX_MASK_S,
+    MAX_MEMORY,
+    MAX_STACK,
+    MAX_WALL_S,
+    GrammarSource,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +40,10 @@ class Verdict:
     """How a trial ended.
 
     Args:
-        problem: why the schema is refused; None if it may be compiled.
+        problem: why the grammar is refused; None if it may be compiled.
         lasting: whether another trial would end in the same way (a busy machine may be why one took too long).
         compile_s: what compiling took.
-        num_bytes: memory that the compiled schema and some steps of an answer took.
+        num_bytes: memory that the compiled grammar and some steps of an answer took.
     """
 
     problem: str | None = None
@@ -44,7 +53,7 @@ class Verdict:
 
 
 class Trials:
-    """Tries schemas in a process of its own, which starts with the first and ends with `close`."""
+    """Tries grammars in a process of its own, which starts with the first and ends with `close`."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._setup = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
@@ -54,22 +63,22 @@ class Trials:
         self._quick = _Lane(_QUICK_CPU_S, num_places=2, max_waiting=64)
         self._slow = _Lane(MAX_CPU_S, num_places=2, max_waiting=8)
 
-    async def attempt(self, schema: str) -> Verdict:
-        """Return whether a schema can be compiled and followed; raises HttpError when too many are being tried.
+    async def attempt(self, source: GrammarSource) -> Verdict:
+        """Return whether a grammar can be compiled and followed; raises HttpError when too many are being tried.
 
-        A schema first gets a fraction of the CPU time it may have, and waits only for others that get no more; the few
-        that need all of it are tried again among themselves. So hostile schemas keep honest ones waiting but shortly.
+        A grammar first gets a fraction of the CPU time it may have, and waits only for others that get no more; the few
+        that need all of it are tried again among themselves. So hostile grammars keep honest ones waiting but shortly.
         """
         for lane in (self._quick, self._slow):
-            verdict = await self._tried(schema, lane)
+            verdict = await self._tried(source, lane)
             if verdict is not _OUT_OF_TIME:
                 break
         return verdict
 
-    async def _tried(self, schema: str, lane: "_Lane") -> Verdict:
+    async def _tried(self, source: GrammarSource, lane: "_Lane") -> Verdict:
         async with lane.place():
             for _ in range(2):  # the process may have been killed meanwhile; then there is a new one
-                verdict = await _ask(await self._started(), schema, lane.cpu_s)
+                verdict = await _ask(await self._started(), source, lane.cpu_s)
                 if verdict is not None:
                     return verdict
         raise busy()
@@ -95,7 +104,7 @@ class Trials:
                     if await asyncio.get_running_loop().sock_recv(control, 1):
                         return control
             self.close()
-            raise HttpError(500, "The process that tries schemas does not start; the server's log says why.")
+            raise HttpError(500, "The process that tries grammars does not start; the server's log says why.")
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
@@ -107,7 +116,7 @@ class Trials:
                 command, stdin=file, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )
         ours.setblocking(False)
-        logger.info("JSON schemas are tried in process %d", process.pid)
+        logger.info("grammars are tried in process %d", process.pid)
         return process, ours
 
 
@@ -133,8 +142,8 @@ class _Lane:
             self._num_open -= 1
 
 
-async def _ask(control: socket.socket, schema: str, cpu_s: float) -> Verdict | None:
-    """Have a schema tried; None if nobody answers. Cancelling this ends the trial."""
+async def _ask(control: socket.socket, source: GrammarSource, cpu_s: float) -> Verdict | None:
+    """Have a grammar tried; None if nobody answers. Cancelling this ends the trial."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:
@@ -143,7 +152,7 @@ async def _ask(control: socket.socket, schema: str, cpu_s: float) -> Verdict | N
             ours.close()
             return None
     reader, writer = await asyncio.open_unix_connection(sock=ours)
-    content = json.dumps({"schema": schema, "cpu_s": cpu_s}).encode()
+    content = json.dumps({"grammar": dataclasses.asdict(source), "cpu_s": cpu_s}).encode()
     try:
         writer.write(len(content).to_bytes(LENGTH_BYTES, "big") + content)
         async with asyncio.timeout(_PATIENCE_S):
@@ -157,10 +166,8 @@ async def _ask(control: socket.socket, schema: str, cpu_s: float) -> Verdict | N
 
 
 def busy() -> HttpError:
-    """Return the answer to a schema that comes while too many others are being compiled."""
-    return HttpError(
-        429, "The server is compiling other schemas; try again.", param="response_format", retry_after_s=_RETRY_S
-    )
+    """Return the answer to a grammar that comes while too many others are being compiled."""
+    return HttpError(429, "The server is compiling other schemas and grammars; try again.", retry_after_s=_RETRY_S)
 
 
 def _verdict(reply: dict[str, Any]) -> Verdict:  # JSON of our own process
