@@ -7,9 +7,10 @@ from fastapi import FastAPI
 
 from slipstream.engine.engine import Engine
 from slipstream.errors import ConfigError
-from slipstream.serve.answers import Json, speculation_json
+from slipstream.serve.answers import speculation_json
 from slipstream.serve.errors import HttpError
 from slipstream.serve.protocol import TreeRequest
+from slipstream.serve.stream import Json
 from slipstream.serve.worker import EngineWorker
 from slipstream.speculation.tree import TreeShape
 

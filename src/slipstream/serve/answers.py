@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.output import EmittedToken, TokenLogprob
 from slipstream.engine.request import FinishReason
+from slipstream.serve.errors import HttpError
+from slipstream.serve.stream import DONE, Json, server_sent_event
 from slipstream.serve.ticket import Job, StepEvent
 from slipstream.speculation.statistics import AcceptanceStats
 
-Json = dict[str, Any]
 Kind = Literal["chat", "completion"]
 
 _OBJECTS = {
@@ -70,22 +71,61 @@ class AnswerWriter:
         self._head = head
         self._simulated = list(simulated)
 
-    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
-        """Return an answer that is not streamed."""
-        return {**self._envelope(), "choices": list(choices), "usage": usage}
+    @property
+    def streams(self) -> bool:
+        """Whether the answer goes out in parts."""
+        return self._wants.stream
 
-    def chunk(self, choices: Sequence[Json], usage: Json | None = None) -> Json:
-        """Return one part of a stream."""
+    def whole(self, tallies: Sequence[Tally], events: Sequence[Sequence[StepEvent]]) -> Json:
+        """Return an answer that is not streamed."""
+        choices = [
+            self._choice(index, tally, own, own[-1])
+            for index, (tally, own) in enumerate(zip(tallies, events, strict=True))
+        ]
+        return {**self._envelope(), "choices": choices, "usage": self.usage(tallies)}
+
+    def part(self, index: int, tallies: Sequence[Tally], event: StepEvent) -> bytes:
+        """Return what a stream says of an event: the role of a chat's answer with the first."""
+        tally = tallies[index]
+        # Not before the first token is there: clients take a stream's first event for its first token.
+        opens = self._wants.kind == "chat" and not tally.started
+        opening = server_sent_event(self._chunk([_opening(index)])) if opens else b""
+        last = event if event.finish_reason is not None else None
+        usage = self.usage(tallies) if self._wants.running_usage else None
+        return opening + server_sent_event(self._chunk([self._choice(index, tally, [event], last)], usage))
+
+    def end(self, tallies: Sequence[Tally]) -> bytes:
+        """Return a stream's last events: usage, if it was asked for, and the word that it is over."""
+        return (server_sent_event(self._chunk([], self.usage(tallies))) if self._wants.usage else b"") + DONE
+
+    def failure(self, error: HttpError) -> bytes:
+        """Return how a stream that has begun ends with an error."""
+        return server_sent_event(error.body()) + DONE
+
+    def usage(self, tallies: Sequence[Tally]) -> Json:
+        """Return the usage of a request's answers; a prompt counts once, however many answers it gets."""
+        answers_each = tallies[0].job.params.n
+        prompt_tokens = sum(len(tally.job.prompt) for tally in tallies[::answers_each])
+        emitted = 0 if self._wants.drop_answer else sum(tally.num_tokens for tally in tallies)
+        usage: Json = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": emitted,
+            "total_tokens": prompt_tokens + emitted,
+        }
+        if self._wants.speculation:
+            stats = AcceptanceStats()
+            for tally in tallies:
+                stats.add(tally.stats)
+            usage["speculation"] = speculation_json(stats, self._simulated)
+        return usage
+
+    def _chunk(self, choices: Sequence[Json], usage: Json | None = None) -> Json:
         body = {**self._envelope(), "choices": list(choices)}
         if self._wants.usage:
             body["usage"] = usage
         return body
 
-    def opening(self, index: int) -> Json:
-        """Return the first choice of a chat's stream, which names the role."""
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-
-    def choice(self, index: int, tally: Tally, events: Sequence[StepEvent], last: StepEvent | None) -> Json:
+    def _choice(self, index: int, tally: Tally, events: Sequence[StepEvent], last: StepEvent | None) -> Json:
         """Return a choice with the events' text; `last` is the event that ended the answer, if it is over."""
         wants = self._wants
         tokens = [] if wants.drop_answer else [token for event in events for token in event.tokens]
@@ -113,23 +153,6 @@ class AnswerWriter:
                 choice["prompt_token_ids"] = list(tally.job.prompt)
         self._extras(choice, tally.job, tokens, events, scored)
         return choice
-
-    def usage(self, tallies: Sequence[Tally]) -> Json:
-        """Return the usage of a request's answers; a prompt counts once, however many answers it gets."""
-        answers_each = tallies[0].job.params.n
-        prompt_tokens = sum(len(tally.job.prompt) for tally in tallies[::answers_each])
-        emitted = 0 if self._wants.drop_answer else sum(tally.num_tokens for tally in tallies)
-        usage: Json = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": emitted,
-            "total_tokens": prompt_tokens + emitted,
-        }
-        if self._wants.speculation:
-            stats = AcceptanceStats()
-            for tally in tallies:
-                stats.add(tally.stats)
-            usage["speculation"] = speculation_json(stats, self._simulated)
-        return usage
 
     def _envelope(self) -> Json:
         body = {**self._head, "object": _OBJECTS[self._wants.kind, self._wants.stream]}
@@ -227,6 +250,11 @@ def speculation_json(stats: AcceptanceStats, simulated: Sequence[float]) -> Json
         "accepted_by_position": list(stats.accepted),
         "simulated": bool(simulated),
     }
+
+
+def _opening(index: int) -> Json:
+    """Return the first choice of a chat's stream, which names the role."""
+    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
 
 def _finish(reason: FinishReason | None) -> str:

@@ -1,6 +1,7 @@
 """The HTTP application: routes, and errors in the form OpenAI's clients expect."""
 
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import slipstream
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.serve import admin, information
-from slipstream.serve.answers import Wants
+from slipstream.serve.answers import AnswerWriter, Wants
 from slipstream.serve.body import JsonRoute
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.convert import MAX_TOKENIZED, Converter
@@ -25,7 +26,6 @@ from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from slipstream.serve.service import Service
-from slipstream.serve.structured import constraint_of
 from slipstream.serve.threads import Threads
 from slipstream.serve.worker import EngineWorker
 
@@ -99,23 +99,28 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    converter, generator, grammars = service.converter, service.generator, service.grammars
+    def writer(request: Request, body: Generation, wants: Wants) -> AnswerWriter:
+        head = {
+            "id": f"{'chatcmpl' if wants.kind == 'chat' else 'cmpl'}-{request.state.request_id}",
+            "created": int(time.time()),
+            "model": service.config.model_name,
+        }
+        simulated = service.worker.simulated_acceptance
+        return AnswerWriter(_wants(body, wants), service.tokenizer, head, simulated)
 
     @app.post("/v1/chat/completions", responses=_ERRORS, tags=["generation"])
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
-        converter.check(body)
-        grammar = await grammars.compile(constraint_of(body))
-        jobs = await service.threads.run(len(await request.body()), lambda: converter.chat(body, grammar))
+        jobs = await service.jobs(request, body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return await generator.respond(request, jobs, _wants(body, Wants("chat", body.stream, logprobs)))
+        return await service.generator.respond(
+            request, jobs, writer(request, body, Wants("chat", body.stream, logprobs))
+        )
 
     @app.post("/v1/completions", responses=_ERRORS, tags=["generation"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
-        converter.check(body)
-        grammar = await grammars.compile(constraint_of(body))
-        jobs = await service.threads.run(len(await request.body()), lambda: converter.completion(body, grammar))
+        jobs = await service.jobs(request, body)
         wants = Wants(
             "completion",
             body.stream,
@@ -124,7 +129,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             echo=body.echo,
             drop_answer=body.max_tokens == 0,
         )
-        return await generator.respond(request, jobs, _wants(body, wants))
+        return await service.generator.respond(request, jobs, writer(request, body, wants))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

@@ -1,22 +1,20 @@
 """Answering one request: submit its jobs, gather or stream what comes back, and leave nothing behind."""
 
 import asyncio
-import functools
 import itertools
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from slipstream.checkpoint.tokenizer import Tokenizer
-from slipstream.serve.answers import AnswerWriter, Tally, Wants
+from slipstream.serve.answers import Tally
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import HttpError, stopped, timed_out
-from slipstream.serve.stream import DONE, EventStream, error_events, server_sent_event, until_disconnect
+from slipstream.serve.stream import EventStream, Json, until_disconnect
 from slipstream.serve.ticket import Job, StepEvent, Ticket
 from slipstream.serve.worker import EngineWorker
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
@@ -25,6 +23,31 @@ logger = logging.getLogger(__name__)
 
 _MANY_ENTRIES = 2000  # which take the event loop some ten milliseconds
 T = TypeVar("T")
+
+
+class Writer(Protocol):
+    """Writes one request's answer in the form of its API; each of an answer's events is given to it once."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer goes out in parts."""
+        ...
+
+    def whole(self, tallies: Sequence[Tally], events: Sequence[Sequence[StepEvent]]) -> Json | list[Json]:
+        """Return an answer that is not streamed, from all events of each of its tallies."""
+        ...
+
+    def part(self, index: int, tallies: Sequence[Tally], event: StepEvent) -> bytes:
+        """Return what a stream says of an event of the index-th answer."""
+        ...
+
+    def end(self, tallies: Sequence[Tally]) -> bytes:
+        """Return how a stream ends whose answers are all over."""
+        ...
+
+    def failure(self, error: HttpError) -> bytes:
+        """Return how a stream that has begun ends with an error."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,17 +65,11 @@ class Generator:
             ticket.deliver(0, stopped())
         return len(self._under_way)
 
-    async def respond(self, request: Request, jobs: Sequence[Job], wants: Wants) -> Response:
+    async def respond(self, request: Request, jobs: Sequence[Job], writer: Writer) -> Response:
         """Return the answer to a request, as one JSON object or as a stream."""
         request_id = request.state.request_id
-        head = {
-            "id": f"{'chatcmpl' if wants.kind == 'chat' else 'cmpl'}-{request_id}",
-            "created": int(time.time()),
-            "model": self.config.model_name,
-        }
-        writer = AnswerWriter(wants, self.tokenizer, head, self.worker.simulated_acceptance)
         ticket = self.worker.submit(jobs)
-        run = _Run(ticket, writer, wants, asyncio.get_running_loop().time() + self.config.request_timeout_s)
+        run = _Run(ticket, writer, asyncio.get_running_loop().time() + self.config.request_timeout_s)
 
         self._under_way.add(ticket)
 
@@ -61,7 +78,7 @@ class Generator:
             self.worker.cancel(ticket)
             self._log(request_id, run)
 
-        if wants.stream:
+        if writer.streams:
             return EventStream(self._stream(run), close)
         try:
             body = await until_disconnect(request.receive, self._gather(run))
@@ -74,30 +91,24 @@ class Generator:
             await self._next(run)
 
         def write() -> Response:
-            choices = [
-                run.writer.choice(index, run.tallies[index], events, events[-1])
-                for index, events in enumerate(run.events)
-            ]
-            return JSONResponse(run.writer.whole(choices, run.writer.usage(run.tallies)))
+            return JSONResponse(run.writer.whole(run.tallies, run.events))
 
-        return await _written(_num_entries(itertools.chain(*run.events), run.wants), write)
+        return await _written(itertools.chain(*run.events), write)
 
     async def _stream(self, run: "_Run") -> AsyncIterator[bytes]:
-        writer, wants = run.writer, run.wants
         try:
             while not run.finished:
                 index, event = await self._next(run)
-                if wants.kind == "chat" and not run.tallies[index].started:
-                    # Not before the first token is there: clients take a stream's first event for its first token.
-                    yield server_sent_event(writer.chunk([writer.opening(index)]))
-                yield await _written(_num_entries([event], wants), functools.partial(run.event, index, event))
+
+                def write(index: int = index, event: StepEvent = event) -> bytes:
+                    return run.writer.part(index, run.tallies, event)
+
+                yield await _written([event], write)
         except HttpError as error:
             run.outcome = f"error {error.status}"
-            yield error_events(error)
+            yield run.writer.failure(error)
             return
-        if wants.usage:
-            yield server_sent_event(writer.chunk([], writer.usage(run.tallies)))
-        yield DONE
+        yield run.writer.end(run.tallies)
 
     async def _next(self, run: "_Run") -> tuple[int, StepEvent]:
         try:
@@ -126,10 +137,9 @@ class Generator:
 class _Run:
     """One request under way."""
 
-    def __init__(self, ticket: Ticket, writer: AnswerWriter, wants: Wants, deadline: float) -> None:
+    def __init__(self, ticket: Ticket, writer: Writer, deadline: float) -> None:
         self.ticket = ticket
         self.writer = writer
-        self.wants = wants
         self.deadline = deadline
         self.tallies = [Tally(job) for job in ticket.jobs]
         self.events: list[list[StepEvent]] = [[] for _ in ticket.jobs]
@@ -147,20 +157,16 @@ class _Run:
         self.events[index].append(event)
         self._num_open -= event.finish_reason is not None
 
-    def event(self, index: int, event: StepEvent) -> bytes:
-        """Return what a stream says of an event."""
-        last = event if event.finish_reason is not None else None
-        usage = self.writer.usage(self.tallies) if self.wants.running_usage else None
-        choice = self.writer.choice(index, self.tallies[index], [event], last)
-        return server_sent_event(self.writer.chunk([choice], usage))
 
-
-def _num_entries(events: Iterable[StepEvent], wants: Wants) -> int:
+def _num_entries(events: Iterable[StepEvent]) -> int:
     """Return about how many tokens and log probabilities have to be written for events."""
-    each = 1 + (wants.logprobs or 0)
-    return sum(each * len(event.tokens) + MAX_TOP_LOGPROBS * len(event.prompt_logprobs or ()) for event in events)
+    return sum(
+        sum(1 if token.logprob is None else 1 + len(token.logprob.top) for token in event.tokens)
+        + MAX_TOP_LOGPROBS * len(event.prompt_logprobs or ())
+        for event in events
+    )
 
 
-async def _written(num_entries: int, write: Callable[[], T]) -> T:
+async def _written(events: Iterable[StepEvent], write: Callable[[], T]) -> T:
     """Return what `write` returns; off the event loop where it has much to write (log probabilities mostly)."""
-    return await asyncio.to_thread(write) if num_entries > _MANY_ENTRIES else write()
+    return await asyncio.to_thread(write) if _num_entries(events) > _MANY_ENTRIES else write()

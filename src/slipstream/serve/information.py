@@ -6,10 +6,10 @@ from fastapi import FastAPI
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import slipstream
-from slipstream.serve.answers import Json
 from slipstream.serve.docs_page import docs_page
 from slipstream.serve.metrics import CONTENT_TYPE
 from slipstream.serve.service import Service
+from slipstream.serve.stream import Json
 
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from starlette.requests import Request
+
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.serve.config import ServeConfig
@@ -9,7 +11,10 @@ from slipstream.serve.convert import Converter
 from slipstream.serve.generate import Generator
 from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.metrics import Metrics
+from slipstream.serve.protocol import ChatRequest, CompletionRequest
+from slipstream.serve.structured import constraint_of
 from slipstream.serve.threads import Threads
+from slipstream.serve.ticket import Job
 from slipstream.serve.worker import EngineWorker
 
 
@@ -34,3 +39,15 @@ class Service:
     generator: Generator
     metrics: Metrics
     started: int
+
+    async def jobs(self, request: Request, body: ChatRequest | CompletionRequest) -> list[Job]:
+        """Return the answers a request asks for, whichever API it came by; raises HttpError that names the field."""
+        self.converter.check(body)
+        grammar = await self.grammars.compile(constraint_of(body))
+
+        def convert() -> list[Job]:
+            if isinstance(body, ChatRequest):
+                return self.converter.chat(body, grammar)
+            return self.converter.completion(body, grammar)
+
+        return await self.threads.run(len(await request.body()), convert)

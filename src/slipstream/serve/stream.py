@@ -3,22 +3,21 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from slipstream.serve.answers import Json
-from slipstream.serve.errors import HttpError
-
 T = TypeVar("T")
+Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
 
 
-def server_sent_event(body: Json) -> bytes:
-    """Return one event of a stream."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def server_sent_event(body: Json, name: str | None = None) -> bytes:
+    """Return one event of a stream; some APIs name theirs."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class EventStream(Response):
@@ -69,8 +68,3 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def error_events(error: HttpError) -> bytes:
-    """Return how a stream that has begun ends with an error."""
-    return server_sent_event(error.body()) + DONE
