@@ -35,6 +35,11 @@ class ChatTemplate:
         except RecursionError as error:
             raise CheckpointError(f"{origin}: the chat template is nested too deep.") from error
 
+    @property
+    def source(self) -> str:
+        """The template's text."""
+        return self._source
+
     def render(self, variables: Mapping[str, TemplateValue]) -> str:
         """Return the text for the given variables; what the template refuses, or cannot do in time, is a RequestError.
 

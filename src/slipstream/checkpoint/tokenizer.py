@@ -103,6 +103,11 @@ class Tokenizer:
         """Whether the checkpoint came with a chat template."""
         return self._template is not None
 
+    def describe(self) -> dict[str, str | int | None]:
+        """Return its special tokens by name, its size and its chat template, for clients that ask."""
+        template = None if self._template is None else self._template.source
+        return {**self._named, "vocab_size": self.vocab_size, "chat_template": template}
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, str]],

@@ -93,6 +93,7 @@ AllowedHost = Annotated[
         "repeatable, '*' for any. The default is any, but loopback names only on a loopback --host without API keys.",
     ),
 ]
+RootPath = Annotated[str, typer.Option(help="The prefix a proxy serves this server under, such as /llm.")]
 CorsOrigin = Annotated[list[str] | None, typer.Option(help="A web origin that may call; repeatable.")]
 MaxConnections = Annotated[
     int, typer.Option(help="Clients connected at once, as far as the limit on open files allows (ulimit -n).")

@@ -166,6 +166,14 @@ class Engine:
         self._end(session.request, FinishReason.ABORT)
         return True
 
+    def forget_prompts(self) -> bool:
+        """Drop the cached pages of earlier prompts; False, and nothing is dropped, while a request is under way."""
+        if self.has_work:
+            return False
+        # Pages that were allocated lost what they held before.
+        self._pages.release(self._pages.allocate(self._pages.num_available) or [])
+        return True
+
     def when_lost(self, callback: Callable[[RankLostError], None]) -> None:
         """Call back, from another thread, when a rank that holds part of the model is lost."""
         self._runner.when_lost(callback)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 import slipstream
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
-from slipstream.serve import admin, information
+from slipstream.serve import admin, foreign, information
 from slipstream.serve.answers import AnswerWriter, Wants
 from slipstream.serve.body import JsonRoute
 from slipstream.serve.config import ServeConfig
@@ -26,6 +26,8 @@ from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from slipstream.serve.service import Service
+from slipstream.serve.sglang import routes as sglang_routes
+from slipstream.serve.stream import Json
 from slipstream.serve.threads import Threads
 from slipstream.serve.worker import EngineWorker
 
@@ -82,12 +84,15 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        servers=[{"url": config.root_path}] if config.root_path else None,
     )
     app.state.service = service
     app.router.route_class = JsonRoute
     _add_generation(app, service)
     _add_tokens(app, service)
+    sglang_routes.add_routes(app, service)
     information.add_routes(app, service)
+    foreign.add_routes(app, service)
     admin.add_routes(app, engine, worker)
     _add_errors(app)
     if config.cors_origins:
@@ -166,18 +171,23 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HttpError)
-    async def on_http_error(_: Request, error: HttpError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status, error.headers)
+    async def on_http_error(request: Request, error: HttpError) -> JSONResponse:
+        return JSONResponse(_said(error, request), error.status, error.headers)
 
     @app.exception_handler(HTTPException)
-    async def on_framework_error(_: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(HttpError(error.status_code, str(error.detail)).body(), error.status_code, error.headers)
+    async def on_framework_error(request: Request, error: HTTPException) -> JSONResponse:
+        said = _said(HttpError(error.status_code, str(error.detail)), request)
+        return JSONResponse(said, error.status_code, error.headers)
 
     @app.exception_handler(Exception)  # our mistake: it goes to the log with its traceback, the client is told of it
     async def on_our_error(request: Request, _: Exception) -> JSONResponse:
         error = HttpError(500, f"The server failed; its log says how, under request {request.state.request_id}.")
         # uvicorn ends the connection of a request that failed; a client that is told so does not use it again.
-        return JSONResponse(error.body(), 500, {"Connection": "close"})
+        return JSONResponse(_said(error, request), 500, {"Connection": "close"})
+
+
+def _said(error: HttpError, request: Request) -> Json:
+    return error.for_path(request.scope["path"], request.state.request_id)
 
 
 def _wants(body: Generation, wants: Wants) -> Wants:

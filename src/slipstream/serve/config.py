@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from slipstream.errors import ConfigError
 
+_ROOT = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 _HOST = re.compile(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
@@ -21,6 +22,7 @@ class ServeConfig:
         open_metrics: /metrics needs no key; without API keys nothing does.
         allowed_hosts: names clients may call the server by, beside the loopback ones; `*` is any name. Without any, a
             server on loopback without API keys goes by loopback names alone, and others by every name.
+        root_path: the prefix a proxy in front serves this server under, such as /llm.
         cors_origins: web pages of these origins may call the server from a browser; none by default.
         max_connections: clients connected at once; the limit on open files may allow fewer.
         max_waiting: answers that may wait beside those that run; one more is refused with 429.
@@ -41,6 +43,7 @@ class ServeConfig:
     admin_key: str | None = field(default=None, repr=False)
     open_metrics: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    root_path: str = ""
     cors_origins: tuple[str, ...] = ()
     max_connections: int = 2048
     max_waiting: int = 256
@@ -65,6 +68,10 @@ class ServeConfig:
         for key in (*self.api_keys, *([] if self.admin_key is None else [self.admin_key])):
             if not key or not key.isascii() or any(c.isspace() for c in key):
                 raise ConfigError("An API key is empty or has spaces or non-ASCII characters; headers cannot carry it.")
+        if self.root_path and not _ROOT.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root_path is {self.root_path!r}; it is a path such as /llm, without a slash at its end."
+            )
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(

@@ -1,5 +1,6 @@
-"""What a client is told when something is wrong: an HTTP status and an error object in OpenAI's form."""
+"""What a client is told when something is wrong: an HTTP status and an error object in its API's form."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,32 @@ class HttpError(SlipstreamError):
             }
         }
 
+    def renamed(self, names: Mapping[str, str], prefix: str = "") -> "HttpError":
+        """Return the same error for another API, whose fields have other names.
+
+        Args:
+            names: that API's field for each of ours.
+            prefix: what stands before the others.
+        """
+        if self.param is None:
+            return self
+        first, dot, rest = self.param.partition(".")
+        theirs = names.get(first, prefix + first)
+        message = re.sub(rf"\b{re.escape(first)}\b", lambda _: theirs, str(self))
+        return HttpError(self.status, message, param=theirs + dot + rest, retry_after_s=self.retry_after_s)
+
+    def for_path(self, path: str, request_id: str) -> dict[str, Any]:  # JSON
+        """Return the error object in the form of the API a path belongs to."""
+        return self.anthropic(request_id) if path.startswith("/v1/messages") else self.body()
+
+    def anthropic(self, request_id: str) -> dict[str, Any]:  # JSON
+        """Return the error object clients of Anthropic's API expect; it has no place for the field but the message."""
+        message = str(self)
+        if self.param is not None and self.param not in message:
+            message = f"{self.param}: {message}"
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
 
 _TYPES = {
     401: "authentication_error",
@@ -48,6 +75,37 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def refuse_fields(values: object, cannot: Mapping[str, tuple[object, ...]], prefix: str = "") -> None:
+    """Raise for a field that asks for something this server does not do.
+
+    Args:
+        values: the JSON that came.
+        cannot: such fields, and for each the values that ask for nothing.
+        prefix: where in the request `values` stand.
+    """
+    if isinstance(values, dict):
+        for name, harmless in cannot.items():
+            if values.get(name) not in harmless:
+                field = prefix + name
+                raise HttpError(400, f"{field} is not supported by this server; leave it out.", param=field)
+
+
+def aborted() -> HttpError:
+    """Return the end of an answer that its client called off."""
+    return HttpError(499, "The answer was ended by a call of /abort_request.")
 
 
 def queue_full(limit: int) -> HttpError:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 # The playground and the API's description: the same in every server of this version, so they tell no secret.
 _STATIC_PATHS = frozenset({"/", "/docs", "/openapi.json"})
+# They change what other requests find, and take no body: other servers' clients post nothing to them.
+_CACHE_PATHS = frozenset({"/flush_cache", "/reset_prefix_cache"})
 _POLLED_PATHS = _HEALTH_PATHS | _STATIC_PATHS | {"/metrics", "/speculation"}
 _MAX_INCOMING = 64  # bodies of the largest size that may be half received at once
 _DRAIN_S = 2.0
@@ -49,7 +51,11 @@ class Gate:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        # With keys, whose requests are whose; without, everybody is the same caller.
+        state["caller"] = _given_key(headers) if self._config.api_keys else ""
+        scope["path"] = path = self._local(scope["path"])
         body = _Body(receive, self)
         started = time.perf_counter()
         status = 0
@@ -67,17 +73,18 @@ class Gate:
         except HttpError as error:
             if error.status == 413:
                 await _drain(receive)
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, watched_send)
+            said = error.for_path(path, request_id)
+            await JSONResponse(said, error.status, error.headers)(scope, receive, watched_send)
         finally:
             body.release()
             fields = {
                 "request_id": request_id,
                 "method": scope["method"],
-                "path": scope["path"][:_MAX_LOGGED_PATH],
+                "path": path[:_MAX_LOGGED_PATH],
                 "status": status,
                 "ms": round(1000 * (time.perf_counter() - started), 1),
             }
-            is_poll = scope["method"] == "GET" and scope["path"] in _POLLED_PATHS and status == 200
+            is_poll = scope["method"] == "GET" and path in _POLLED_PATHS and status == 200
             logger.log(logging.DEBUG if is_poll else logging.INFO, "request", extra={"fields": fields})
 
     def _check(self, scope: Scope, headers: Headers) -> None:
@@ -87,11 +94,13 @@ class Gate:
             self._check_host(host)
         if scope["method"] == "OPTIONS":  # a browser's question before a call; CORS answers it, without keys
             return
-        if path == "/admin" or path.startswith("/admin/"):
-            self._check_admin(headers, host)
+        if path == "/admin" or path.startswith("/admin/") or path in _CACHE_PATHS:
+            check_admin(self._config, headers)
         else:
             self._check_key(path, headers)
-        if scope["method"] == "POST":
+        if path in _CACHE_PATHS:
+            _check_no_page(headers)
+        elif scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise HttpError(415, "The body must be JSON; send the header 'Content-Type: application/json'.")
@@ -126,14 +135,21 @@ class Gate:
         if not _has_key(headers, keys):
             raise HttpError(401, "An API key is needed: send the header 'Authorization: Bearer <key>'.")
 
-    def _check_admin(self, headers: Headers, host: str) -> None:
-        if self._config.admin_key is not None:
-            if not _has_key(headers, [self._config.admin_key]):
-                raise HttpError(401, "/admin needs the admin key: send the header 'Authorization: Bearer <key>'.")
-        elif not self._config.is_local or self._config.api_keys:
-            raise HttpError(403, "/admin is closed: start the server with --admin-key to open it.")
-        elif not is_loopback(host):
-            raise HttpError(403, "/admin answers by the names localhost, 127.0.0.1 and ::1 only, without --admin-key.")
+    def _local(self, path: str) -> str:
+        """Return a path as it is here, behind a proxy that leaves its own prefix (--root-path) in front or takes it."""
+        prefix = self._config.root_path
+        return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
+
+
+def check_admin(config: ServeConfig, headers: Headers) -> None:
+    """Raise unless a request may do what concerns every client: it has the admin key, or is this machine's own."""
+    if config.admin_key is not None:
+        if not _has_key(headers, [config.admin_key]):
+            raise HttpError(401, "This needs the admin key: send the header 'Authorization: Bearer <key>'.")
+    elif not config.is_local or config.api_keys:
+        raise HttpError(403, "/admin is closed: start the server with --admin-key to open it.")
+    elif not is_loopback(_host(headers)):
+        raise HttpError(403, "/admin answers by the names localhost, 127.0.0.1 and ::1 only, without --admin-key.")
 
 
 class _Body:
@@ -198,6 +214,12 @@ def _host(headers: Headers) -> str:
         raise wrong from None
 
 
+def _check_no_page(headers: Headers) -> None:
+    """Refuse what a web page sends: without a body it asks nobody's leave first. Other clients send neither header."""
+    if "origin" in headers or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise HttpError(403, "Web pages may not call this.")
+
+
 def _request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -205,7 +227,12 @@ def _request_id(headers: Headers) -> str:
 
 def _has_key(headers: Headers, keys: Iterable[str]) -> bool:
     """Compare in constant time, and with every key, so that timing tells nothing about any of them."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    token = given.strip().encode() if scheme.lower() == "bearer" else b""
-    matches = [hmac.compare_digest(token, key.encode()) for key in keys]
+    given = _given_key(headers).encode()
+    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
     return any(matches)
+
+
+def _given_key(headers: Headers) -> str:
+    """Return the key a client sent: as OpenAI's clients do, or as Anthropic's."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.serve.answers import Tally
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import HttpError, stopped, timed_out
+from slipstream.serve.errors import HttpError, aborted, stopped, timed_out
 from slipstream.serve.stream import EventStream, Json, until_disconnect
 from slipstream.serve.ticket import Job, StepEvent, Ticket
 from slipstream.serve.worker import EngineWorker
@@ -57,7 +57,7 @@ class Generator:
     worker: EngineWorker
     tokenizer: Tokenizer
     config: ServeConfig
-    _under_way: set[Ticket] = field(default_factory=set, init=False)
+    _under_way: dict[Ticket, "_Owner"] = field(default_factory=dict, init=False)
 
     def end_all(self) -> int:
         """End every answer under way with an error its client is told of; returns how many requests that were."""
@@ -65,16 +65,43 @@ class Generator:
             ticket.deliver(0, stopped())
         return len(self._under_way)
 
-    async def respond(self, request: Request, jobs: Sequence[Job], writer: Writer) -> Response:
-        """Return the answer to a request, as one JSON object or as a stream."""
+    def abort(self, caller: str, name: str) -> int:
+        """End a caller's answers of that name; returns how many requests that were."""
+        return self._abort(
+            [t for t, owner in self._under_way.items() if owner.caller == caller and name in owner.names]
+        )
+
+    def abort_all(self) -> int:
+        """End everybody's answers; returns how many requests that were."""
+        return self._abort(list(self._under_way))
+
+    async def probe(self, job: Job, timeout_s: float) -> None:
+        """Make an answer nobody reads; raises HttpError if it takes too long."""
+        ticket = self.worker.submit([job])
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ticket.next_event()
+        except TimeoutError:
+            raise HttpError(503, f"The model has made no token within {timeout_s:g} s.") from None
+        finally:
+            self.worker.cancel(ticket)
+
+    async def respond(
+        self, request: Request, jobs: Sequence[Job], writer: Writer, names: Sequence[str] = ()
+    ) -> Response:
+        """Return the answer to a request, as one JSON object or as a stream.
+
+        Args:
+            names: what its client may call it by, beside the request's id.
+        """
         request_id = request.state.request_id
         ticket = self.worker.submit(jobs)
         run = _Run(ticket, writer, asyncio.get_running_loop().time() + self.config.request_timeout_s)
 
-        self._under_way.add(ticket)
+        self._under_way[ticket] = _Owner(request.state.caller, frozenset((request_id, *names)))
 
         def close() -> None:
-            self._under_way.discard(ticket)
+            self._under_way.pop(ticket, None)
             self.worker.cancel(ticket)
             self._log(request_id, run)
 
@@ -85,6 +112,11 @@ class Generator:
         finally:
             close()
         return Response(status_code=499) if body is None else body
+
+    def _abort(self, tickets: Sequence[Ticket]) -> int:
+        for ticket in tickets:
+            ticket.deliver(0, aborted())
+        return len(tickets)
 
     async def _gather(self, run: "_Run") -> Response:
         while not run.finished:
@@ -132,6 +164,13 @@ class Generator:
             fields["prompts"] = [self.tokenizer.decode(tally.job.prompt, False) for tally in run.tallies]
             fields["answers"] = ["".join(event.text for event in events) for events in run.events]
         logger.info("answer", extra={"fields": fields})
+
+
+class _Owner(NamedTuple):
+    """Who waits for an answer: the key it came with, and what its client calls it."""
+
+    caller: str
+    names: frozenset[str]
 
 
 class _Run:

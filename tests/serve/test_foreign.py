@@ -1,0 +1,75 @@
+"""The small routes that vLLM's and SGLang's clients call."""
+
+import threading
+
+import pytest
+from tiny_server import Running, tiny_engine
+
+LONG = {"prompt": "once upon a time", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+def cached_tokens(server: Running) -> int:
+    return server.on_engine(lambda engine: engine.stats.cached_tokens)
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
+def test_a_flushed_cache_has_no_prompts_and_the_same_answers(client, server, path):
+    body = {"prompt": "once upon a time there was a long prompt" * 3, "max_tokens": 4, "temperature": 0}
+    first = client.post("/v1/completions", json=body).json()["choices"]
+    assert client.post(path).status_code == 200
+    before = cached_tokens(server)
+    assert client.post("/v1/completions", json=body).json()["choices"] == first
+    assert cached_tokens(server) == before
+    assert client.post("/v1/completions", json=body).json()["choices"] == first
+    assert cached_tokens(server) > before
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}])
+def test_a_web_page_cannot_flush_the_cache(client, headers):
+    assert client.post("/flush_cache", headers=headers).status_code == 403
+    assert client.get("/flush_cache", headers=headers).status_code == 403
+
+
+def test_the_model_describes_itself(client):
+    assert client.get("/get_model_info").json()["is_generation"] is True
+    assert client.get("/model_info").json()["model_path"] == "tiny"
+    assert client.get("/tokenizer_info").json()["eos_token"] == "<eos>"
+    assert client.get("/load").json() == {"server_load": 0}
+    assert client.get("/get_load").json()[0]["num_reqs"] == 0
+    assert client.get("/health_generate").status_code == 200
+
+
+def test_an_answer_ends_when_its_own_client_aborts_it_by_name():
+    mine = {"Authorization": "Bearer mine", "X-Request-ID": "job-7"}
+    with Running(tiny_engine(), api_keys=("mine", "theirs")) as server, server.client(headers=mine) as client:
+        resume = threading.Event()
+        held = threading.Thread(target=server.on_engine, args=[lambda _: resume.wait(60)])
+        found: list = []
+        post = threading.Thread(target=lambda: found.append(client.post("/v1/completions", json=LONG)))
+        held.start()
+        post.start()
+        try:
+            with server.client(headers=mine) as other:
+                while other.get("/load").json()["server_load"] == 0:
+                    assert post.is_alive()
+                theirs = {"x-api-key": "theirs", "Authorization": ""}
+                named = {"rid": "job-7"}
+                assert other.post("/abort_request", json=named, headers=theirs).json() == {"aborted": 0}
+                assert other.post("/abort_request", json={"abort_all": True}).status_code == 403
+                assert other.post("/abort_request", json=named).json() == {"aborted": 1}
+                post.join()
+                assert found[0].status_code == 499
+        finally:
+            resume.set()
+            held.join()
+        server.wait_idle()
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_server_behind_a_prefix_answers_with_it_and_without(prefix):
+    with Running(tiny_engine(), root_path="/llm", api_keys=("k",)) as server, server.client() as client:
+        assert client.get(f"{prefix}/health").status_code == 200
+        assert client.get(f"{prefix}/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer k"}
+        assert client.get(f"{prefix}/v1/models", headers=headers).status_code == 200
+        assert client.get(f"{prefix}/openapi.json", headers=headers).json()["servers"] == [{"url": "/llm"}]
