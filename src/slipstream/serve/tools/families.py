@@ -1,0 +1,111 @@
+"""Which syntax a model writes its calls and its reasoning in: by flag, or from its chat template."""
+
+from dataclasses import dataclass
+
+from slipstream.errors import ConfigError
+from slipstream.serve.tools import json_calls, marked_calls, minimax
+from slipstream.serve.tools.parser import NewId, Syntax, random_id
+from slipstream.serve.tools.reasoning import END, REASONING, START, Reasoning
+
+
+@dataclass(frozen=True)
+class Family:
+    """A syntax of tool calls.
+
+    Args:
+        markers: what begins or ends its parts; in some models these are special tokens.
+    """
+
+    name: str
+    syntax: Syntax
+    markers: tuple[str, ...]
+    new_id: NewId = random_id
+
+
+_KIMI = (
+    marked_calls.KIMI_SECTION,
+    marked_calls.KIMI_SECTION_END,
+    marked_calls.KIMI_CALL,
+    marked_calls.KIMI_ARGUMENTS,
+    marked_calls.KIMI_CALL_END,
+)
+_DEEPSEEK = (
+    marked_calls.DEEPSEEK_SECTION,
+    marked_calls.DEEPSEEK_SECTION_END,
+    marked_calls.DEEPSEEK_CALL,
+    marked_calls.DEEPSEEK_SEPARATOR,
+    marked_calls.DEEPSEEK_CALL_END,
+)
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("kimi_k2", marked_calls.kimi_k2, _KIMI),
+        Family("minimax_m2", minimax.minimax_m2, (minimax.SECTION, minimax.SECTION_END)),
+        Family("hermes", json_calls.hermes, ("<tool_call>", "</tool_call>")),
+        Family("llama3_json", json_calls.llama3_json, ("<|python_tag|>",)),
+        Family("mistral", json_calls.mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), json_calls.mistral_id),
+        Family("deepseek", marked_calls.deepseek, _DEEPSEEK),
+    )
+}
+_ALIASES = {
+    "deepseek_v3": "deepseek",
+    "deepseek_v31": "deepseek",
+    "deepseekv3": "deepseek",
+    "deepseekv31": "deepseek",
+    "qwen25": "hermes",
+    "qwen": "hermes",
+    "llama3": "llama3_json",
+    "minimax-m2": "minimax_m2",
+}
+_REASONING_ALIASES = {"deepseek-r1": "deepseek_r1", "minimax": "minimax_m2", "minimax-m2": "minimax_m2"}
+OFF = "none"
+
+
+def tool_family(flag: str | None, template: str | None) -> Family | None:
+    """Return the syntax of a model's calls: the flag's, or the one its template writes; None if there is none."""
+    name = _ALIASES.get(flag, flag) if flag is not None else _tools_in(template or "")
+    if name is None or name == OFF:
+        return None
+    if name not in FAMILIES:
+        raise ConfigError(f"--tool-call-parser is {flag}; this server knows {', '.join(FAMILIES)} and {OFF}.")
+    return FAMILIES[name]
+
+
+def reasoning_family(flag: str | None, template: str | None) -> Reasoning | None:
+    """Return how a model reasons: as the flag says, or as its template does; None if it does not."""
+    name = _REASONING_ALIASES.get(flag, flag) if flag is not None else _reasoning_in(template or "")
+    if name is None or name == OFF:
+        return None
+    if name not in REASONING:
+        raise ConfigError(f"--reasoning-parser is {flag}; this server knows {', '.join(REASONING)} and {OFF}.")
+    return REASONING[name]
+
+
+def _tools_in(template: str) -> str | None:
+    """Return the family whose markers a template writes; one that knows no tools gets them in Hermes's."""
+    if marked_calls.KIMI_CALL in template:
+        return "kimi_k2"
+    if "minimax:tool_call" in template:
+        return "minimax_m2"
+    if marked_calls.DEEPSEEK_CALL in template:
+        return "deepseek"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        other = "<function=" in template or "<arg_key>" in template  # Qwen3-Coder, GLM: other syntaxes, same marker
+        return None if other else "hermes"
+    if "<|python_tag|>" in template or ('"parameters"' in template and "<|eot_id|>" in template):
+        return "llama3_json"
+    return None if "tools" in template else "hermes"
+
+
+def _reasoning_in(template: str) -> str | None:
+    if END not in template and START not in template:
+        return None
+    if marked_calls.KIMI_CALL in template:
+        return "kimi_k2"
+    if "minimax:tool_call" in template:
+        return "minimax_m2"
+    if marked_calls.DEEPSEEK_CALL in template:
+        return "deepseek_r1"
+    return "qwen3"

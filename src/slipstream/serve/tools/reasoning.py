@@ -1,0 +1,80 @@
+"""Reasoning: what a model writes between `<think>` and `</think>` before its answer."""
+
+from dataclasses import dataclass
+
+from slipstream.serve.tools.marked_calls import KIMI_SECTION
+from slipstream.serve.tools.minimax import SECTION as MINIMAX_SECTION
+from slipstream.serve.tools.parser import Syntax, Writer
+from slipstream.serve.tools.reader import Reader, Sink, Waiting
+
+START = "<think>"
+END = "</think>"
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """How a family of models reasons.
+
+    Args:
+        opens: whether an answer begins inside the reasoning where the prompt does not tell.
+        padded: whether line breaks at its ends belong to the syntax, since the template writes them itself.
+        ended_by: other markers that end it.
+    """
+
+    opens: bool
+    padded: bool = True
+    ended_by: tuple[str, ...] = ()
+
+
+REASONING: dict[str, Reasoning] = {
+    "kimi_k2": Reasoning(opens=True, padded=False, ended_by=(KIMI_SECTION,)),
+    "minimax_m2": Reasoning(opens=True, ended_by=(MINIMAX_SECTION,)),
+    "deepseek_r1": Reasoning(opens=True),
+    "qwen3": Reasoning(opens=False),
+}
+
+
+def is_open(prompt: str, family: Reasoning) -> bool:
+    """Tell whether an answer begins inside the reasoning, from how the template opened the turn."""
+    tail = prompt.rstrip()
+    return tail.endswith(START) or (family.opens and not tail.endswith(END))
+
+
+def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:
+    """Return the syntax of an answer with reasoning before it."""
+
+    def read(reader: Reader, writer: Writer) -> Waiting[None]:
+        space = yield from reader.spaces()
+        if (yield from reader.starts(START)) is None:
+            reader.unread(space)
+            if not inside:
+                yield from syntax(reader, writer)
+                return
+        sink = _Unpadded(writer.reasoning) if family.padded else writer.reasoning
+        found = yield from reader.until((END, *family.ended_by), sink)
+        if found != END and found is not None:
+            reader.unread(found)
+        if family.padded:
+            yield from reader.spaces()
+        yield from syntax(reader, writer)
+
+    return read
+
+
+class _Unpadded:
+    """Hands text on without the line breaks at its ends."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._held = ""
+        self._begun = False
+
+    def __call__(self, text: str) -> None:
+        text = self._held + text
+        if not self._begun:
+            text = text.lstrip("\n")
+        shown = text.rstrip("\n")
+        self._held = text[len(shown) :] if shown or self._begun else ""
+        if shown:
+            self._begun = True
+            self._sink(shown)

@@ -1,0 +1,172 @@
+"""What models write as calls and reasoning, read into events, however the text is cut."""
+
+import random
+
+import pytest
+
+from slipstream.serve.tools.events import Message
+from slipstream.serve.tools.families import FAMILIES, reasoning_family, tool_family
+from slipstream.serve.tools.parser import Parser, Tool, Writer
+from slipstream.serve.tools.reasoning import REASONING, is_open, reasoned
+
+WEATHER = Tool(
+    "weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"type": ["string", "null"]}},
+    },
+)
+TOOLS = (WEATHER, Tool("search"))
+KIMI = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+KIMI_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+
+CALLS = [
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "}\\"<"}}\n</tool_call>', '{"city": "}\\"<"}'),
+    ("hermes", '<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>', '{"city": "Oslo"}'),
+    ("hermes", '<tool_call>{"name": "weather"}</tool_call>', "{}"),
+    ("llama3_json", '<|python_tag|>{"name": "weather", "parameters": {"days": 3}}', '{"days": 3}'),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"days": 3}}]', '{"days": 3}'),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"days": 3}', '{"days": 3}'),
+    ("mistral", '[TOOL_CALLS]weather{"days": 3}', '{"days": 3}'),
+    ("kimi_k2", KIMI_SECTION.format(KIMI.format("weather:0", '{"city": "北京"}')), '{"city": "北京"}'),
+    ("kimi_k2", KIMI.format("weather:0", '{"city": "北京"}'), '{"city": "北京"}'),
+    (
+        "deepseek",
+        DEEPSEEK_SECTION.format(
+            '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"days": 3}\n```<｜tool▁call▁end｜>'
+        ),
+        '{"days": 3}',
+    ),
+    (
+        "deepseek",
+        DEEPSEEK_SECTION.format('<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"days": 3}<｜tool▁call▁end｜>'),
+        '{"days": 3}',
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="days">3</parameter>\n'
+        '<parameter name="city">a "b"\n</parameter>\n<parameter name="unit">null</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        '{"days": 3, "city": "a \\"b\\"\\n", "unit": null}',
+    ),
+]
+NO_CALLS = [
+    ("hermes", "Write <tool_call> and then <tool_call>{}</tool_call>, like that."),
+    ("hermes", '<tool_call>{"name": "weather", "arg'),
+    ("llama3_json", '{"name": "no such tool", "parameters": {}}'),
+    ("llama3_json", '{"answer": {"name": "weather"}} and {"name": "weather", "parameters": {}}'),
+    ("mistral", "Mistral's models write [TOOL_CALLS] before their calls."),
+    ("kimi_k2", "The section is <|tool_calls_section_begin|> and <|tool_call_begin|>."),
+    ("deepseek", "The marker is <｜tool▁calls▁begin｜>, then <｜tool▁call▁begin｜>."),
+    ("minimax_m2", "A <minimax:tool_call> holds an <invoke>."),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "arguments"), CALLS)
+def test_each_family_s_calls_are_read_from_its_own_syntax(family: str, text: str, arguments: str) -> None:
+    message = whole(family, text)
+    assert [(call.name, call.arguments) for call in message.calls] == [("weather", arguments)]
+    assert message.content == ""
+
+
+@pytest.mark.parametrize(("family", "text"), NO_CALLS)
+def test_text_that_only_looks_like_a_call_is_left_as_it_is(family: str, text: str) -> None:
+    message = whole(family, text)
+    assert message.calls == ()
+    assert message.content == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_however_an_answer_is_cut_its_events_joined_are_the_same(family: str) -> None:
+    calls = [text for name, text, _ in CALLS if name == family]
+    texts = [text for name, text in NO_CALLS if name == family]
+    answers = [
+        *calls,
+        *texts,
+        *("Let me look.\n\n" + call + "\n" + call for call in calls),
+        *("<think>\nHm, <b>.\n\n</think>\n\n" + call + " So." for call in calls),
+        *(call[:size] for call in calls for size in range(0, len(call), 7)),
+    ]
+    for number, text in enumerate(answers):
+        expected = whole(family, text)
+        for attempt in range(10):
+            assert cut(family, text, random.Random(100 * number + attempt)) == expected
+
+
+def test_white_space_before_a_call_belongs_to_the_syntax() -> None:
+    message = whole("hermes", "I look it up.\n\n" + CALLS[1][1] + "\n" + CALLS[1][1])
+    assert message.content == "I look it up."
+    assert len(message.calls) == 2
+
+
+def test_without_parallel_calls_only_the_first_is_told_of() -> None:
+    parser = Parser(FAMILIES["hermes"].syntax, Writer(lambda _, i: str(i), TOOLS, max_calls=1))
+    message = joined(parser, [2 * CALLS[0][1]])
+    assert len(message.calls) == 1
+
+
+def test_a_marker_that_is_a_special_token_is_text_when_it_is_only_spelled() -> None:
+    family = FAMILIES["kimi_k2"]
+    spelled = KIMI_SECTION.format(KIMI.format("weather:0", "{}"))
+    tokens = spelled
+    for marker in family.markers:
+        tokens = tokens.replace(marker, "\ufdd0" + marker)
+    writer = [Writer(lambda _, i: str(i), TOOLS, tokens=family.markers) for _ in range(2)]
+    assert joined(Parser(family.syntax, writer[0]), [spelled]).content == spelled
+    message = joined(Parser(family.syntax, writer[1]), [tokens])
+    assert [call.name for call in message.calls] == ["weather"]
+    assert message.content == ""
+
+
+def test_reasoning_ends_at_its_marker_or_where_kimi_s_calls_begin() -> None:
+    call = KIMI_SECTION.format(KIMI.format("weather:0", "{}"))
+    for ending in ("</think>", ""):
+        parser = Parser(reasoned(REASONING["kimi_k2"], True, FAMILIES["kimi_k2"].syntax), Writer(lambda _, i: str(i)))
+        message = joined(parser, list("I should look." + ending + call))
+        assert message.reasoning == "I should look."
+        assert [one.name for one in message.calls] == ["weather"]
+
+
+def test_the_prompt_s_end_says_whether_an_answer_begins_inside_the_reasoning() -> None:
+    assert is_open("...<|im_start|>assistant\n<think>\n", REASONING["qwen3"])
+    assert not is_open("...<|im_start|>assistant\n<think>\n\n</think>\n\n", REASONING["deepseek_r1"])
+    assert not is_open("...<|im_start|>assistant\n", REASONING["qwen3"])
+
+
+def test_families_are_known_by_what_their_templates_write() -> None:
+    assert tool_family(None, "{{ tools }}<tool_call>") is FAMILIES["hermes"]
+    assert tool_family(None, "{{ tools }}<tool_call><function=") is None
+    assert tool_family(None, "{{ messages }}") is FAMILIES["hermes"]
+    assert tool_family(None, "{{ tools }}[TOOL_CALLS]") is FAMILIES["mistral"]
+    assert tool_family("none", "{{ tools }}<tool_call>") is None
+    assert reasoning_family(None, "<|tool_call_begin|><think>") is REASONING["kimi_k2"]
+    assert reasoning_family(None, "{{ messages }}") is None
+
+
+def whole(family: str, text: str) -> Message:
+    """Return an answer that arrives at once."""
+    return joined(_parser(family), [text])
+
+
+def cut(family: str, text: str, chance: random.Random) -> Message:
+    """Return an answer that arrives in pieces."""
+    pieces = []
+    while text:
+        size = chance.randint(1, 9)
+        pieces.append(text[:size])
+        text = text[size:]
+    return joined(_parser(family), pieces)
+
+
+def joined(parser: Parser, pieces: list[str]) -> Message:
+    """Return what a parser makes of pieces of an answer."""
+    message = Message()
+    for event in [*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()]:
+        message.add(event)
+    return message
+
+
+def _parser(family: str) -> Parser:
+    syntax = reasoned(REASONING["qwen3"], False, FAMILIES[family].syntax)
+    return Parser(syntax, Writer(lambda _, index: str(index), TOOLS))
