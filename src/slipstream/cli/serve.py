@@ -77,7 +77,6 @@ def serve(
     from slipstream.serve.logs import set_up_logs
     from slipstream.serve.server import serve as run
 
-    name = flags.named_model(model, model_path)
     set_up_logs(log_level, log_json)
     sglang = flags.SglangFlags(
         speculative_algorithm,
@@ -97,7 +96,7 @@ def serve(
         borrowed_tokens=borrowed_tokens,
     )
     options = LoadOptions(
-        name,
+        flags.named_model(model, model_path),
         wanted.draft or "auto",
         wanted.tree or (flags.DEFAULT_TREE if wanted.simulated_acceptance else None),
         device,
