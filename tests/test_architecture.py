@@ -13,6 +13,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PAGES = sorted(path for place in ("*.md", "docs/**/*.md", "recipes/*/*.md") for path in ROOT.glob(place))
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
+LISTS_OF_FLAGS = {"cli/serve.py": 80}
+"""A verb that hands each of its flags on has a line for each; splitting it would only repeat them."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "base", "misc"}
 ENVIRONMENT_READERS = {"checkpoint/cache_dir.py"}
 """Library code takes settings as arguments; only the user's cache folder is found through the environment."""
@@ -39,8 +41,9 @@ def test_a_module_can_be_read_in_one_sitting(path):
     assert len(text.splitlines()) <= MAX_MODULE_LINES, "split the module by idea"
     assert ast.get_docstring(tree), "a module opens with one sentence on what it is for"
     assert path.stem not in FORBIDDEN_NAMES, "name the module for what it does"
-    long = {f.name: body_lines(f) for f in functions(tree) if body_lines(f) > MAX_FUNCTION_LINES}
-    assert not long, f"functions over {MAX_FUNCTION_LINES} lines: {long}"
+    limit = LISTS_OF_FLAGS.get(relative(path), MAX_FUNCTION_LINES)
+    long = {f.name: body_lines(f) for f in functions(tree) if body_lines(f) > limit}
+    assert not long, f"functions over {limit} lines: {long}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)

@@ -53,6 +53,11 @@ class TestEmbeddedTokenizer:
     def test_agrees_with_transformers_on_any_text(self, embedded_tokenizer, reference, text):
         assert embedded_tokenizer.encode(text) == reference.encode(text)
 
+    @pytest.mark.parametrize("text", VARIED)
+    def test_the_bytes_of_tokens_make_the_text(self, embedded_tokenizer, text):
+        ids = embedded_tokenizer.encode(text)
+        assert b"".join(map(embedded_tokenizer.token_bytes, ids)) == text.encode()
+
     def test_digits_are_single_tokens(self, embedded_tokenizer):
         assert len(embedded_tokenizer.encode("1234567")) == 7
 

@@ -38,7 +38,8 @@ def test_a_completion_is_the_offline_engines_text_for_its_seed(client, server, t
     assert answer["object"] == "text_completion"
     assert answer["choices"][0]["text"] == text
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"] == {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)}
+    counts = {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)}
+    assert answer["usage"].items() >= counts.items()
 
 
 def test_a_chat_renders_the_template_and_answers_as_the_assistant(client, server):

@@ -13,6 +13,7 @@ from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.gguf_tokenizer import gguf_tokenizer
 from slipstream.checkpoint.tiktoken_file import FILE_NAME as TIKTOKEN_FILE
 from slipstream.checkpoint.tiktoken_file import tiktoken_tokenizer
+from slipstream.checkpoint.token_bytes import entry_bytes
 from slipstream.checkpoint.tokenizer_file import read_tokenizer
 from slipstream.errors import CheckpointError, RequestError
 
@@ -93,10 +94,21 @@ class Tokenizer:
         """Return one token as text, special tokens by name; a piece of a character shows as U+FFFD."""
         return self.decode([token_id], skip_special=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return one token's bytes, also of one that is only a piece of a character."""
+        text = self.token_text(token_id)
+        entry: str | None = self._fast.id_to_token(token_id) if _INCOMPLETE in text else None
+        return text.encode() if entry is None else entry_bytes(entry)
+
     def to_json(self) -> str:
         """Return the tokenizer in the form of tokenizer.json, for other libraries to read."""
         text: str = self._fast.to_str()
         return text
+
+    @property
+    def origin(self) -> Path:
+        """The folder or file it came from."""
+        return self._origin
 
     @property
     def has_chat_template(self) -> bool:

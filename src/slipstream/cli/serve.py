@@ -39,6 +39,8 @@ def serve(
     max_waiting: o.MaxWaiting = 256,
     max_body_bytes: o.MaxBodyBytes = 4 << 20,
     max_output_tokens: o.MaxOutputTokens = None,
+    generation_config: o.GenerationConfig = "auto",
+    fixed_sampling: o.FixedSampling = None,
     request_timeout: o.RequestTimeout = 600.0,
     read_timeout: o.ReadTimeout = 20.0,
     write_timeout: o.WriteTimeout = 60.0,
@@ -74,6 +76,7 @@ def serve(
     from slipstream.engine.loading import LoadOptions
     from slipstream.serve import flags
     from slipstream.serve.config import ServeConfig
+    from slipstream.serve.fixed_sampling import fixed_sampling as prescribed
     from slipstream.serve.logs import set_up_logs
     from slipstream.serve.server import serve as run
 
@@ -121,6 +124,8 @@ def serve(
         max_connections=max_connections,
         max_waiting=max_waiting,
         max_body_bytes=max_body_bytes,
+        generation_config=generation_config,
+        fixed_sampling=prescribed(fixed_sampling),
         max_output_tokens=max_output_tokens,
         request_timeout_s=request_timeout,
         read_timeout_s=read_timeout,

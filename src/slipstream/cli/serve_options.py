@@ -101,6 +101,16 @@ MaxConnections = Annotated[
 MaxWaiting = Annotated[int, typer.Option(help="Answers that may wait; more are refused with 429.")]
 MaxBodyBytes = Annotated[int, typer.Option(help="Largest body of a request.")]
 MaxOutputTokens = Annotated[int | None, typer.Option(help="Most tokens of one answer.")]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        help="Sampling of requests that leave it out: auto (the model's generation_config.json), none (OpenAI's "
+        "defaults), or a folder that has that file.",
+    ),
+]
+FixedSampling = Annotated[
+    str | None, typer.Option(help="Refuse other sampling settings than the model's maker prescribes; knows: kimi.")
+]
 RequestTimeout = Annotated[float, typer.Option(help="Seconds one request may take.")]
 ReadTimeout = Annotated[
     float, typer.Option(help="Seconds a client may take to send a request's head, or 16 KiB or the rest of its body.")

@@ -47,6 +47,7 @@ class Emission:
     `stats` are the request's own so far; `tail` is text that waited for the end. `prompt_logprobs` come with the
     first emission if they were asked for: one for each token of the prompt, None for the first. `error` is what ended
     a request whose finish reason is ERROR: something about the request itself, which no other request noticed.
+    `stop` is the stop string that ended it; `num_cached` counts the prompt's tokens that were found in the cache.
     """
 
     request_id: int
@@ -58,6 +59,8 @@ class Emission:
     tail: str = ""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: Exception | None = None
+    stop: str | None = None
+    num_cached: int = 0
 
     @staticmethod
     def joined(emissions: "Sequence[Emission]") -> "Emission":
@@ -77,17 +80,22 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was met."""
+        return self.found is not None
 
     def feed(self, text: str) -> str:
-        """Return the text that is safe to show; sets `stopped` at the first stop string."""
+        """Return the text that is safe to show; sets `found` to the first stop string."""
         if not self._stops:
             return text
         self._held += text
-        found = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
-        if found >= 0:
-            self.stopped = True
-            shown, self._held = self._held[:found], ""
+        places = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if places:
+            first, self.found = min(places, key=lambda place: place[0])
+            shown, self._held = self._held[:first], ""
             return shown
         keep = max(self._overlap(stop) for stop in self._stops)
         shown = self._held[: len(self._held) - keep]

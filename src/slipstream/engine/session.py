@@ -163,6 +163,8 @@ class Session:
             reason,
             tail,
             tuple(self._prompt_logprobs) if scored else None,
+            stop=self._stop.found,
+            num_cached=min(request.num_cached, len(request.prompt)),
         )
 
     def _grammar_is_finished(self) -> bool:

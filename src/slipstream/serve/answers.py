@@ -8,6 +8,7 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.output import EmittedToken, TokenLogprob
 from slipstream.engine.request import FinishReason
 from slipstream.serve.errors import HttpError
+from slipstream.serve.logprobs import LogprobWriter, Offsets
 from slipstream.serve.stream import DONE, Json, server_sent_event
 from slipstream.serve.ticket import Job, StepEvent
 from slipstream.speculation.statistics import AcceptanceStats
@@ -37,6 +38,8 @@ class Wants:
     speculation: bool = False
     tokens: bool = False
     token_ids: bool = False
+    prompt_ids: bool = False
+    tokens_as_ids: bool = False
 
 
 @dataclass
@@ -45,13 +48,15 @@ class Tally:
 
     job: Job
     num_tokens: int = 0
-    text_length: int = 0
+    num_cached: int = 0
+    offsets: Offsets | None = None
     started: bool = False
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     def count(self, event: StepEvent) -> None:
         """Take in an event."""
         self.num_tokens += len(event.tokens)
+        self.num_cached = event.num_cached
         if event.stats is not None:
             self.stats = event.stats
 
@@ -63,13 +68,14 @@ class AnswerWriter:
         """Keep what every part of the answer shares.
 
         Args:
-            head: id, created and model.
+            head: id, created, model and the like.
             simulated: the rates, if acceptance is simulated; the answer then says so.
         """
         self._wants = wants
         self._tokenizer = tokenizer
         self._head = head
         self._simulated = list(simulated)
+        self._scores = LogprobWriter(tokenizer, wants.tokens_as_ids)
 
     @property
     def streams(self) -> bool:
@@ -82,14 +88,16 @@ class AnswerWriter:
             self._choice(index, tally, own, own[-1])
             for index, (tally, own) in enumerate(zip(tallies, events, strict=True))
         ]
-        return {**self._envelope(), "choices": choices, "usage": self.usage(tallies)}
+        body = {**self._envelope(), "choices": choices, "usage": self.usage(tallies)}
+        return body | (self._of_chat_prompt(tallies[0], events[0]) if self._wants.kind == "chat" else {})
 
     def part(self, index: int, tallies: Sequence[Tally], event: StepEvent) -> bytes:
         """Return what a stream says of an event: the role of a chat's answer with the first."""
         tally = tallies[index]
         # Not before the first token is there: clients take a stream's first event for its first token.
         opens = self._wants.kind == "chat" and not tally.started
-        opening = server_sent_event(self._chunk([_opening(index)])) if opens else b""
+        about_prompt = self._of_chat_prompt(tally, [event]) if opens and not any(t.started for t in tallies) else {}
+        opening = server_sent_event(self._chunk([_opening(index)]) | about_prompt) if opens else b""
         last = event if event.finish_reason is not None else None
         usage = self.usage(tallies) if self._wants.running_usage else None
         return opening + server_sent_event(self._chunk([self._choice(index, tally, [event], last)], usage))
@@ -111,6 +119,7 @@ class AnswerWriter:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": emitted,
             "total_tokens": prompt_tokens + emitted,
+            "prompt_tokens_details": {"cached_tokens": sum(tally.num_cached for tally in tallies[::answers_each])},
         }
         if self._wants.speculation:
             stats = AcceptanceStats()
@@ -132,7 +141,7 @@ class AnswerWriter:
         text = "" if wants.drop_answer else "".join(event.text for event in events)
         scored = next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None)
         is_first = not tally.started
-        echoed = self._echo(tally.job) if wants.echo and is_first else ""
+        echoed = echoed_text(self._tokenizer, tally.job) if wants.echo and is_first else ""
         tally.started = True
         choice: Json = {"index": index}
         if wants.kind == "completion":
@@ -143,14 +152,12 @@ class AnswerWriter:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         choice["logprobs"] = self._logprobs(tally, tokens, scored if wants.echo else None)
         choice["finish_reason"] = None if last is None else _finish(last.finish_reason)
-        if last is not None and last.tokens and wants.kind == "completion":
-            ended_by = last.tokens[-1].token_id
-            choice["stop_reason"] = ended_by if ended_by in tally.job.params.stop_token_ids else None
-        tally.text_length += len(echoed) + len(text)
+        if last is not None:
+            choice |= _stops(tally.job, last, self._tokenizer.eos_token_ids)
         if wants.token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
-            if is_first:
-                choice["prompt_token_ids"] = list(tally.job.prompt)
+        if is_first and (wants.prompt_ids or (wants.token_ids and wants.kind == "completion")):
+            choice["prompt_token_ids"] = list(tally.job.prompt)
         self._extras(choice, tally.job, tokens, events, scored)
         return choice
 
@@ -159,9 +166,6 @@ class AnswerWriter:
         if self._simulated:
             body["simulated_acceptance"] = self._simulated
         return body
-
-    def _echo(self, job: Job) -> str:
-        return self._tokenizer.decode(job.prompt, skip_special=job.skip_special)
 
     def _extras(
         self,
@@ -183,58 +187,50 @@ class AnswerWriter:
                 for event in events
                 for token in event.tokens
             ]
-        if self._wants.prompt_logprobs and scored is not None:
-            choice["prompt_logprobs"] = [None if s is None else self._prompt_entry(s) for s in scored]
+        if self._wants.kind == "completion" and (scored is not None or not self._wants.stream):
+            found = scored if self._wants.prompt_logprobs else None
+            choice["prompt_logprobs"] = None if found is None else self._scores.prompt(found)
 
-    def _prompt_entry(self, scored: TokenLogprob) -> Json:
-        pairs = dict([*scored.top, (scored.token_id, scored.logprob)])
-        ranks = {token: rank for rank, (token, _) in enumerate(scored.top, start=1)}
-        return {
-            str(token): {
-                "logprob": value,
-                "rank": ranks.get(token),
-                "decoded_token": self._tokenizer.token_text(token),
-            }
-            for token, value in pairs.items()
-        }
+    def _of_chat_prompt(self, tally: Tally, events: Sequence[StepEvent]) -> Json:
+        """Return what vLLM says of a chat's prompt, beside its choices."""
+        scored = next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None)
+        found: Json = {} if self._wants.stream else {"prompt_logprobs": None}
+        if self._wants.prompt_logprobs and scored is not None:
+            found["prompt_logprobs"] = self._scores.prompt(scored)
+        if self._wants.token_ids:
+            found["prompt_token_ids"] = list(tally.job.prompt)
+        return found
 
     def _logprobs(
         self, tally: Tally, tokens: Sequence[EmittedToken], scored: Sequence[TokenLogprob | None] | None
     ) -> Json | None:
         if self._wants.logprobs is None:
             return None
-        found = [token.logprob for token in tokens if token.logprob is not None]
         if self._wants.kind == "chat":
-            return {"content": [self._chat_entry(logprob) for logprob in found], "refusal": None}
-        head: list[tuple[int, TokenLogprob | None]] = list(zip(tally.job.prompt, scored or (), strict=False))
-        return self._completion_logprobs([*head, *((logprob.token_id, logprob) for logprob in found)], tally)
+            return self._scores.chat(tokens)
+        if tally.offsets is None:
+            tally.offsets = Offsets(self._tokenizer, tally.job, self._wants.echo)
+        return self._scores.completion(tokens, tally.offsets, list(zip(tally.job.prompt, scored or (), strict=False)))
 
-    def _chat_entry(self, logprob: TokenLogprob) -> Json:
-        entry = self._named(logprob.token_id, logprob.logprob)
-        return {**entry, "top_logprobs": [self._named(token, value) for token, value in logprob.top]}
 
-    def _named(self, token: int, value: float) -> Json:
-        text = self._tokenizer.token_text(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+def echoed_text(tokenizer: Tokenizer, job: Job) -> str:
+    """Return a prompt for an answer that begins with it: as it was sent, special tokens included."""
+    return tokenizer.decode(job.prompt, skip_special=False) if job.prompt_text is None else job.prompt_text
 
-    def _completion_logprobs(self, entries: Sequence[tuple[int, TokenLogprob | None]], tally: Tally) -> Json:
-        offset = tally.text_length
-        body: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, logprob in entries:
-            text = self._tokenizer.token_text(token)
-            body["tokens"].append(text)
-            body["token_logprobs"].append(None if logprob is None else logprob.logprob)
-            body["top_logprobs"].append(None if logprob is None else self._top(logprob))
-            body["text_offset"].append(offset)
-            offset += len(text)
-        return body
 
-    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        """Return alternatives by text, the token itself among them; of two with one text the likelier stays."""
-        top: dict[str, float] = {}
-        for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-            top.setdefault(self._tokenizer.token_text(token), value)
-        return top
+def stopped_by(job: Job, last: StepEvent, end_tokens: Sequence[int]) -> int | str | None:
+    """Return the stop string, or the token, that ended an answer; None if its length or its grammar did."""
+    if last.finish_reason is not FinishReason.STOP or last.stop is not None or not last.tokens:
+        return last.stop
+    ended_by = last.tokens[-1].token_id
+    return ended_by if ended_by in end_tokens or ended_by in job.params.stop_token_ids else None
+
+
+def _stops(job: Job, last: StepEvent, end_tokens: Sequence[int]) -> Json:
+    """Return what ended an answer: vLLM's field leaves the model's own end tokens out, SGLang's has them."""
+    found = stopped_by(job, last, end_tokens)
+    asked = isinstance(found, str) or found in job.params.stop_token_ids
+    return {"stop_reason": found if asked else None, "matched_stop": found}
 
 
 def speculation_json(stats: AcceptanceStats, simulated: Sequence[float]) -> Json:

@@ -19,6 +19,7 @@ from slipstream.serve.answers import AnswerWriter, Wants
 from slipstream.serve.body import JsonRoute
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.convert import MAX_TOKENIZED, Converter
+from slipstream.serve.defaults import sampling_defaults
 from slipstream.serve.errors import HttpError
 from slipstream.serve.gate import Gate
 from slipstream.serve.generate import Generator
@@ -62,7 +63,9 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
         grammars,
         Threads(2, "request"),
         Threads(1, "tokenize"),
-        Converter(engine, tokenizer, config, worker.max_answers),
+        Converter(
+            engine, tokenizer, config, worker.max_answers, sampling_defaults(config.generation_config, tokenizer.origin)
+        ),
         Generator(worker, tokenizer, config),
         Metrics(engine, worker, config.model_name),
         started,
@@ -105,10 +108,12 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     def writer(request: Request, body: Generation, wants: Wants) -> AnswerWriter:
+        own = f"{'chatcmpl' if wants.kind == 'chat' else 'cmpl'}-{body.request_id or request.state.request_id}"
         head = {
-            "id": f"{'chatcmpl' if wants.kind == 'chat' else 'cmpl'}-{request.state.request_id}",
+            "id": body.rid or own,
             "created": int(time.time()),
             "model": service.config.model_name,
+            "system_fingerprint": service.fingerprint,
         }
         simulated = service.worker.simulated_acceptance
         return AnswerWriter(_wants(body, wants), service.tokenizer, head, simulated)
@@ -118,9 +123,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answer a chat."""
         jobs = await service.jobs(request, body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return await service.generator.respond(
-            request, jobs, writer(request, body, Wants("chat", body.stream, logprobs))
-        )
+        wants = Wants("chat", body.stream, logprobs, prompt_ids=body.return_prompt_token_ids)
+        return await service.generator.respond(request, jobs, writer(request, body, wants))
 
     @app.post("/v1/completions", responses=_ERRORS, tags=["generation"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -130,7 +134,6 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             "completion",
             body.stream,
             body.logprobs,
-            prompt_logprobs=body.prompt_logprobs is not None,
             echo=body.echo,
             drop_answer=body.max_tokens == 0,
         )
@@ -200,4 +203,6 @@ def _wants(body: Generation, wants: Wants) -> Wants:
         speculation=body.speculation_stats,
         tokens=body.return_tokens,
         token_ids=body.return_token_ids,
+        tokens_as_ids=body.return_tokens_as_token_ids,
+        prompt_logprobs=body.prompt_logprobs is not None,
     )

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from slipstream.errors import ConfigError
+from slipstream.serve.fixed_sampling import FixedSampling
 
 _ROOT = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 _HOST = re.compile(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
@@ -26,6 +27,8 @@ class ServeConfig:
         cors_origins: web pages of these origins may call the server from a browser; none by default.
         max_connections: clients connected at once; the limit on open files may allow fewer.
         max_waiting: answers that may wait beside those that run; one more is refused with 429.
+        generation_config: where requests' sampling defaults come from: "auto" (the model's own), "none", or a path.
+        fixed_sampling: the only sampling settings that are taken; None takes any.
         max_output_tokens: the most tokens an answer may ask for; None leaves it to the context.
         request_timeout_s: how long one request may take, from its arrival to its last byte.
         read_timeout_s: how long a client may take to send a request's head, or 16 KiB (or the rest) of its body.
@@ -48,6 +51,8 @@ class ServeConfig:
     max_connections: int = 2048
     max_waiting: int = 256
     max_body_bytes: int = 4 << 20
+    generation_config: str = "auto"
+    fixed_sampling: FixedSampling | None = None
     max_output_tokens: int | None = None
     request_timeout_s: float = 600.0
     read_timeout_s: float = 20.0

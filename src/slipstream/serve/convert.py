@@ -3,12 +3,15 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import HttpError, too_many
+from slipstream.serve.defaults import SamplingDefaults
+from slipstream.serve.errors import HttpError, too_long, too_many
+from slipstream.serve.fixed_sampling import check_fixed
 from slipstream.serve.protocol import ChatMessage, ChatRequest, CompletionRequest, Generation
 from slipstream.serve.ticket import Job
 from slipstream.speculation.grammar import Grammar
@@ -17,6 +20,7 @@ from slipstream.speculation.sampling import SamplingParams, derive_seed
 MAX_TOKENIZED = 1 << 20  # tokens that /tokenize gives at once
 _UNDIVIDED = 1 << 16  # characters that are tokenized without asking whether they are too many
 MAX_LOGPROBS = 1 << 20  # of one answer, some 80 MB of JSON
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,14 @@ class Converter:
     Args:
         max_answers: how many answers the server has room for; a request for more is refused before its prompts are
             looked at.
+        defaults: the settings of requests that leave them out.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     config: ServeConfig
     max_answers: int
+    defaults: SamplingDefaults
 
     def check_model(self, name: str | None) -> None:
         """Raise unless the request's model is the one served (or it names none)."""
@@ -44,21 +50,24 @@ class Converter:
         self.check_model(request.model)
         prompt = request.prompt if isinstance(request, CompletionRequest) else None
         several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-        asked = (len(prompt) if several and prompt is not None else 1) * (request.n or 1)
+        asked = (len(prompt) if several and prompt is not None else 1) * request.n
         if asked > self.max_answers:
             raise too_many(asked, self.max_answers)
+        if self.config.fixed_sampling is not None:
+            check_fixed(request, self.config.fixed_sampling)
 
     def chat(self, request: ChatRequest, grammar: Grammar | None) -> list[Job]:
         """Return a chat's jobs, one for each of its `n` answers."""
         if request.top_logprobs and not request.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
         text = self.chat_text(request.messages, request.add_generation_prompt, request.chat_template_kwargs or {})
-        prompt = self.encode(text, False, self.engine.config.max_context, "messages")
         given = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         field = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        prompt = self._cut(self.encode(text, False, self._limit(request), "messages"), request, given)
         max_tokens = self._max_tokens(given, [prompt], field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._jobs(request, [prompt], self._params(request, grammar, max_tokens, logprobs))
+        scored = request.prompt_logprobs
+        return self._jobs(request, [prompt], self._params(request, grammar, max_tokens, logprobs, scored))
 
     def completion(self, request: CompletionRequest, grammar: Grammar | None) -> list[Job]:
         """Return a completion's jobs: for each prompt, its `n` answers next to each other."""
@@ -69,7 +78,8 @@ class Converter:
         # A prompt can be scored without an answer; the engine always makes one token, which is then dropped.
         wanted = 1 if request.max_tokens == 0 and request.echo else request.max_tokens
         max_tokens = self._max_tokens(wanted, prompts, "max_tokens")
-        return self._jobs(request, prompts, self._params(request, grammar, max_tokens, request.logprobs, scored))
+        params = self._params(request, grammar, max_tokens, request.logprobs, scored)
+        return self._jobs(request, prompts, params, _texts(request))
 
     def chat_text(self, messages: Sequence[ChatMessage], open_answer: bool, variables: dict[str, object]) -> str:
         """Return a chat as the model reads it."""
@@ -104,42 +114,65 @@ class Converter:
         return ids
 
     def _too_long(self, field: str, count: str, limit: int) -> HttpError:
-        what = "this model's maximum context length" if limit == self.engine.config.max_context else "the limit"
-        return HttpError(400, f"{field} has {count} tokens; {what} is {limit} tokens. Shorten it.", param=field)
+        if limit == self.engine.config.max_context:
+            return too_long(f"This model's maximum context length is {limit} tokens; {field} has {count}.", field)
+        return HttpError(400, f"{field} has {count} tokens; the limit is {limit} tokens. Shorten it.", param=field)
+
+    def _limit(self, request: Generation) -> int:
+        """Return how many tokens a prompt may have before it is cut."""
+        return self.engine.config.max_context if request.truncate_prompt_tokens is None else MAX_TOKENIZED
+
+    def _cut(self, prompt: list[int], request: Generation, max_tokens: int | None) -> list[int]:
+        """Return what a request wants kept of its prompt."""
+        keep = request.truncate_prompt_tokens
+        if keep is None or (keep == 0 and not prompt):
+            return prompt
+        room = self.engine.config.max_context
+        if keep > room:
+            raise too_long(
+                f"This model's maximum context length is {room} tokens; truncate_prompt_tokens is {keep}.",
+                "truncate_prompt_tokens",
+            )
+        if keep == 0:
+            raise HttpError(400, "truncate_prompt_tokens is 0, which leaves no prompt.", param="truncate_prompt_tokens")
+        kept = max(room - (max_tokens or 1), 1) if keep < 0 else keep
+        return prompt[-kept:] if request.truncation_side == "left" else prompt[:kept]
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         prompt = request.prompt
         if not prompt and isinstance(prompt, list):
             raise HttpError(400, "prompt is an empty list.", param="prompt")
         several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-        limit = self.engine.config.max_context
-        return [
+        limit = self._limit(request)
+        encoded = (
             self.encode(part, request.add_special_tokens, limit, "prompt") if isinstance(part, str) else part
             for part in several
-        ]
+        )
+        return [self._cut(part, request, request.max_tokens) for part in encoded]
 
     def _max_tokens(self, wanted: int | None, prompts: Sequence[Sequence[int]], field: str) -> int:
         longest = max(len(prompt) for prompt in prompts)
-        room = self.engine.config.max_context - longest
+        context = self.engine.config.max_context
+        room = context - longest
         if room < 1:
-            raise HttpError(
-                400,
-                f"The prompt has {longest} tokens; the context of {self.engine.config.max_context} leaves no room for "
-                "an answer.",
-                param="prompt",
+            raise too_long(
+                f"This model's maximum context length is {context} tokens; the prompt has {longest} tokens, which "
+                "leaves no room for an answer.",
+                "prompt",
             )
         limit = room if self.config.max_output_tokens is None else min(room, self.config.max_output_tokens)
         if wanted is None:
             return limit
         if wanted < 1:
             raise HttpError(400, f"{field} is {wanted}; it must be at least 1.", param=field)
-        if wanted > limit:
-            raise HttpError(
-                400,
-                f"{field} is {wanted}; with a prompt of {longest} tokens at most {limit} are possible "
-                f"(context {self.engine.config.max_context}).",
-                param=field,
+        if wanted > room:
+            raise too_long(
+                f"This model's maximum context length is {context} tokens; the prompt has {longest} and {field} is "
+                f"{wanted}, {longest + wanted} together. At most {limit} are possible.",
+                field,
             )
+        if wanted > limit:
+            raise HttpError(400, f"{field} is {wanted}; this server gives at most {limit} tokens.", param=field)
         return wanted
 
     def _params(
@@ -153,17 +186,18 @@ class Converter:
         stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
         if request.min_tokens > max_tokens:
             raise HttpError(400, f"min_tokens is {request.min_tokens}, more than {max_tokens}.", param="min_tokens")
+        defaults = self.defaults if self.config.fixed_sampling is None else self.config.fixed_sampling.defaults
         try:
             return SamplingParams(
                 max_tokens=max_tokens,
                 min_tokens=request.min_tokens,
-                temperature=1.0 if request.temperature is None else request.temperature,
-                top_k=max(request.top_k or 0, 0),
-                top_p=1.0 if request.top_p is None else request.top_p,
-                min_p=request.min_p or 0.0,
-                presence_penalty=request.presence_penalty or 0.0,
-                frequency_penalty=request.frequency_penalty or 0.0,
-                repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+                temperature=_first(request.temperature, defaults.temperature),
+                top_k=max(_first(request.top_k, defaults.top_k), 0),
+                top_p=_first(request.top_p, defaults.top_p),
+                min_p=_first(request.min_p, defaults.min_p),
+                presence_penalty=_first(request.presence_penalty, defaults.presence_penalty),
+                frequency_penalty=_first(request.frequency_penalty, defaults.frequency_penalty),
+                repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
                 logit_bias=request.logit_bias or {},
                 seed=request.seed,
                 stop=tuple(text for text in stop if text),
@@ -171,14 +205,20 @@ class Converter:
                 ignore_eos=request.ignore_eos,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
-                n=request.n or 1,
+                n=request.n,
                 grammar=grammar,
-                cache_salt=request.cache_salt or "",
+                cache_salt=_salt(request),
             )
         except RequestError as error:
             raise HttpError(400, str(error), param=str(error).split()[0]) from error
 
-    def _jobs(self, request: Generation, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Job]:
+    def _jobs(
+        self,
+        request: Generation,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        texts: Sequence[str | None] = (None,),
+    ) -> list[Job]:
         _check_logprobs(prompts, params)
         for prompt in prompts:
             try:
@@ -187,8 +227,16 @@ class Converter:
                 raise HttpError(400, str(error), param=_field_of(str(error))) from error
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return [
-            Job(prompt, params, derive_seed(seed, index), request.speculate, request.skip_special_tokens)
-            for prompt in map(tuple, prompts)
+            Job(
+                prompt,
+                params,
+                derive_seed(seed, index),
+                request.speculate,
+                request.skip_special_tokens,
+                request.include_stop_str_in_output or request.no_stop_trim,
+                text,
+            )
+            for prompt, text in zip(map(tuple, prompts), texts, strict=True)
             for index in range(params.n)
         ]
 
@@ -223,6 +271,24 @@ def _turn(message: ChatMessage, index: int) -> dict[str, str]:
                 )
         content = "".join(part.text or "" for part in content)
     return {"role": message.role, "content": content or ""}
+
+
+def _texts(request: CompletionRequest) -> list[str | None]:
+    """Return a completion's prompts as they were sent; None for those that are tokens, or were cut."""
+    prompt = request.prompt
+    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    cut = request.truncate_prompt_tokens is not None
+    return [part if isinstance(part, str) and not cut else None for part in several]
+
+
+def _first(given: N | None, default: N) -> N:
+    return default if given is None else given
+
+
+def _salt(request: Generation) -> str:
+    """Return what keeps a request's cached prompt apart; a length in front keeps two parts from looking like one."""
+    salt, extra = request.cache_salt or "", request.extra_key or ""
+    return f"{len(salt)}:{salt}{extra}" if extra else salt
 
 
 def _field_of(message: str) -> str:

@@ -13,14 +13,22 @@ class HttpError(SlipstreamError):
     Args:
         param: the request's field at fault.
         retry_after_s: when trying again may help.
+        code: a word that programs tell this error by; the status where there is none.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.code = code
         self.retry_after_s = retry_after_s
 
     @property
@@ -35,7 +43,7 @@ class HttpError(SlipstreamError):
                 "message": str(self),
                 "type": _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error"),
                 "param": self.param,
-                "code": self.status,
+                "code": self.status if self.code is None else self.code,
             }
         }
 
@@ -116,6 +124,11 @@ def queue_full(limit: int) -> HttpError:
 def too_many(asked: int, limit: int) -> HttpError:
     """Return the answer to a request that no amount of waiting would make room for."""
     return HttpError(400, f"The request asks for {asked} answers; the server takes {limit} at a time. Ask for fewer.")
+
+
+def too_long(message: str, field: str) -> HttpError:
+    """Return the answer to a request that the context has no room for, by the code that clients look for."""
+    return HttpError(400, message, param=field, code="context_length_exceeded")
 
 
 def shutting_down() -> HttpError:

@@ -1,16 +1,17 @@
 """What clients may send: the JSON of OpenAI's API and the extensions its open servers share, checked field by field.
 
-Fields nobody here knows are ignored, as other servers do. Fields that ask for something this server cannot do are
-declared in `_CANNOT`, and refused unless they hold the value that asks for nothing. A list is given up at its first
-wrong element, and what a step of the engine has to go through for every token is limited in length.
+What is declared here works; `fields.py` says what becomes of the fields of other servers that are not. A null is an
+absence. A list is given up at its first wrong element, and what a step of the engine has to go through for every token
+is limited in length.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from slipstream.serve.errors import HttpError
-from slipstream.serve.structured import Structured
+from slipstream.serve.fields import refuse_others
+from slipstream.serve.structured import Part, Structured
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -18,6 +19,7 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Text = Annotated[str, Field(max_length=1 << 24)]
 Name = Annotated[str, Field(max_length=512)]
+Salt = Annotated[str, Field(max_length=1024)]
 
 MAX_MESSAGES = 1 << 14  # of a chat, and parts of a message
 MAX_BIASES = 4096
@@ -35,32 +37,8 @@ def _few_biases(value: Any) -> Any:  # whatever JSON came
 Biases = Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_biases)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
-_CANNOT: dict[str, tuple[object, ...]] = {
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "include_stop_str_in_output": (None, False),
-    "continue_final_message": (None, False),
-    "tools": (None, []),
-    "functions": (None, []),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "truncate_prompt_tokens": (None,),
-    "lora_path": (None,),
-    "prediction": (None,),
-}
 
-
-class _Message(BaseModel):
-    """Every message: unknown fields are ignored, and NaN is no number."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-
-class StreamOptions(_Message):
+class StreamOptions(Part):
     """What a stream carries beside its text."""
 
     include_usage: bool = False
@@ -73,25 +51,35 @@ class Generation(Structured):
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Count | None = None
     min_tokens: Count = 0
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    presence_penalty: Penalty | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = 1.0
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None  # where these are left out, defaults.py says
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: Biases | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = Field(default=False, description="SGLang's word for include_stop_str_in_output.")
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        default=None, description="Keep this many tokens of a longer prompt; -1: as many as leave room for the answer."
+    )
+    truncation_side: Literal["left", "right"] = Field(default="left", description="Where a long prompt is cut.")
+    cache_salt: Salt | None = Field(
         default=None, description="Share cached prompts only with requests that send the same salt."
     )
+    extra_key: Salt | None = Field(default=None, description="SGLang's field; a second part of cache_salt.")
+    request_id: Name | None = Field(default=None, description="What the answer's id ends with.")
+    rid: Name | None = Field(default=None, description="SGLang's word for request_id; the answer's id is just this.")
     speculate: bool = Field(default=True, description="Let the draft guess. The answer is the same either way.")
     speculation_stats: bool = Field(
         default=False, description="Add drafted and accepted counts, by position, to `usage`."
@@ -99,16 +87,19 @@ class Generation(Structured):
     return_tokens: bool = Field(
         default=False, description="Add to each choice its tokens: id, text, and where the draft guessed it."
     )
-    return_token_ids: bool = Field(default=False, description="Add the ids of prompt and answer to each choice.")
+    return_token_ids: bool = Field(default=False, description="Add the token ids of prompts and answers.")
+    return_tokens_as_token_ids: bool = Field(
+        default=False, description="Write tokens among log probabilities as `token_id:N`."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def refuse_what_cannot_be_done(cls, values: Any) -> Any:  # whatever JSON came
         """Refuse fields that ask for something this server does not do."""
         if isinstance(values, dict):
-            for name, harmless in _CANNOT.items():
-                if values.get(name) not in harmless:
-                    raise HttpError(400, f"{name} is not supported by this server; leave it out.", param=name)
+            refuse_others(values, cls.model_fields)
+            if values.get("stream_options") and not values.get("stream"):
+                raise HttpError(400, "stream_options needs stream to be true.", param="stream_options")
         return values
 
 
@@ -123,19 +114,18 @@ class CompletionRequest(Generation):
     )
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
 
 
-class ContentPart(_Message):
+class ContentPart(Part):
     """A part of a message's content; only text can be read."""
 
     type: Annotated[str, Field(max_length=64)]
     text: Text | None = None
 
 
-class ChatMessage(_Message):
+class ChatMessage(Part):
     """One turn of a chat."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
@@ -151,13 +141,14 @@ class ChatRequest(Generation):
 
     messages: Messages
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = False
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_prompt_token_ids: bool = Field(default=False, description="Add the prompt's token ids to each choice.")
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
 
 
-class TokenizeRequest(_Message):
+class TokenizeRequest(Part):
     """The body of /tokenize: a text, or the messages of a chat."""
 
     model: Name | None = None
@@ -174,7 +165,7 @@ class TokenizeRequest(_Message):
         return self
 
 
-class DetokenizeRequest(_Message):
+class DetokenizeRequest(Part):
     """The body of /detokenize."""
 
     model: Name | None = None
@@ -182,7 +173,7 @@ class DetokenizeRequest(_Message):
     skip_special_tokens: bool = False
 
 
-class TreeRequest(_Message):
+class TreeRequest(Part):
     """The body of /admin/speculation: what to change; what is left out stays."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -19,6 +19,7 @@ from slipstream.serve.admin import warn_if_simulated
 from slipstream.serve.app import build_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.connection import Connection
+from slipstream.serve.defaults import sampling_defaults
 from slipstream.serve.errors import HttpError
 from slipstream.serve.generate import Generator
 from slipstream.serve.listener import Listener, bound_sockets, connections_that_fit
@@ -65,6 +66,10 @@ def log_summary(loaded: Loaded, config: ServeConfig) -> None:
         origins,
         config.max_waiting,
     )
+    defaults = sampling_defaults(config.generation_config, loaded.tokenizer.origin).changed
+    if defaults and config.fixed_sampling is None:
+        said = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        logger.info("requests that leave sampling out get %s (--generation-config none to change that)", said)
     if not config.is_local and not config.api_keys:
         logger.warning("the server listens on %s without API keys: anybody who reaches it may use it.", config.host)
     warn_if_simulated(loaded.engine.simulated_acceptance)

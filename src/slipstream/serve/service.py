@@ -1,9 +1,11 @@
 """What the routes share: the engine and its thread, the tokenizer, and what turns requests into answers."""
 
+import hashlib
 from dataclasses import dataclass
 
 from starlette.requests import Request
 
+import slipstream
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.serve.config import ServeConfig
@@ -39,6 +41,12 @@ class Service:
     generator: Generator
     metrics: Metrics
     started: int
+
+    @property
+    def fingerprint(self) -> str:
+        """What OpenAI's API calls system_fingerprint: it changes when the same seed may give another text."""
+        kind = (slipstream.__version__, self.config.model_name, self.engine.simulated_acceptance)
+        return f"fp_{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}"
 
     async def jobs(self, request: Request, body: ChatRequest | CompletionRequest) -> list[Job]:
         """Return the answers a request asks for, whichever API it came by; raises HttpError that names the field."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slipstream.serve.errors import HttpError
 from slipstream.serve.grammar_trial import WHITE_SPACE, GrammarSource
@@ -27,9 +27,15 @@ class Constraint:
 
 
 class Part(BaseModel):
-    """A part of a request: unknown fields are ignored, and NaN is no number."""
+    """A part of a request: unknown fields are ignored, a null is an absence, and NaN is no number."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_nulls(cls, values: Any) -> Any:  # whatever JSON came
+        """Drop fields that are null, so that each has its default."""
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
 
 
 class JsonSchema(Part):

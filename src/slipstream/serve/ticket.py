@@ -13,13 +13,20 @@ from slipstream.speculation.statistics import AcceptanceStats
 
 @dataclass(frozen=True)
 class Job:
-    """One answer to make: a prompt in tokens, and how."""
+    """One answer to make: a prompt in tokens, and how.
+
+    Args:
+        show_stop: what ended the answer is part of its text.
+        prompt_text: the prompt as it was sent, if that was text to go on from.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
     speculate: bool = True
     skip_special: bool = True
+    show_stop: bool = False
+    prompt_text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class StepEvent:
         num_drafted: nodes the target checked in this step beside its own.
         stats: the answer's acceptance, given with the last event.
         prompt_logprobs: given with the first event if they were asked for.
+        stop: the stop string that ended the answer.
+        num_cached: the prompt's tokens that were found in the cache.
     """
 
     tokens: tuple[EmittedToken, ...]
@@ -37,6 +46,8 @@ class StepEvent:
     finish_reason: FinishReason | None = None
     stats: AcceptanceStats | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    stop: str | None = None
+    num_cached: int = 0
 
     @property
     def text(self) -> str:

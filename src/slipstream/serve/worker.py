@@ -14,6 +14,7 @@ from typing import TypeVar
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.engine.output import Emission, EmittedToken
+from slipstream.engine.request import FinishReason
 from slipstream.engine.thread import EngineThread
 from slipstream.errors import RankLostError, RequestError, StepError
 from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down, stopped, too_many
@@ -148,13 +149,29 @@ class EngineWorker:
             return self._close(emission.request_id, _failure(emission.error))
         finished = emission.finish_reason is not None
         event = StepEvent(
-            _with_tail(emission),
+            self._with_tail(emission, answer.ticket.jobs[answer.index]),
             num_drafted,
             emission.finish_reason,
             emission.stats if finished else None,
             emission.prompt_logprobs,
+            emission.stop,
+            emission.num_cached,
         )
         return self._close(emission.request_id, event) if finished else (answer.ticket, answer.index, event)
+
+    def _with_tail(self, emission: Emission, job: Job) -> tuple[EmittedToken, ...]:
+        """Return a step's tokens; text that waited for the answer's end goes with the last, and its stop if wanted."""
+        tail = emission.tail
+        if job.show_stop and emission.finish_reason is FinishReason.STOP and emission.tokens:
+            ended_by = emission.tokens[-1].token_id
+            if emission.stop is not None:
+                tail += emission.stop
+            elif ended_by in job.params.stop_token_ids:
+                tail += self._tokenizer.decode([ended_by], job.skip_special)
+        if not tail or not emission.tokens:
+            return emission.tokens
+        *others, last = emission.tokens
+        return (*others, dataclasses.replace(last, text=last.text + tail))
 
     def _add(self, ticket: Ticket, arrived: float) -> None:
         self._ids[ticket] = set()
@@ -215,14 +232,6 @@ class _Answer:
         self.index = index
         self.times = times
         self.num_drafted = 0
-
-
-def _with_tail(emission: Emission) -> tuple[EmittedToken, ...]:
-    """Return a step's tokens; text that waited for the answer's end goes with the last."""
-    if not emission.tail or not emission.tokens:
-        return emission.tokens
-    *others, last = emission.tokens
-    return (*others, dataclasses.replace(last, text=last.text + emission.tail))
 
 
 def _reason(event: StepEvent | HttpError) -> str:
