@@ -7,7 +7,7 @@ import pytest
 from slipstream.serve.tools.events import Message
 from slipstream.serve.tools.families import FAMILIES, reasoning_family, tool_family
 from slipstream.serve.tools.parser import Parser, Tool, Writer
-from slipstream.serve.tools.reasoning import REASONING, is_open, reasoned
+from slipstream.serve.tools.reasoning import REASONING, opening, reasoned
 
 WEATHER = Tool(
     "weather",
@@ -32,14 +32,14 @@ CALLS = [
     ("kimi_k2", KIMI_SECTION.format(KIMI.format("weather:0", '{"city": "北京"}')), '{"city": "北京"}'),
     ("kimi_k2", KIMI.format("weather:0", '{"city": "北京"}'), '{"city": "北京"}'),
     (
-        "deepseek",
+        "deepseek_v3",
         DEEPSEEK_SECTION.format(
             '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"days": 3}\n```<｜tool▁call▁end｜>'
         ),
         '{"days": 3}',
     ),
     (
-        "deepseek",
+        "deepseek_v3",
         DEEPSEEK_SECTION.format('<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"days": 3}<｜tool▁call▁end｜>'),
         '{"days": 3}',
     ),
@@ -58,7 +58,7 @@ NO_CALLS = [
     ("llama3_json", '{"answer": {"name": "weather"}} and {"name": "weather", "parameters": {}}'),
     ("mistral", "Mistral's models write [TOOL_CALLS] before their calls."),
     ("kimi_k2", "The section is <|tool_calls_section_begin|> and <|tool_call_begin|>."),
-    ("deepseek", "The marker is <｜tool▁calls▁begin｜>, then <｜tool▁call▁begin｜>."),
+    ("deepseek_v3", "The marker is <｜tool▁calls▁begin｜>, then <｜tool▁call▁begin｜>."),
     ("minimax_m2", "A <minimax:tool_call> holds an <invoke>."),
 ]
 
@@ -129,9 +129,10 @@ def test_reasoning_ends_at_its_marker_or_where_kimi_s_calls_begin() -> None:
 
 
 def test_the_prompt_s_end_says_whether_an_answer_begins_inside_the_reasoning() -> None:
-    assert is_open("...<|im_start|>assistant\n<think>\n", REASONING["qwen3"])
-    assert not is_open("...<|im_start|>assistant\n<think>\n\n</think>\n\n", REASONING["deepseek_r1"])
-    assert not is_open("...<|im_start|>assistant\n", REASONING["qwen3"])
+    assert opening("...<|im_start|>assistant\n<think>\n", REASONING["qwen3"]) == "inside"
+    assert opening("...<|im_start|>assistant\n<think>\n\n</think>\n\n", REASONING["deepseek_r1"]) == "outside"
+    assert opening("...<|im_start|>assistant\n", REASONING["deepseek_r1"]) == "inside"
+    assert opening("...<|im_start|>assistant\n", REASONING["qwen3"]) == "either"
 
 
 def test_families_are_known_by_what_their_templates_write() -> None:

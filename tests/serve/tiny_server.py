@@ -48,9 +48,9 @@ def tiny_engine(**config: object) -> Engine:
 class Running:
     """A server in a thread, on a free port of the loopback address."""
 
-    def __init__(self, engine: Engine, **settings: object) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None, **settings: object) -> None:
         self.engine = engine
-        self.tokenizer = tiny_tokenizer()
+        self.tokenizer = tokenizer or tiny_tokenizer()
         self._socket = socket.create_server(("127.0.0.1", int(settings.pop("port", 0))))
         # Small, so that a client that does not read is noticed after kilobytes instead of megabytes.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)

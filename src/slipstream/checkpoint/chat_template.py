@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateSyntaxError, meta
 
 from slipstream.checkpoint.confined import Confined, LimitError, Limits
 from slipstream.checkpoint.template_program import template_environment
@@ -16,7 +16,7 @@ LIMITS = Limits(cpu_s=1.0, memory_bytes=1 << 30, answer_bytes=64 << 20)
 
 
 class ChatTemplate:
-    """A chat template; `origin` names the file it came from, for messages."""
+    """A chat template; `origin` names the file it came from, for messages, and `variables` are those it reads."""
 
     def __init__(self, source: str, origin: str) -> None:
         self._origin = origin
@@ -27,7 +27,8 @@ class ChatTemplate:
                 f"{origin}: the chat template has {len(source)} characters; at most {LONGEST_TEMPLATE} are read."
             )
         try:
-            template_environment().parse(source)  # not compiled: that would already compute constants
+            parsed = template_environment().parse(source)  # not compiled: that would already compute constants
+            self.variables = frozenset(meta.find_undeclared_variables(parsed))
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"{origin}: the chat template is not valid Jinja (line {error.lineno}: {error.message})."

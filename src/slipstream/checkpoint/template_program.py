@@ -63,6 +63,13 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:  # any JSON value
-    # Jinja's own tojson escapes <, > and & for HTML, which would change what the model reads.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,  # any JSON value
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own tojson escapes <, > and & for HTML, which would change what the model reads. The arguments are those
+    # that transformers' has, in its order.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

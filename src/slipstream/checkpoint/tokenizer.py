@@ -1,5 +1,6 @@
 """Text to token ids and back, chats included, from the files beside a checkpoint's weights."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,7 @@ from slipstream.checkpoint.chat_template import LONGEST_TEMPLATE, ChatTemplate, 
 from slipstream.checkpoint.files import find_file, read_json, read_text
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.gguf_tokenizer import gguf_tokenizer
+from slipstream.checkpoint.spelled_tokens import SpelledTokens
 from slipstream.checkpoint.tiktoken_file import FILE_NAME as TIKTOKEN_FILE
 from slipstream.checkpoint.tiktoken_file import tiktoken_tokenizer
 from slipstream.checkpoint.token_bytes import entry_bytes
@@ -46,9 +48,11 @@ class Tokenizer:
         fast.no_padding()
         self._fast = fast
         self._origin = origin
+        self.chat_template = template
         self._template = None if template is None else ChatTemplate(template, str(origin))
         self._named = _named_tokens(settings)
         added = fast.get_added_tokens_decoder()
+        self.added_token_ids = {token.content: i for i, token in added.items()}
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         bytes_by_name = (fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_token_ids = frozenset(i for i in bytes_by_name if i is not None)
@@ -105,6 +109,11 @@ class Tokenizer:
         text: str = self._fast.to_str()
         return text
 
+    @functools.cached_property
+    def spelled(self) -> SpelledTokens:
+        """What tells a user's text that spells control tokens from control tokens; takes a second to make."""
+        return SpelledTokens(self._fast)
+
     @property
     def origin(self) -> Path:
         """The folder or file it came from."""
@@ -120,16 +129,21 @@ class Tokenizer:
         template = None if self._template is None else self._template.source
         return {**self._named, "vocab_size": self.vocab_size, "chat_template": template}
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the chat template reads."""
+        return frozenset() if self._template is None else self._template.variables
+
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, TemplateValue]],
         add_generation_prompt: bool = True,
         **variables: TemplateValue,
     ) -> str:
         """Return the text of a chat as the model was trained to see it.
 
         Args:
-            messages: each with `role` and `content`.
+            messages: each with `role` and `content`, and whatever else the template knows (`tool_calls`, ...).
             add_generation_prompt: end with the opening of the assistant's turn.
             variables: what this model's template knows besides (`tools`, `enable_thinking`, ...).
         """
@@ -153,7 +167,7 @@ class Tokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, TemplateValue]],
         add_generation_prompt: bool = True,
         **variables: TemplateValue,
     ) -> list[int]:

@@ -46,6 +46,9 @@ def serve(
     write_timeout: o.WriteTimeout = 60.0,
     keep_alive_timeout: o.KeepAliveTimeout = 75.0,
     drain_timeout: o.DrainTimeout = 30.0,
+    tool_call_parser: o.ToolCallParser = None,
+    reasoning_parser: o.ReasoningParser = None,
+    allow_special_in_content: o.AllowSpecialInContent = False,
     log_level: o.LogLevel = "info",
     log_json: o.LogJson = False,
     log_prompts: o.LogPrompts = False,
@@ -132,6 +135,9 @@ def serve(
         write_timeout_s=write_timeout,
         keep_alive_timeout_s=keep_alive_timeout,
         drain_timeout_s=drain_timeout,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        allow_special_in_content=allow_special_in_content,
         log_prompts=log_prompts,
     )
     run(options, config, wanted.simulated_acceptance or ())

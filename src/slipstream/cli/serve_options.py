@@ -120,6 +120,26 @@ KeepAliveTimeout = Annotated[
     float, typer.Option(help="Seconds a connection may stay open between two requests; rounded, 1 at least.")
 ]
 DrainTimeout = Annotated[float, typer.Option(help="Seconds answers may go on after SIGTERM; then they end with a 503.")]
+ToolCallParser = Annotated[
+    str | None,
+    typer.Option(
+        help="How the model writes tool calls: kimi_k2, minimax_m2, hermes, llama3_json, mistral, mistral_v11, "
+        "deepseek_v3, deepseek_v31 or none. Its chat template tells, by default.",
+    ),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(
+        help="How the model marks its reasoning: kimi_k2, minimax_m2, deepseek_r1, qwen3 or none. Its chat template "
+        "tells, by default.",
+    ),
+]
+AllowSpecialInContent = Annotated[
+    bool,
+    typer.Option(
+        "--allow-special-in-content", help="Let control tokens that a message's text spells be control tokens."
+    ),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option(help="Write the log as JSON, one object a line.")]
 LogPrompts = Annotated[bool, typer.Option(help="Write prompts and answers to the log.")]

@@ -11,6 +11,9 @@ from slipstream.serve.errors import HttpError
 from slipstream.serve.logprobs import LogprobWriter, Offsets
 from slipstream.serve.stream import DONE, Json, server_sent_event
 from slipstream.serve.ticket import Job, StepEvent
+from slipstream.serve.tools.chat_json import delta_json, message_json
+from slipstream.serve.tools.events import AnswerEvent, CallBegin, Message
+from slipstream.serve.tools.form import PLAIN, without_marks
 from slipstream.speculation.statistics import AcceptanceStats
 
 Kind = Literal["chat", "completion"]
@@ -40,6 +43,7 @@ class Wants:
     token_ids: bool = False
     prompt_ids: bool = False
     tokens_as_ids: bool = False
+    reasoning: bool = True
 
 
 @dataclass
@@ -51,7 +55,19 @@ class Tally:
     num_cached: int = 0
     offsets: Offsets | None = None
     started: bool = False
+    called: bool = False
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    def __post_init__(self) -> None:
+        self._parser = self.job.form.parser()
+
+    def read(self, event: StepEvent) -> list[AnswerEvent]:
+        """Return what a step's text says: content, reasoning, calls. Each step is read once, in order."""
+        events = self._parser.feed(event.text)
+        if event.finish_reason is not None:
+            events += self._parser.finish()
+        self.called = self.called or any(isinstance(one, CallBegin) for one in events)
+        return events
 
     def count(self, event: StepEvent) -> None:
         """Take in an event."""
@@ -100,7 +116,15 @@ class AnswerWriter:
         opening = server_sent_event(self._chunk([_opening(index)]) | about_prompt) if opens else b""
         last = event if event.finish_reason is not None else None
         usage = self.usage(tallies) if self._wants.running_usage else None
-        return opening + server_sent_event(self._chunk([self._choice(index, tally, [event], last)], usage))
+        choice = self._choice(index, tally, [event], last)
+        silent = tally.job.form is not PLAIN and last is None and usage is None and not opening
+        if (
+            silent
+            and not choice.get("delta")
+            and not (choice["logprobs"] or self._wants.tokens or self._wants.token_ids)
+        ):
+            return b""  # all of it is held back: it may be a marker
+        return opening + server_sent_event(self._chunk([choice], usage))
 
     def end(self, tallies: Sequence[Tally]) -> bytes:
         """Return a stream's last events: usage, if it was asked for, and the word that it is over."""
@@ -147,11 +171,16 @@ class AnswerWriter:
         if wants.kind == "completion":
             choice["text"] = echoed + text
         elif wants.stream:
-            choice["delta"] = {"content": text} if text or last is None else {}
+            read = [part for event in events for part in tally.read(event)]
+            delta = delta_json(read, wants.reasoning)
+            choice["delta"] = delta or ({} if last is not None or tally.job.form is not PLAIN else {"content": ""})
         else:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            message = Message()
+            for part in (part for event in events for part in tally.read(event)):
+                message.add(part)
+            choice["message"] = message_json(message, wants.reasoning)
         choice["logprobs"] = self._logprobs(tally, tokens, scored if wants.echo else None)
-        choice["finish_reason"] = None if last is None else _finish(last.finish_reason)
+        choice["finish_reason"] = None if last is None else _finish(last.finish_reason, tally.called)
         if last is not None:
             choice |= _stops(tally.job, last, self._tokenizer.eos_token_ids)
         if wants.token_ids:
@@ -180,7 +209,7 @@ class AnswerWriter:
             choice["tokens"] = [
                 {
                     "id": token.token_id,
-                    "text": token.text,
+                    "text": without_marks(token.text),
                     "draft_position": token.draft_position,
                     "tree_nodes": event.num_drafted,
                 }
@@ -253,5 +282,7 @@ def _opening(index: int) -> Json:
     return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
 
-def _finish(reason: FinishReason | None) -> str:
-    return "length" if reason is FinishReason.LENGTH else "stop"
+def _finish(reason: FinishReason | None, called: bool) -> str:
+    if reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if called else "stop"

@@ -30,6 +30,9 @@ from slipstream.serve.service import Service
 from slipstream.serve.sglang import routes as sglang_routes
 from slipstream.serve.stream import Json
 from slipstream.serve.threads import Threads
+from slipstream.serve.tools.chat import ChatRenderer
+from slipstream.serve.tools.dialect import Dialect
+from slipstream.serve.tools.protocol import choice_of
 from slipstream.serve.worker import EngineWorker
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -64,7 +67,13 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
         Threads(2, "request"),
         Threads(1, "tokenize"),
         Converter(
-            engine, tokenizer, config, worker.max_answers, sampling_defaults(config.generation_config, tokenizer.origin)
+            engine,
+            tokenizer,
+            config,
+            worker.max_answers,
+            sampling_defaults(config.generation_config, tokenizer.origin),
+            Dialect.of(tokenizer, config.tool_call_parser, config.reasoning_parser),
+            ChatRenderer(tokenizer, config.allow_special_in_content),
         ),
         Generator(worker, tokenizer, config),
         Metrics(engine, worker, config.model_name),
@@ -123,7 +132,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answer a chat."""
         jobs = await service.jobs(request, body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        wants = Wants("chat", body.stream, logprobs, prompt_ids=body.return_prompt_token_ids)
+        wants = Wants(
+            "chat",
+            body.stream,
+            logprobs,
+            prompt_ids=body.return_prompt_token_ids,
+            reasoning=body.include_reasoning,
+        )
         return await service.generator.respond(request, jobs, writer(request, body, wants))
 
     @app.post("/v1/completions", responses=_ERRORS, tags=["generation"])
@@ -152,7 +167,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             if body.messages is None:
                 ids = converter.encode(body.prompt or "", body.add_special_tokens, MAX_TOKENIZED, "prompt")
             else:
-                text = converter.chat_text(body.messages, body.add_generation_prompt, {})
+                choice = choice_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+                text = converter.chat_text(body, body.messages, choice)
                 ids = converter.encode(text, False, MAX_TOKENIZED, "messages")
             return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": engine.config.max_context})
 

@@ -35,6 +35,9 @@ class ServeConfig:
         write_timeout_s: how long a client may leave bytes unread before it counts as gone.
         keep_alive_timeout_s: how long a connection may stay open between two requests.
         drain_timeout_s: how long answers under way may go on after SIGTERM.
+        tool_call_parser: how the model writes its tool calls; None reads it from the chat template.
+        reasoning_parser: how the model marks its reasoning; None reads it from the chat template.
+        allow_special_in_content: let control tokens that a client's text spells be control tokens.
         log_prompts: write prompts and answers to the log, for debugging only.
     """
 
@@ -59,6 +62,9 @@ class ServeConfig:
     write_timeout_s: float = 60.0
     keep_alive_timeout_s: float = 75.0
     drain_timeout_s: float = 30.0
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    allow_special_in_content: bool = False
     log_prompts: bool = False
 
     def __post_init__(self) -> None:

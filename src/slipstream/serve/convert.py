@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from slipstream.checkpoint.spelled_tokens import mark_in
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
@@ -12,8 +13,13 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.defaults import SamplingDefaults
 from slipstream.serve.errors import HttpError, too_long, too_many
 from slipstream.serve.fixed_sampling import check_fixed
-from slipstream.serve.protocol import ChatMessage, ChatRequest, CompletionRequest, Generation
+from slipstream.serve.protocol import ChatFields, ChatMessage, ChatRequest, CompletionRequest, Generation
 from slipstream.serve.ticket import Job
+from slipstream.serve.tools.chat import Chat, ChatRenderer
+from slipstream.serve.tools.dialect import Dialect
+from slipstream.serve.tools.form import PLAIN, AnswerForm
+from slipstream.serve.tools.protocol import Choice, arguments_json, choice_of
+from slipstream.serve.tools.reasoning import Opening
 from slipstream.speculation.grammar import Grammar
 from slipstream.speculation.sampling import SamplingParams, derive_seed
 
@@ -21,6 +27,15 @@ MAX_TOKENIZED = 1 << 20  # tokens that /tokenize gives at once
 _UNDIVIDED = 1 << 16  # characters that are tokenized without asking whether they are too many
 MAX_LOGPROBS = 1 << 20  # of one answer, some 80 MB of JSON
 N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat in tokens, what an answer may call, and how it begins."""
+
+    tokens: list[int]
+    choice: Choice
+    begins: Opening
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,8 @@ class Converter:
     config: ServeConfig
     max_answers: int
     defaults: SamplingDefaults
+    dialect: Dialect
+    renderer: ChatRenderer
 
     def check_model(self, name: str | None) -> None:
         """Raise unless the request's model is the one served (or it names none)."""
@@ -56,18 +73,24 @@ class Converter:
         if self.config.fixed_sampling is not None:
             check_fixed(request, self.config.fixed_sampling)
 
-    def chat(self, request: ChatRequest, grammar: Grammar | None) -> list[Job]:
-        """Return a chat's jobs, one for each of its `n` answers."""
+    def prompt(self, request: ChatRequest) -> "ChatPrompt":
+        """Return a chat's prompt, and how an answer to it begins."""
         if request.top_logprobs and not request.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
-        text = self.chat_text(request.messages, request.add_generation_prompt, request.chat_template_kwargs or {})
-        given = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        field = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
-        prompt = self._cut(self.encode(text, False, self._limit(request), "messages"), request, given)
-        max_tokens = self._max_tokens(given, [prompt], field)
+        choice = choice_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        self.dialect.check(choice)
+        text = self.chat_text(request, request.messages, choice)
+        given, _ = _wanted_tokens(request)
+        tokens = self._cut(self.encode(text, False, self._limit(request), "messages"), request, given)
+        return ChatPrompt(tokens, choice, self.dialect.opening(text))
+
+    def chat(self, request: ChatRequest, prompt: "ChatPrompt", grammar: Grammar | None) -> list[Job]:
+        """Return a chat's jobs, one for each of its `n` answers."""
+        given, field = _wanted_tokens(request)
+        max_tokens = self._max_tokens(given, [prompt.tokens], field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        scored = request.prompt_logprobs
-        return self._jobs(request, [prompt], self._params(request, grammar, max_tokens, logprobs, scored))
+        params = self._params(request, grammar, max_tokens, logprobs, request.prompt_logprobs)
+        return self._jobs(request, [prompt.tokens], params, form=self.dialect.form(prompt.choice, prompt.begins))
 
     def completion(self, request: CompletionRequest, grammar: Grammar | None) -> list[Job]:
         """Return a completion's jobs: for each prompt, its `n` answers next to each other."""
@@ -81,13 +104,19 @@ class Converter:
         params = self._params(request, grammar, max_tokens, request.logprobs, scored)
         return self._jobs(request, prompts, params, _texts(request))
 
-    def chat_text(self, messages: Sequence[ChatMessage], open_answer: bool, variables: dict[str, object]) -> str:
-        """Return a chat as the model reads it."""
+    def chat_text(self, fields: ChatFields, messages: Sequence[ChatMessage], choice: Choice) -> str:
+        """Return a chat as the model reads it; what clients spelled of its control tokens is marked in it."""
         if not self.tokenizer.has_chat_template:
             raise HttpError(400, "This model has no chat template; send text to /v1/completions.", param="messages")
         turns = [_turn(message, index) for index, message in enumerate(messages)]
+        thinking = None if fields.thinking is None else fields.thinking.type == "enabled"
+        variables = self.dialect.switches(fields.reasoning_effort, thinking, fields.thinking_budget)
+        if fields.documents is not None:
+            variables["documents"] = fields.documents
+        variables |= fields.chat_template_kwargs or {}
+        tools = [] if choice.mode == "none" else fields.tools or []
         try:
-            return self.tokenizer.render_chat(turns, open_answer, **variables)  # type: ignore[arg-type]  # JSON
+            return self.renderer.render(Chat(turns, fields.add_generation_prompt, tools, variables))
         except RequestError as error:
             raise HttpError(400, str(error), param="messages") from error
         except TypeError as error:  # a variable of the template that the call itself has already
@@ -106,7 +135,7 @@ class Converter:
                 if len(self.tokenizer.encode(text[:size], False)) > plenty:
                     raise self._too_long(field, f"more than {plenty}", limit)
                 size *= 4
-            ids = self.tokenizer.encode(text, add_special)
+            ids = self.tokenizer.spelled.encode(text) if mark_in(text) else self.tokenizer.encode(text, add_special)
         except RequestError as error:
             raise HttpError(400, f"{field}: {error}", param=field) from error
         if len(ids) > limit:
@@ -218,6 +247,7 @@ class Converter:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         texts: Sequence[str | None] = (None,),
+        form: AnswerForm = PLAIN,
     ) -> list[Job]:
         _check_logprobs(prompts, params)
         for prompt in prompts:
@@ -235,6 +265,7 @@ class Converter:
                 request.skip_special_tokens,
                 request.include_stop_str_in_output or request.no_stop_trim,
                 text,
+                form,
             )
             for prompt, text in zip(map(tuple, prompts), texts, strict=True)
             for index in range(params.n)
@@ -258,8 +289,8 @@ def _check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) ->
             )
 
 
-def _turn(message: ChatMessage, index: int) -> dict[str, str]:
-    """Return a message as templates take it, its text parts joined."""
+def _turn(message: ChatMessage, index: int) -> dict[str, object]:
+    """Return a message as templates take it: its text parts joined, its calls' arguments as values."""
     content = message.content
     if isinstance(content, list):
         for part in content:
@@ -270,7 +301,36 @@ def _turn(message: ChatMessage, index: int) -> dict[str, str]:
                     param=f"messages[{index}].content",
                 )
         content = "".join(part.text or "" for part in content)
-    return {"role": message.role, "content": content or ""}
+    # Templates look whether there is content at all beside calls; some refuse nothing elsewhere.
+    turn: dict[str, object] = {
+        "role": message.role,
+        "content": (content or None) if message.tool_calls else content or "",
+    }
+    thoughts = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    for name, value in (
+        ("name", message.name),
+        ("tool_call_id", message.tool_call_id),
+        ("reasoning_content", thoughts),
+    ):
+        if value is not None:
+            turn[name] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments_json(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return turn
+
+
+def _wanted_tokens(request: ChatRequest) -> tuple[int | None, str]:
+    """Return how many tokens a chat's answer may have, and the field that says so."""
+    if request.max_completion_tokens is not None:
+        return request.max_completion_tokens, "max_completion_tokens"
+    return request.max_tokens, "max_tokens"
 
 
 def _texts(request: CompletionRequest) -> list[str | None]:

@@ -16,6 +16,7 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import HttpError, aborted, stopped, timed_out
 from slipstream.serve.stream import EventStream, Json, until_disconnect
 from slipstream.serve.ticket import Job, StepEvent, Ticket
+from slipstream.serve.tools.form import without_marks
 from slipstream.serve.worker import EngineWorker
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
 
@@ -162,7 +163,7 @@ class Generator:
         }
         if self.config.log_prompts:
             fields["prompts"] = [self.tokenizer.decode(tally.job.prompt, False) for tally in run.tallies]
-            fields["answers"] = ["".join(event.text for event in events) for events in run.events]
+            fields["answers"] = [without_marks("".join(event.text for event in events)) for events in run.events]
         logger.info("answer", extra={"fields": fields})
 
 

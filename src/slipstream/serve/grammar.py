@@ -53,6 +53,19 @@ class GrammarCompiler:
         if constraint is None:
             return None
         source, field = constraint.source, constraint.field
+        if source.body is not None:
+            await self.check(Constraint(source.body, field))
+        tokenizer, verdict = await self.check(constraint)
+        if sum(self._open.values()) + verdict.num_bytes > MAX_HELD_BYTES:
+            raise busy()
+        matcher = await self._built(verdict, tokenizer, source)
+        grammar = CompiledGrammar(matcher, self._vocab_size, field)
+        self._open[grammar] = verdict.num_bytes
+        return grammar
+
+    async def check(self, constraint: Constraint) -> tuple[LLTokenizer, Verdict]:
+        """Raise HttpError unless a grammar passes its trial; returns the verdict, and the tokenizer it is for."""
+        source, field = constraint.source, constraint.field
         if len(source.text) > MAX_SCHEMA_BYTES:
             raise HttpError(
                 400,
@@ -69,12 +82,7 @@ class GrammarCompiler:
         verdict = await self._verdict(source)
         if verdict.problem is not None:
             raise HttpError(400, f"{field} {verdict.problem}", param=field)
-        if sum(self._open.values()) + verdict.num_bytes > MAX_HELD_BYTES:
-            raise busy()
-        matcher = await self._built(verdict, self._tokenizer, source)
-        grammar = CompiledGrammar(matcher, self._vocab_size, field)
-        self._open[grammar] = verdict.num_bytes
-        return grammar
+        return self._tokenizer, verdict
 
     def close(self) -> None:
         """End the process and the threads."""

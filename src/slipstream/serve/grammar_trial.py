@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
@@ -55,11 +55,13 @@ class GrammarSource:
     Args:
         kind: `gbnf` is the dialect of llama.cpp and xgrammar (`root ::= ...`), `lark` llguidance's own.
         white_space: what may stand between the tokens of JSON, as a regular expression; None for none at all.
+        body: another grammar, which this one (of kind `lark`) refers to as `@body`.
     """
 
     kind: Literal["json_schema", "regex", "lark", "gbnf"]
     text: str
     white_space: str | None = WHITE_SPACE
+    body: "GrammarSource | None" = None
 
 
 def compile_grammar(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
@@ -77,10 +79,19 @@ def compile_grammar(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
     return matcher
 
 
+def _source(asked: dict[str, Any]) -> GrammarSource:  # JSON of the server's own
+    body = asked.pop("body", None)
+    return GrammarSource(**asked, body=None if body is None else _source(body))
+
+
 def _llguidance(source: GrammarSource) -> str:
     """Return a grammar in the form llguidance takes."""
     if source.kind == "regex":
         return str(LLMatcher.grammar_from_regex(source.text))
+    if source.body is not None:
+        inner = _llguidance(source.body)
+        body = {"lark_grammar": inner} if source.body.kind in ("lark", "gbnf") else json.loads(inner)["grammars"][0]
+        return json.dumps({"grammars": [{"lark_grammar": source.text}, {**body, "name": "body"}]})
     if source.kind == "lark":
         return source.text
     if source.kind == "gbnf":
@@ -125,7 +136,7 @@ def _supervise(descriptor: int, tokenizer: LLTokenizer) -> None:
     if trial == 0:
         os.close(outcome)
         connection.close()
-        source = GrammarSource(**asked["grammar"])
+        source = _source(asked["grammar"])
         _in_child(lambda: os.write(write_end, json.dumps(_try(tokenizer, source, asked["cpu_s"])).encode()))
     os.close(write_end)
     ready, _, _ = select.select([outcome, descriptor], [], [])

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from slipstream.serve.errors import HttpError
 from slipstream.serve.fields import refuse_others
 from slipstream.serve.structured import Part, Structured
+from slipstream.serve.tools.protocol import HistoryCalls, RawTools, Thinking
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -130,13 +131,33 @@ class ChatMessage(Part):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
-    name: str | None = None
+    name: Name | None = None
+    tool_calls: HistoryCalls | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = Field(default=None, description="Another name of `reasoning_content`.")
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(Generation):
+class ChatFields(Part):
+    """What a chat's prompt is made of, beside its messages."""
+
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
+    tools: RawTools | None = None
+    tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None  # foreign JSON
+    parallel_tool_calls: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None  # foreign JSON
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None, description="How much to think, where the model's template has a switch for it; none: not at all."
+    )
+    thinking: Thinking | None = None
+    thinking_budget: Count | None = Field(default=None, description="For templates that know a budget of tokens.")
+
+
+class ChatRequest(ChatFields, Generation):
     """The body of /v1/chat/completions."""
 
     messages: Messages
@@ -144,18 +165,16 @@ class ChatRequest(Generation):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_prompt_token_ids: bool = Field(default=False, description="Add the prompt's token ids to each choice.")
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
+    include_reasoning: bool = Field(default=True, description="Tell what the model thought, as `reasoning_content`.")
 
 
-class TokenizeRequest(Part):
+class TokenizeRequest(ChatFields):
     """The body of /tokenize: a text, or the messages of a chat."""
 
     model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
     @model_validator(mode="after")
     def has_one_source(self) -> "TokenizeRequest":

@@ -51,11 +51,14 @@ class Service:
     async def jobs(self, request: Request, body: ChatRequest | CompletionRequest) -> list[Job]:
         """Return the answers a request asks for, whichever API it came by; raises HttpError that names the field."""
         self.converter.check(body)
-        grammar = await self.grammars.compile(constraint_of(body))
-
-        def convert() -> list[Job]:
-            if isinstance(body, ChatRequest):
-                return self.converter.chat(body, grammar)
-            return self.converter.completion(body, grammar)
-
-        return await self.threads.run(len(await request.body()), convert)
+        constraint = constraint_of(body)
+        size = len(await request.body())
+        if isinstance(body, CompletionRequest):
+            grammar = await self.grammars.compile(constraint)
+            return await self.threads.run(size, lambda: self.converter.completion(body, grammar))
+        prompt = await self.threads.run(size, lambda: self.converter.prompt(body))
+        dialect = self.converter.dialect
+        for schema in dialect.schemas(prompt.choice):
+            await self.grammars.check(schema)
+        grammar = await self.grammars.compile(dialect.constraint(constraint, prompt.choice, prompt.begins))
+        return self.converter.chat(body, prompt, grammar)

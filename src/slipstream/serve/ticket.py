@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from slipstream.engine.output import EmittedToken, TokenLogprob
 from slipstream.engine.request import FinishReason
 from slipstream.serve.errors import HttpError
+from slipstream.serve.tools.form import PLAIN, AnswerForm
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 
 
 @dataclass(frozen=True)
 class Job:
-    """One answer to make: a prompt in tokens, and how.
+    """One answer to make: a prompt in tokens, how, and how to read what comes.
 
     Args:
         show_stop: what ended the answer is part of its text.
@@ -27,6 +28,7 @@ class Job:
     skip_special: bool = True
     show_stop: bool = False
     prompt_text: str | None = None
+    form: AnswerForm = PLAIN
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class EngineWorker:
                     job.params,
                     job.seed,
                     self._tokenizer.eos_token_ids,
-                    self._tokenizer.detokenizer(job.skip_special),
+                    job.form.detokenizer(self._tokenizer, job.skip_special),
                     job.speculate,
                 )
             except Exception as error:  # noqa: BLE001 (a request that cannot begin ends alone; the thread lives on)

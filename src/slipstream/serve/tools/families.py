@@ -36,6 +36,7 @@ _DEEPSEEK = (
     marked_calls.DEEPSEEK_SEPARATOR,
     marked_calls.DEEPSEEK_CALL_END,
 )
+_MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -43,15 +44,16 @@ FAMILIES: dict[str, Family] = {
         Family("minimax_m2", minimax.minimax_m2, (minimax.SECTION, minimax.SECTION_END)),
         Family("hermes", json_calls.hermes, ("<tool_call>", "</tool_call>")),
         Family("llama3_json", json_calls.llama3_json, ("<|python_tag|>",)),
-        Family("mistral", json_calls.mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), json_calls.mistral_id),
-        Family("deepseek", marked_calls.deepseek, _DEEPSEEK),
+        Family("mistral", json_calls.mistral, _MISTRAL, json_calls.mistral_id),
+        Family("mistral_v11", json_calls.mistral, _MISTRAL, json_calls.mistral_id),
+        Family("deepseek_v3", marked_calls.deepseek, _DEEPSEEK),
+        Family("deepseek_v31", marked_calls.deepseek, _DEEPSEEK),
     )
 }
 _ALIASES = {
-    "deepseek_v3": "deepseek",
-    "deepseek_v31": "deepseek",
-    "deepseekv3": "deepseek",
-    "deepseekv31": "deepseek",
+    "deepseek": "deepseek_v3",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
     "qwen25": "hermes",
     "qwen": "hermes",
     "llama3": "llama3_json",
@@ -88,9 +90,9 @@ def _tools_in(template: str) -> str | None:
     if "minimax:tool_call" in template:
         return "minimax_m2"
     if marked_calls.DEEPSEEK_CALL in template:
-        return "deepseek"
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
     if "[TOOL_CALLS]" in template:
-        return "mistral"
+        return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<tool_call>" in template:
         other = "<function=" in template or "<arg_key>" in template  # Qwen3-Coder, GLM: other syntaxes, same marker
         return None if other else "hermes"

@@ -13,10 +13,10 @@ _KEYS = ("name", *_ARGUMENTS, "type", "id", "function")
 
 
 def hermes(reader: Reader, writer: Writer) -> Waiting[None]:
-    """Read `<tool_call>{"name": ..., "arguments": ...}</tool_call>` among text."""
+    """Read `<tool_call>{"name": ..., "arguments": ...}</tool_call>` among text; SmolLM2 puts a list of them there."""
     while (marker := (yield from reader.until(("<tool_call>",), writer.content))) is not None:
         reader.mark()
-        if (yield from _CallObject(reader, writer).read()):
+        if (yield from _object_list(reader, writer)):
             yield from reader.until(("</tool_call>",), _drop)
         else:
             writer.content(marker)

@@ -73,8 +73,19 @@ def _value(reader: Reader, writer: Writer, kinds: frozenset[str]) -> Waiting[Non
 def kinds_of(schema: dict[str, Any] | None, key: str) -> frozenset[str]:
     """Return the JSON types a property may have; without a word about it, that is a string."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    found = _kinds(properties.get(key)) if isinstance(properties, dict) else set()
+    found = _kinds(resolved(properties.get(key), schema)) if isinstance(properties, dict) else set()
     return frozenset(found or {"string"})
+
+
+def resolved(schema: Any, root: Any) -> Any:  # foreign JSON
+    """Return what a schema stands for that is a reference into its root's definitions; any other as it is."""
+    for _ in range(16):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        parts = reference.split("/") if isinstance(reference, str) else []
+        if len(parts) != 3 or parts[0] != "#" or not isinstance(root, dict) or not isinstance(root.get(parts[1]), dict):
+            break
+        schema = root[parts[1]].get(parts[2])
+    return schema
 
 
 def read_value(text: str, kinds: frozenset[str]) -> Any:  # any JSON value

@@ -18,12 +18,13 @@ from slipstream.serve.tools.reader import TOKEN_MARK, Reader, Waiting
 
 @dataclass(frozen=True)
 class Tool:
-    """A function the model may call; `parameters` is a JSON schema."""
+    """A function the model may call; `parameters` is a JSON schema, `field` where a request has it."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None  # foreign JSON
     strict: bool = False
+    field: str = "tools"
 
 
 NewId = Callable[[str, int], str]
@@ -57,6 +58,11 @@ class Writer:
         self._space = text[len(shown) :]
         if shown:
             self.events.append(ContentDelta(shown))
+
+    def text(self, text: str) -> None:
+        """Add text in an answer without calls, where no white space has to wait."""
+        if text := self._without_tokens(text):
+            self.events.append(ContentDelta(text))
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""

@@ -1,12 +1,14 @@
 """Reasoning: what a model writes between `<think>` and `</think>` before its answer."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from slipstream.serve.tools.marked_calls import KIMI_SECTION
 from slipstream.serve.tools.minimax import SECTION as MINIMAX_SECTION
 from slipstream.serve.tools.parser import Syntax, Writer
 from slipstream.serve.tools.reader import Reader, Sink, Waiting
 
+Opening = Literal["inside", "outside", "either"]
 START = "<think>"
 END = "</think>"
 
@@ -34,10 +36,16 @@ REASONING: dict[str, Reasoning] = {
 }
 
 
-def is_open(prompt: str, family: Reasoning) -> bool:
-    """Tell whether an answer begins inside the reasoning, from how the template opened the turn."""
+def opening(prompt: str, family: Reasoning) -> Opening:
+    """Tell how an answer begins from how the template opened the turn.
+
+    `inside` its reasoning, `outside` since the template closed it, or `either`: then the model opens it itself if it
+    wants to.
+    """
     tail = prompt.rstrip()
-    return tail.endswith(START) or (family.opens and not tail.endswith(END))
+    if tail.endswith(END):
+        return "outside"
+    return "inside" if tail.endswith(START) or family.opens else "either"
 
 
 def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:

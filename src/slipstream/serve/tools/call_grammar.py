@@ -1,0 +1,157 @@
+"""Grammars of tool calls in a family's own syntax, in llguidance's dialect of Lark: calls are valid as written.
+
+Markers that are tokens of the model are named by their ids, for a grammar's text never matches one.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slipstream.serve.tools import marked_calls as m
+from slipstream.serve.tools.call_arguments import json_arguments, literal, minimax_arguments
+from slipstream.serve.tools.families import Family
+from slipstream.serve.tools.parser import Tool
+from slipstream.serve.tools.reasoning import END, START, Opening
+
+MOST_CALLS = 32  # of one answer: a model that never stops would fill its context with calls
+ANY_TEXT = "/(.|\\n)*/"
+_SPACE = "/[ \\n]{0,4}/"
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """How a family writes calls: `{name}` is the function's name, `{quoted}` the same in JSON, `{count}` a number.
+
+    Args:
+        opens: comes before the first call; a marker with which it begins tells that there are calls.
+        head: comes before a call's arguments.
+        tail: comes after them.
+        between: comes between two calls.
+        closes: comes after the last.
+    """
+
+    opens: str
+    head: str
+    tail: str
+    between: str
+    closes: str
+
+
+_HERMES = '{{"name": {quoted}, "arguments": '
+_SPELLINGS = {
+    "kimi_k2": _Spelling(
+        m.KIMI_SECTION,
+        m.KIMI_CALL + "functions.{name}:{count}" + m.KIMI_ARGUMENTS,
+        m.KIMI_CALL_END,
+        "",
+        m.KIMI_SECTION_END,
+    ),
+    "deepseek_v3": _Spelling(
+        m.DEEPSEEK_SECTION,
+        m.DEEPSEEK_CALL + "function" + m.DEEPSEEK_SEPARATOR + "{name}\n```json\n",
+        "\n```" + m.DEEPSEEK_CALL_END,
+        "\n",
+        m.DEEPSEEK_SECTION_END,
+    ),
+    "deepseek_v31": _Spelling(
+        m.DEEPSEEK_SECTION,
+        m.DEEPSEEK_CALL + "{name}" + m.DEEPSEEK_SEPARATOR,
+        m.DEEPSEEK_CALL_END,
+        "",
+        m.DEEPSEEK_SECTION_END,
+    ),
+    "hermes": _Spelling("<tool_call>\n", _HERMES, "}}", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    "llama3_json": _Spelling("", '{{"name": {quoted}, "parameters": ', "}}", "; ", ""),
+    "mistral": _Spelling("[TOOL_CALLS][", _HERMES, "}}", ", ", "]"),
+    "mistral_v11": _Spelling("[TOOL_CALLS]", "{name}[ARGS]", "", "[TOOL_CALLS]", ""),
+    "minimax_m2": _Spelling(
+        "<minimax:tool_call>\n", '<invoke name="{name}">\n', "</invoke>\n", "", "</minimax:tool_call>"
+    ),
+}
+
+
+class CallGrammar:
+    """The grammar of one request's calls.
+
+    Args:
+        tokens: ids of the model's markers that are tokens of their own, those of its reasoning too.
+        begins: how the answer begins.
+    """
+
+    def __init__(self, family: Family, tools: Sequence[Tool], tokens: Mapping[str, int], begins: Opening) -> None:
+        self._family = family
+        self._tools = tools
+        self._tokens = tokens
+        self._begins = begins
+        self._spelling = _SPELLINGS[family.name]
+
+    def forced(self, max_calls: int | None) -> str:
+        """Return a grammar of reasoning, where there is some, and then calls and nothing else."""
+        return thought(self._begins, self._tokens, "calls") + self._calls(max_calls, True, self._spelling.opens)
+
+    def triggered(self, max_calls: int | None, otherwise: str | None = None) -> str | None:
+        """Return a grammar of text, or of calls that follow the schemas of strict tools, perhaps after text.
+
+        Args:
+            otherwise: what an answer without calls must follow instead; there is no text before calls then.
+
+        None where no marker tells that a call begins.
+        """
+        opens = self._spelling.opens
+        marker = next((marker for marker in self._family.markers if opens.startswith(marker)), None)
+        if marker is None and otherwise is None:
+            return None
+        if otherwise is not None:
+            body = f"body: {otherwise} | calls\n"
+        elif marker in self._tokens:
+            body = f"body: {ANY_TEXT} | {ANY_TEXT} calls\n"
+        else:
+            assert marker is not None
+            # The text and the marker are one lexeme, which ends where the marker does: calls go on behind it.
+            body = f"body: {ANY_TEXT} | marked calls\nmarked[lazy]: /(.|\\n)*{escaped(marker)}/\n"
+            opens = opens.removeprefix(marker)
+        calls = self._calls(max_calls, otherwise is not None, opens)
+        return thought(self._begins, self._tokens, "body") + body + calls
+
+    def _calls(self, max_calls: int | None, all_strict: bool, opens: str) -> str:
+        """Return the rule `calls` and what it needs."""
+        more = (MOST_CALLS if max_calls is None else min(max_calls, MOST_CALLS)) - 1
+        spelling = self._spelling
+        further = f"({self._spelled(spelling.between)} call){{0,{more}}}" if more else ""
+        rules = [f"calls: {self._spelled(opens)} call {further} {self._spelled(spelling.closes)}\n"]
+        rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(self._tools)))}\n")
+        for i, tool in enumerate(self._tools):
+            names = {"name": tool.name, "quoted": json.dumps(tool.name, ensure_ascii=False), "count": "{count}"}
+            head, tail = spelling.head.format(**names), spelling.tail.format(**names)
+            rules.append(f"call{i}: {self._spelled(head)} arguments{i} {self._spelled(tail)}\n")
+            schema = tool.parameters if all_strict or tool.strict else None
+            write = minimax_arguments if self._family.name == "minimax_m2" else json_arguments
+            rules.append(write(f"arguments{i}", schema))
+        return "".join(rules)
+
+    def _spelled(self, text: str) -> str:
+        """Return a text as Lark has it: its markers by their ids, where they have some."""
+        known = [marker for marker in self._family.markers if marker in self._tokens]
+        parts = re.split(f"({'|'.join(map(re.escape, [*known, '{count}']))})", text)
+        written = {"": "", "{count}": "/[0-9]{1,4}/", **{marker: f"<[{self._tokens[marker]}]>" for marker in known}}
+        return " ".join(filter(None, (written.get(part, literal(part)) for part in parts)))
+
+
+def thought(begins: Opening, tokens: Mapping[str, int], then: str) -> str:
+    """Return the rule `start`: reasoning as the answer's beginning has it, and what comes after."""
+    if begins == "outside":
+        return f"start: {then}\n"
+    if END in tokens:
+        inner = f"thought: {ANY_TEXT} <[{tokens[END]}]> {_SPACE}\n"
+    else:
+        inner = f"thought: unmarked {_SPACE}\nunmarked[lazy]: /(.|\\n)*{escaped(END)}/\n"
+    if begins == "inside":
+        return f"start: thought {then}\n" + inner
+    start = f"<[{tokens[START]}]>" if START in tokens else literal(START)
+    return f"start: ({start} thought)? {then}\n" + inner
+
+
+def escaped(text: str) -> str:
+    """Return a text as a part of a regular expression between slashes."""
+    return re.escape(text).replace("/", "\\/")

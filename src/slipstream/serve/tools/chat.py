@@ -1,0 +1,138 @@
+"""A chat as the model's template reads it: messages, tools, calls and reasoning of earlier turns, and switches.
+
+Templates differ in what they know. One that has never heard of tools gets them in a system message, in Hermes's words;
+one that writes a call's arguments as they are gets JSON text, and one that writes JSON itself gets values.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.errors import RequestError
+from slipstream.serve.tools.reasoning import END, START
+from slipstream.serve.tools.typescript import sorted_keys, typescript_of
+
+Json = dict[str, Any]  # foreign JSON
+
+_THOUGHTS = (START, END)  # templates look for these in what an assistant said
+_PROBE = "slipstream"
+_PROBE_CHAT: list[Json] = [
+    {"role": "user", "content": "-"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {_PROBE: "probe"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "-"},
+]
+_DECLARATION = (
+    "You may call functions to answer the user. They are described in JSON between <tools> and </tools>:\n"
+    "<tools>\n{tools}\n</tools>\n"
+    "To call one, write its name and its arguments as a JSON object between <tool_call> and </tool_call>:\n"
+    '<tool_call>\n{{"name": <function>, "arguments": <arguments>}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a client wants rendered.
+
+    Args:
+        messages: in OpenAI's form, content as text; a call's arguments are values where they are JSON.
+        tools: as the client wrote them.
+        variables: what the template is given besides.
+    """
+
+    messages: Sequence[Json]
+    open_answer: bool = True
+    tools: Sequence[Json] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ChatRenderer:
+    """Renders chats with a model's template."""
+
+    def __init__(self, tokenizer: Tokenizer, allow_special: bool = False) -> None:
+        """Keep what renders.
+
+        Args:
+            allow_special: let control tokens that clients spell be control tokens.
+        """
+        self._tokenizer = tokenizer
+        self._allow_special = allow_special
+        self._knows_tools = "tools" in tokenizer.template_variables
+        self._wants_typescript = "tools_ts_str" in tokenizer.template_variables
+
+    def render(self, chat: Chat) -> str:
+        """Return the text of a chat; control tokens that clients merely spelled are marked in it."""
+        messages = [self._marked(message) for message in chat.messages]
+        tools = self._marked(list(chat.tools))
+        variables = dict(self._marked(chat.variables))
+        if not self._knows_tools:
+            messages, tools = _in_hermes_words(messages, tools), []
+        elif self._wants_typescript and tools:
+            tools = sorted_keys(tools)
+            if (declared := typescript_of(tools)) is not None:
+                variables["tools_ts_str"] = declared
+        if any(message.get("tool_calls") for message in messages) and not self._takes_values:
+            messages = [_with_text_arguments(message) for message in messages]
+        return self._tokenizer.render_chat(messages, chat.open_answer, **variables, tools=tools or None)
+
+    @functools.cached_property
+    def _takes_values(self) -> bool:
+        """Whether the template writes a call's arguments as JSON itself, found by giving it a call with some."""
+        try:
+            text = self._tokenizer.render_chat(_PROBE_CHAT)
+        except RequestError:
+            return False
+        return f"{{'{_PROBE}'" not in text
+
+    def _marked(self, value: Any) -> Any:  # any JSON value
+        if self._allow_special:
+            return value
+        said = isinstance(value, Mapping) and value.get("role") == "assistant"
+        return self._tokenizer.spelled.marked(value, _THOUGHTS if said else ())
+
+
+def _with_text_arguments(message: Json) -> Json:
+    """Return a message whose calls have JSON text for arguments."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _in_hermes_words(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
+    """Return a chat for a template that knows nothing of tools."""
+    turns = [_hermes_turn(message) for message in messages]
+    if not tools:
+        return turns
+    declared = _DECLARATION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if turns and turns[0]["role"] == "system":
+        return [{**turns[0], "content": f"{turns[0]['content']}\n\n{declared}".strip()}, *turns[1:]]
+    return [{"role": "system", "content": declared}, *turns]
+
+
+def _hermes_turn(message: Json) -> Json:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content'] or ''}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        f'<tool_call>\n{{"name": {_text(call["function"]["name"], quoted=True)}, '
+        f'"arguments": {_text(call["function"]["arguments"])}}}\n</tool_call>'
+        for call in message["tool_calls"]
+    ]
+    return {"role": "assistant", "content": "\n".join([*filter(None, [message["content"]]), *calls])}
+
+
+def _text(value: Any, quoted: bool = False) -> str:  # JSON
+    return value if isinstance(value, str) and not quoted else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,119 @@
+"""What a served model speaks: the syntax of its calls, its reasoning, and its template's switches for that."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.serve.errors import HttpError
+from slipstream.serve.grammar_trial import GrammarSource
+from slipstream.serve.structured import Constraint
+from slipstream.serve.tools.call_arguments import prepared
+from slipstream.serve.tools.call_grammar import CallGrammar, thought
+from slipstream.serve.tools.families import Family, reasoning_family, tool_family
+from slipstream.serve.tools.form import AnswerForm
+from slipstream.serve.tools.protocol import Choice
+from slipstream.serve.tools.reasoning import END, START, Opening, Reasoning, opening
+
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a served model speaks.
+
+    Args:
+        tokens: ids of markers that are tokens of their own, by their text.
+        variables: what its chat template reads.
+    """
+
+    family: Family | None = None
+    reasoning: Reasoning | None = None
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    variables: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tool_flag: str | None, reasoning_flag: str | None) -> "Dialect":
+        """Return a model's dialect, as the flags say or as its template shows."""
+        family = tool_family(tool_flag, tokenizer.chat_template)
+        reasoning = reasoning_family(reasoning_flag, tokenizer.chat_template)
+        markers = [*(() if family is None else family.markers), *_reasoning_markers(reasoning)]
+        tokens = {text: tokenizer.added_token_ids[text] for text in markers if text in tokenizer.added_token_ids}
+        return cls(family, reasoning, tokens, tokenizer.template_variables)
+
+    def check(self, choice: Choice) -> None:
+        """Raise unless this model can make the calls that a request allows."""
+        if choice.mode != "none" and self.family is None:
+            raise HttpError(
+                400,
+                "tools: this server does not know how this model writes its calls; start it with --tool-call-parser.",
+                param="tools",
+            )
+
+    def opening(self, prompt: str) -> Opening:
+        """Return how an answer to a prompt begins."""
+        return "outside" if self.reasoning is None else opening(prompt, self.reasoning)
+
+    def form(self, choice: Choice, begins: Opening) -> AnswerForm:
+        """Return how an answer is to be read."""
+        family = None if choice.mode == "none" else self.family
+        markers = {*(() if family is None else family.markers), *_reasoning_markers(self.reasoning)}
+        tokens = {text: token_id for text, token_id in self.tokens.items() if text in markers}
+        return AnswerForm(family, self.reasoning, begins == "inside", choice.tools, choice.max_calls, tokens)
+
+    def constraint(self, wanted: Constraint | None, choice: Choice, begins: Opening) -> Constraint | None:
+        """Return what an answer must follow: calls where they are forced, reasoning before what a client wants."""
+        if choice.mode != "none" and self.family is not None:
+            calls = CallGrammar(self.family, choice.tools, self.tokens, begins)
+            if choice.mode == "required":
+                return Constraint(GrammarSource("lark", calls.forced(choice.max_calls)), "tools")
+            if wanted is not None:
+                text = calls.triggered(choice.max_calls, otherwise="@body")
+                return Constraint(GrammarSource("lark", text or "", body=wanted.source), wanted.field)
+            if any(tool.strict for tool in choice.tools):
+                text = calls.triggered(choice.max_calls)
+                return None if text is None else Constraint(GrammarSource("lark", text), "tools")
+        if wanted is None or begins == "outside":
+            return wanted
+        return Constraint(
+            GrammarSource("lark", thought(begins, self.tokens, "@body"), body=wanted.source), wanted.field
+        )
+
+    def schemas(self, choice: Choice) -> list[Constraint]:
+        """Return the schemas that an answer's calls must follow, each by itself, to be tried one by one."""
+        return [
+            Constraint(GrammarSource("json_schema", json.dumps(prepared(tool.parameters))), tool.field)
+            for tool in choice.tools
+            if tool.parameters is not None and (choice.mode == "required" or (choice.mode == "auto" and tool.strict))
+        ]
+
+    def switches(self, effort: str | None, thinking: bool | None, budget: int | None) -> dict[str, Any]:
+        """Return the template's variables that reasoning is asked for with; raises HttpError where it has none."""
+        found: dict[str, Any] = {}
+        if effort is not None:
+            if "reasoning_effort" in self.variables:
+                found["reasoning_effort"] = effort
+            elif not any(name in self.variables for name in _SWITCHES):
+                raise _no_switch("reasoning_effort")
+            thinking = effort != "none" if thinking is None else thinking
+        if thinking is not None:
+            named = [name for name in _SWITCHES if name in self.variables]
+            if not named and not found and thinking is False:
+                raise _no_switch("thinking")
+            found |= dict.fromkeys(named, thinking)
+        if budget is not None:
+            if "thinking_budget" not in self.variables:
+                raise _no_switch("thinking_budget")
+            found["thinking_budget"] = budget
+        return found
+
+
+def _reasoning_markers(reasoning: Reasoning | None) -> tuple[str, ...]:
+    return () if reasoning is None else (START, END, *reasoning.ended_by)
+
+
+def _no_switch(field_name: str) -> HttpError:
+    return HttpError(
+        400, f"{field_name}: this model's chat template has no switch for it; leave it out.", param=field_name
+    )

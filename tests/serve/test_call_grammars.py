@@ -1,0 +1,148 @@
+"""Grammars of calls: whatever they allow is read back as calls that follow the tools' schemas."""
+
+import json
+import random
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tool_server import CHATML, byte_tokenizer
+
+from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.serve.grammar_trial import GrammarSource, compile_grammar
+from slipstream.serve.tools.call_grammar import CallGrammar
+from slipstream.serve.tools.dialect import Dialect
+from slipstream.serve.tools.events import Message
+from slipstream.serve.tools.families import FAMILIES
+from slipstream.serve.tools.parser import Tool
+from slipstream.serve.tools.protocol import Choice
+
+CITY = {"enum": ["Oslo", "Rome"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer"}, "exact": {"type": "boolean"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"City": CITY},
+    "$id": "no address",
+}
+TOOLS = (Tool("weather", parameters=SCHEMA, strict=True), Tool("clock", parameters={"additionalProperties": False}))
+FAMILIES_BY_TOKENS = [(family, tokens) for family in FAMILIES for tokens in (True, False)]
+
+
+@pytest.mark.parametrize(("family", "tokens"), FAMILIES_BY_TOKENS)
+def test_any_answer_a_forced_grammar_allows_is_read_back_as_valid_calls(family: str, tokens: bool) -> None:
+    tokenizer = tokenizer_of(family, tokens)
+    dialect = Dialect.of(tokenizer, family, "none")
+    grammar = CallGrammar(FAMILIES[family], TOOLS, dialect.tokens, "outside").forced(3)
+    for seed in range(2):
+        message = read(tokenizer, dialect, walk(tokenizer, grammar, random.Random(seed)))
+        assert 1 <= len(message.calls) <= 3
+        assert message.content == ""
+        for call in message.calls:
+            check(call.name, json.loads(call.arguments))
+
+
+@pytest.mark.parametrize(("family", "tokens"), FAMILIES_BY_TOKENS)
+def test_behind_a_marker_in_free_text_only_valid_calls_are_allowed(family: str, tokens: bool) -> None:
+    tokenizer = tokenizer_of(family, tokens)
+    dialect = Dialect.of(tokenizer, family, "none")
+    grammar = CallGrammar(FAMILIES[family], TOOLS, dialect.tokens, "outside").triggered(None)
+    if family == "llama3_json":
+        assert grammar is None  # no marker tells that a call begins
+        return
+    forced = CallGrammar(FAMILIES[family], TOOLS[:1], dialect.tokens, "outside").forced(1)
+    call = walk(tokenizer, forced, random.Random(1))
+    text = tokenizer.encode("Any < text {", add_special=False)
+    assert accepted(tokenizer, grammar, text)
+    assert accepted(tokenizer, grammar, [*text, *call])
+    wrong = tokenizer.encode(tokenizer.decode(call, skip_special=False).replace("city", "town"), add_special=False)
+    assert not accepted(tokenizer, grammar, [*text, *wrong])
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize(
+    ("begins", "answer"), [("inside", "So <b> it is.</think>\n"), ("either", "<think>So.</think>")]
+)
+def test_reasoning_comes_before_forced_calls(tokens: bool, begins: str, answer: str) -> None:
+    tokenizer = tokenizer_of("hermes", tokens)
+    dialect = Dialect.of(tokenizer, "hermes", "qwen3")
+    grammar = CallGrammar(FAMILIES["hermes"], TOOLS, dialect.tokens, begins).forced(1)  # type: ignore[arg-type]
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert accepted(tokenizer, grammar, tokenizer.encode(answer + call, add_special=False))
+    assert accepted(tokenizer, grammar, tokenizer.encode(call, add_special=False)) == (begins == "either")
+
+
+def test_minimax_strings_are_texts_that_follow_their_limits() -> None:
+    properties = {
+        "free": {"type": "string"},
+        "code": {"type": "string", "pattern": "^[a-c]{2}/?$"},
+        "short": {"type": "string", "maxLength": 3, "minLength": 1},
+        "list": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+    }
+    tools = (Tool("f", parameters={"properties": properties, "required": list(properties)}),)
+    tokenizer = tokenizer_of("minimax_m2", True)
+    dialect = Dialect.of(tokenizer, "minimax_m2", "none")
+    grammar = CallGrammar(FAMILIES["minimax_m2"], tools, dialect.tokens, "outside").forced(1)
+    answer = (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="free">a < "b"\n</parameter>\n'
+        '<parameter name="code">ab/</parameter>\n<parameter name="short">%s</parameter>\n'
+        '<parameter name="list">[1, 2]</parameter>\n</invoke>\n</minimax:tool_call>'
+    )
+    assert accepted(tokenizer, grammar, tokenizer.encode(answer % "abc", add_special=False))
+    assert not accepted(tokenizer, grammar, tokenizer.encode(answer % "abcd", add_special=False))
+    form = dialect.form(Choice("required", tools), "outside")
+    message = read(tokenizer, dialect, tokenizer.encode(answer % "abc", add_special=False), form.tools)
+    expected = {"free": 'a < "b"\n', "code": "ab/", "short": "abc", "list": [1, 2]}
+    assert json.loads(message.calls[0].arguments) == expected
+
+
+def tokenizer_of(family: str, tokens: bool) -> Tokenizer:
+    """Return a tokenizer in which the family's markers are tokens, or are not."""
+    return byte_tokenizer(CHATML, (*FAMILIES[family].markers, "<think>", "</think>") if tokens else ())
+
+
+def matcher(tokenizer: Tokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher at its beginning."""
+    known = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_token_ids))
+    return compile_grammar(known, GrammarSource("lark", grammar))
+
+
+def accepted(tokenizer: Tokenizer, grammar: str, ids: list[int]) -> bool:
+    """Tell whether an answer may consist of these tokens."""
+    state = matcher(tokenizer, grammar)
+    return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
+
+
+def walk(tokenizer: Tokenizer, grammar: str, chance: random.Random) -> list[int]:
+    """Return an answer along random tokens that a grammar allows; digits and spaces end soon."""
+    state = matcher(tokenizer, grammar)
+    ids: list[int] = []
+    while not state.is_stopped() and len(ids) < 2000:
+        bits = int.from_bytes(state.compute_bitmask(), "little")
+        allowed = [i for i in range(tokenizer.vocab_size) if bits >> i & 1]
+        ends = [i for i in allowed if i in tokenizer.eos_token_ids]
+        token = ends[0] if ends and chance.random() < 0.5 else chance.choice(allowed)
+        assert state.consume_token(token)
+        ids.append(token)
+    return [i for i in ids if i not in tokenizer.eos_token_ids]
+
+
+def read(tokenizer: Tokenizer, dialect: Dialect, ids: list[int], tools: tuple[Tool, ...] = TOOLS) -> Message:
+    """Return what a server would make of an answer."""
+    form = dialect.form(Choice("required", tools), "outside")
+    detokenizer, parser, message = form.detokenizer(tokenizer, True), form.parser(), Message()
+    events = [event for i in ids for event in parser.feed(detokenizer.push([i]))]
+    for event in [*events, *parser.feed(detokenizer.finish()), *parser.finish()]:
+        message.add(event)
+    return message
+
+
+def check(name: str, arguments: dict[str, object]) -> None:
+    """Assert that a call's arguments follow its tool's schema."""
+    assert isinstance(arguments, dict)
+    if name == "weather":
+        assert {"city", "days"} <= set(arguments) <= {"city", "days", "exact"}
+        assert arguments["city"] in ("Oslo", "Rome")
+        assert isinstance(arguments["days"], int)
+    else:
+        assert name == "clock"

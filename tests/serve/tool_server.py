@@ -1,0 +1,50 @@
+"""Servers over tiny random models that speak a family's syntax: their vocabulary is bytes and the family's markers."""
+
+from pathlib import Path
+
+from tiny_server import Running
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.speculation.tree import TreeShape
+from tiny import engine_of, follower_draft, tiny_target
+
+CHATML = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]"
+    "{% endfor %}{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ opening }}{% endif %}"
+)
+WORDS = {
+    "hermes": "{# <tool_call> #}",
+    "kimi_k2": "{# <|tool_call_begin|> #}",
+    "minimax_m2": "{# minimax:tool_call #}",
+}
+THINKING = "{% if thinking %}<think>{% else %}<think></think>{% endif %}"
+CONTROL = ("<|im_end|>", "<|im_start|>")
+
+
+def byte_tokenizer(template: str, markers: tuple[str, ...] = ()) -> Tokenizer:
+    """Return a tokenizer of single bytes, control tokens, and markers that are tokens but not special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = FastTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
+    fast.add_tokens([AddedToken(token, special=False, normalized=False) for token in markers])
+    return Tokenizer(fast, {"eos_token": CONTROL[0]}, Path("bytes"), template)
+
+
+def running(tokenizer: Tokenizer, tree: TreeShape | None = None, **settings: object) -> Running:
+    """Return a server whose draft guesses well."""
+    target = tiny_target(vocab_size=tokenizer.vocab_size, max_position=8192)
+    shape = TreeShape(depth=3, width=2, budget=6) if tree is None else tree
+    draft = follower_draft(target, max_position=8192)
+    return Running(
+        engine_of(target, draft, shape, page_size=16, num_pages=300, max_context=4096, max_batch_tokens=512),
+        tokenizer,
+        **settings,
+    )
