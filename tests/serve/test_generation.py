@@ -184,6 +184,17 @@ def test_json_mode_answers_with_json_with_and_without_speculation(client):
         assert set(parsed) == {"a", "b"}
 
 
+def test_a_chat_goes_on_with_its_last_message_if_asked_to(client):
+    begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well,  "}]
+    body = {**CHAT, "messages": begun, "temperature": 0, "ignore_eos": True, "continue_final_message": True}
+    said = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    plain = {**TEXT, "prompt": "u:hello\na:well,  ", "temperature": 0}
+    assert said == client.post("/v1/completions", json=plain).json()["choices"][0]["text"]
+    for wrong in ({"messages": begun[:1]}, {"add_generation_prompt": True}):
+        refused = client.post("/v1/chat/completions", json={**body, **wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
 def test_a_stream_gives_the_prompts_tokens_once_for_each_choice(client, server):
     asked = {**TEXT, "max_tokens": 40, "n": 2, "stream": True, "return_token_ids": True, "temperature": 1}
     choices = [choice for event in events(client.post("/v1/completions", json=asked)) for choice in event["choices"]]

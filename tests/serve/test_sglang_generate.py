@@ -58,6 +58,12 @@ def test_log_probabilities_are_those_of_completions(client):
     assert (alone["text"], len(alone["meta_info"]["input_token_logprobs"])) == ("", 9)
 
 
+def test_the_end_says_what_was_matched(client):
+    whole = completion(client)["text"]
+    body = {"text": "once upon", "sampling_params": {**SAMPLING, "stop": [whole[5:7]]}}
+    assert client.post("/generate", json=body).json()["meta_info"]["finish_reason"]["matched"] == whole[5:7]
+
+
 def test_an_answer_keeps_to_a_grammar(client):
     body = {"text": "once", "sampling_params": {"regex": "(ab|cd){2}", "max_new_tokens": 20}}
     assert client.post("/generate", json=body).json()["text"] in {"abab", "abcd", "cdab", "cdcd"}
@@ -77,7 +83,7 @@ def test_an_answer_keeps_to_a_grammar(client):
         ({"sampling_params": [{}, {}]}, "sampling_params"),
         ({"return_hidden_states": True}, "return_hidden_states"),
         ({"rid": ["a", "b"]}, "rid"),
-        ({"stream": True, "return_logprob": True, "sampling_params": {"max_new_tokens": None}}, "return_logprob"),
+        ({"stream": True, "return_logprob": True, "sampling_params": {"max_new_tokens": 5000}}, "return_logprob"),
         ({"text": ["a"] * 300}, None),
     ],
 )

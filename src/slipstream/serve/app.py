@@ -16,6 +16,7 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.serve import admin, foreign, information
 from slipstream.serve.answers import AnswerWriter, Wants
+from slipstream.serve.anthropic import routes as anthropic_routes
 from slipstream.serve.body import JsonRoute
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.convert import MAX_TOKENIZED, Converter
@@ -26,6 +27,7 @@ from slipstream.serve.generate import Generator
 from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from slipstream.serve.responses import routes as responses_routes
 from slipstream.serve.service import Service
 from slipstream.serve.sglang import routes as sglang_routes
 from slipstream.serve.stream import Json
@@ -102,7 +104,8 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
     app.router.route_class = JsonRoute
     _add_generation(app, service)
     _add_tokens(app, service)
-    sglang_routes.add_routes(app, service)
+    for api in (anthropic_routes, responses_routes, sglang_routes):
+        api.add_routes(app, service)
     information.add_routes(app, service)
     foreign.add_routes(app, service)
     admin.add_routes(app, engine, worker)

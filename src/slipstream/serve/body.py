@@ -58,6 +58,11 @@ def parse(content: bytes, model: type[M]) -> M:
         raise HttpError(400, f"The body is not JSON ({error}).") from error
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
         _check_depth(value)
+    return checked(value, model)
+
+
+def checked(value: object, model: type[M]) -> M:
+    """Return JSON as a model; raises HttpError that names the first field at fault."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -10,6 +10,7 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.continued import cut_at_end, marked_end
 from slipstream.serve.defaults import SamplingDefaults
 from slipstream.serve.errors import HttpError, too_long, too_many
 from slipstream.serve.fixed_sampling import check_fixed
@@ -115,12 +116,18 @@ class Converter:
             variables["documents"] = fields.documents
         variables |= fields.chat_template_kwargs or {}
         tools = [] if choice.mode == "none" else fields.tools or []
+        goes_on = fields.continue_final_message
+        if goes_on and fields.add_generation_prompt and "add_generation_prompt" in fields.model_fields_set:
+            both = "continue_final_message and add_generation_prompt are both true; an answer goes on or begins anew."
+            raise HttpError(400, both, param="continue_final_message")
+        turns = marked_end(turns) if goes_on else turns
         try:
-            return self.renderer.render(Chat(turns, fields.add_generation_prompt, tools, variables))
+            text = self.renderer.render(Chat(turns, fields.add_generation_prompt and not goes_on, tools, variables))
         except RequestError as error:
             raise HttpError(400, str(error), param="messages") from error
         except TypeError as error:  # a variable of the template that the call itself has already
             raise HttpError(400, f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
+        return cut_at_end(text) if goes_on else text
 
     def encode(self, text: str, add_special: bool, limit: int, field: str) -> list[int]:
         """Return a text's tokens; one with more than `limit` is refused, where possible after a part of it.

@@ -35,7 +35,6 @@ REFUSED: dict[str, tuple[object, ...]] = {  # with the values that ask for nothi
     # Prompts of another kind.
     "add_special_tokens": _OFF,  # in chats; the template writes them
     "chat_template": _NONE,
-    "continue_final_message": _OFF,
     "echo": _OFF,
     "input_ids": (None, []),
     "prompt_embeds": (None, []),

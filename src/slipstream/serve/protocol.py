@@ -145,6 +145,9 @@ class ChatFields(Part):
     """What a chat's prompt is made of, beside its messages."""
 
     add_generation_prompt: bool = True
+    continue_final_message: bool = Field(
+        default=False, description="Go on with the last message, which is the assistant's, instead of answering it."
+    )
     chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
     tools: RawTools | None = None
     tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None  # foreign JSON

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.output import TokenLogprob
 from slipstream.engine.request import FinishReason
-from slipstream.serve.answers import Tally
+from slipstream.serve.answers import Tally, stopped_by
 from slipstream.serve.errors import HttpError
 from slipstream.serve.sglang.request import GenerateRequest
 from slipstream.serve.stream import DONE, Json, server_sent_event
@@ -76,9 +76,10 @@ class GenerateWriter:
         tokens = [] if asked.drop_answer else [token for event in events for token in event.tokens]
         meta: Json = {
             "id": asked.name,
-            "finish_reason": _finish(asked, tally, events[-1]),
+            "finish_reason": self._finish(asked, tally, events[-1]),
             "prompt_tokens": len(tally.job.prompt),
             "completion_tokens": len(tokens),
+            "cached_tokens": tally.num_cached,
             "e2e_latency": time.monotonic() - self._started,
         }
         if (stats := events[-1].stats) is not None and stats.drafted:
@@ -103,6 +104,13 @@ class GenerateWriter:
             answer["prompt_token_ids"] = list(tally.job.prompt)
         return answer
 
+    def _finish(self, asked: Asked, tally: Tally, last: StepEvent) -> Json | None:
+        if last.finish_reason is None:
+            return None
+        if last.finish_reason is FinishReason.LENGTH:
+            return {"type": "length", "length": 0 if asked.drop_answer else tally.num_tokens}
+        return {"type": "stop", "matched": stopped_by(tally.job, last, self._tokenizer.eos_token_ids)}
+
     def _scored(self, asked: Asked, events: Sequence[StepEvent]) -> list[tuple[int, TokenLogprob | None]]:
         """Return the prompt's log probabilities by place, from where they were asked for; the first has none."""
         given = events[0].prompt_logprobs
@@ -119,11 +127,3 @@ class GenerateWriter:
 
     def _text(self, token: int) -> str | None:
         return self._tokenizer.token_text(token) if self._body.return_text_in_logprobs else None
-
-
-def _finish(asked: Asked, tally: Tally, last: StepEvent) -> Json | None:
-    if last.finish_reason is None:
-        return None
-    if last.finish_reason is FinishReason.LENGTH:
-        return {"type": "length", "length": 0 if asked.drop_answer else tally.num_tokens}
-    return {"type": "stop", "matched": last.tokens[-1].token_id if last.tokens else None}

@@ -1,0 +1,59 @@
+"""Responses that may be asked for again or gone on from: the latest ones, in memory, each for who asked for it."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.serve.errors import HttpError
+from slipstream.serve.stream import Json
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response, and the chat up to its end without the instructions, which hold for one response only."""
+
+    response: Json
+    input_items: Sequence[Json]
+    messages: Sequence[Json]
+    caller: str
+    num_bytes: int
+
+
+@dataclass
+class ResponseStore:
+    """The latest responses; older ones make way, by number and by size."""
+
+    max_responses: int = MAX_RESPONSES
+    max_bytes: int = MAX_BYTES
+    _stored: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
+
+    def add(self, caller: str, response: Json, input_items: Sequence[Json], messages: Sequence[Json]) -> None:
+        """Keep a response; one that is larger than everything together may be is not kept."""
+        size = len(json.dumps(response)) + len(json.dumps(input_items)) + len(json.dumps(messages))
+        self._stored[response["id"]] = Stored(response, input_items, messages, caller, size)
+        self._num_bytes += size
+        while self._num_bytes > self.max_bytes or len(self._stored) > self.max_responses:
+            _, oldest = self._stored.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def get(self, caller: str, response_id: str, field: str | None = None) -> Stored:
+        """Return a caller's response; raises HttpError if there is none (any more)."""
+        found = self._stored.get(response_id)
+        if found is None or found.caller != caller:
+            raise HttpError(
+                404,
+                f"There is no response {response_id[:128]!r}; this server keeps the latest {self.max_responses} that "
+                "were not sent with store false, until it ends.",
+                param=field,
+            )
+        return found
+
+    def remove(self, caller: str, response_id: str) -> None:
+        """Forget a caller's response; raises HttpError if there is none."""
+        self._num_bytes -= self.get(caller, response_id).num_bytes
+        del self._stored[response_id]
