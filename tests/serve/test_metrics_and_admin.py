@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from tiny_server import Running, tiny_engine
@@ -56,8 +57,99 @@ def test_metrics_add_up_to_what_the_answers_said():
         assert ours == list(scraped["per_position"].values())
         passes = sum(usage["speculation"]["passes"] for usage in usages) - 3  # those over the prompts emit one each
         assert found['sglang:spec_accept_length{model_name="tiny"}'] == pytest.approx(87 / passes)
+        lengths = [found[f'slipstream_acceptance_length{{passes="{which}"}}'] for which in ("decoding", "drafted")]
+        assert lengths[0] == found['sglang:spec_accept_length{model_name="tiny"}']
+        assert lengths[1] == pytest.approx(1 + scraped["accepted"] / scraped["drafts"])
         info = client.get("/server_info").json()
         assert info["internal_states"][0]["avg_spec_accept_length"] == pytest.approx(87 / passes)
+
+
+# What vLLM's two Grafana dashboards and its own test of metrics ask for, and SGLang's; none of them of other devices,
+# adapters, images or transfers between servers.
+VLLM_NAMES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "admission_rejections_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "cache_config_info",
+    "request_success_total",
+]
+VLLM_HISTOGRAMS = [
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_num_preemptions",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "iteration_tokens_total",
+]
+SGLANG_NAMES = [
+    "num_running_reqs",
+    "num_used_tokens",
+    "token_usage",
+    "gen_throughput",
+    "num_queue_reqs",
+    "num_grammar_queue_reqs",
+    "cache_hit_rate",
+    "spec_accept_length",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "cached_tokens_total",
+    "num_requests_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "queue_time_seconds_bucket",
+]
+SGLANG_DASHBOARD_NAMES = [
+    "cache_hit_rate",
+    "e2e_request_latency_seconds_bucket",
+    "e2e_request_latency_seconds_count",
+    "gen_throughput",
+    "num_queue_reqs",
+    "num_running_reqs",
+    "time_to_first_token_seconds_bucket",
+    "time_to_first_token_seconds_sum",
+]
+
+
+def test_other_servers_dashboards_find_their_names_and_ours_finds_its_own(client):
+    client.post("/v1/completions", json={**TEXT, "n": 2, "stream": True})
+    found = read(client.get("/metrics").text)
+    names = {sample.partition("{")[0] for sample in found}
+    wanted = {f"vllm:{name}" for name in VLLM_NAMES}
+    wanted |= {f"vllm:{name}_{end}" for name in VLLM_HISTOGRAMS for end in ("bucket", "sum", "count")}
+    wanted |= {f"sglang:{name}" for name in SGLANG_NAMES} | {f"sglang_{name}" for name in SGLANG_DASHBOARD_NAMES}
+    dashboard = (Path(__file__).parents[2] / "docs" / "dashboards" / "slipstream.json").read_text()
+    wanted |= set(re.findall(r"\bslipstream_\w+", dashboard)) - {"slipstream_simulated_acceptance"}
+    assert sorted(wanted - names) == []
+
+
+def test_times_of_an_answer_add_up(client):
+    for seed in range(3):
+        client.post("/v1/completions", json={**TEXT, "seed": seed})
+    found = read(client.get("/metrics").text)
+    label = '{engine="0",model_name="tiny"}'
+    parts = {name: found[f"vllm:{name}_sum{label}"] for name in (
+        "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    )}  # fmt: skip
+    whole = found[f"vllm:e2e_request_latency_seconds_sum{label}"]
+    assert sum(parts.values()) == pytest.approx(whole, rel=0.05)
+    assert all(value > 0 for value in parts.values())
 
 
 def test_the_tree_changes_at_run_time_and_the_text_does_not():

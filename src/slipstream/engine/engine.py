@@ -98,6 +98,11 @@ class Engine:
         return self._pages.num_in_use / self._pages.num_pages
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache."""
+        return self._pages.num_pages
+
+    @property
     def has_work(self) -> bool:
         """Tell whether a step would do anything."""
         return bool(self._sessions)

@@ -47,7 +47,8 @@ class Emission:
     `stats` are the request's own so far; `tail` is text that waited for the end. `prompt_logprobs` come with the
     first emission if they were asked for: one for each token of the prompt, None for the first. `error` is what ended
     a request whose finish reason is ERROR: something about the request itself, which no other request noticed.
-    `stop` is the stop string that ended it; `num_cached` counts the prompt's tokens that were found in the cache.
+    `stop` is the stop string that ended it; `num_cached` counts the prompt's tokens that were found in the cache, and
+    `num_preempted` how often the request lost its pages to others.
     """
 
     request_id: int
@@ -61,6 +62,7 @@ class Emission:
     error: Exception | None = None
     stop: str | None = None
     num_cached: int = 0
+    num_preempted: int = 0
 
     @staticmethod
     def joined(emissions: "Sequence[Emission]") -> "Emission":

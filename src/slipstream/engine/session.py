@@ -165,6 +165,7 @@ class Session:
             tuple(self._prompt_logprobs) if scored else None,
             stop=self._stop.found,
             num_cached=min(request.num_cached, len(request.prompt)),
+            num_preempted=request.num_preempted,
         )
 
     def _grammar_is_finished(self) -> bool:

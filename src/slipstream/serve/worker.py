@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from slipstream.engine.request import FinishReason
 from slipstream.engine.thread import EngineThread
 from slipstream.errors import RankLostError, RequestError, StepError
 from slipstream.serve.errors import HttpError, lost, queue_full, shutting_down, stopped, too_many
-from slipstream.serve.meters import AnswerTimes, Meters
+from slipstream.serve.meters import AnswerTimes, Asked, Meters
 from slipstream.serve.ticket import Job, StepEvent, Ticket
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class EngineWorker:
         self._answers: dict[int, _Answer] = {}
         self._ids: dict[Ticket, set[int]] = {}
         self._num_open = 0
+        self._queued: deque[_Answer] = deque()
+        self._num_started = 0
         self.draining = False
         self.meters = Meters()
 
@@ -122,7 +125,14 @@ class EngineWorker:
     def emitted(self, emissions: Sequence[Emission]) -> None:
         """Hand out what a step gave; on the engine's thread."""
         now = time.monotonic()
-        self._deliver([self._event(emission, now) for emission in emissions])
+        finished = 0
+        deliveries = []
+        for emission in emissions:
+            finished += self._answers[emission.request_id].times.emitted(len(emission.tokens), now)
+            deliveries.append(self._event(emission))
+        self.meters.step_sizes.observe(finished)
+        self._start_queued(now)
+        self._deliver(deliveries)
 
     def failed(self, error: StepError) -> None:
         """Tell the requests of a step that failed; on the engine's thread."""
@@ -140,9 +150,9 @@ class EngineWorker:
             event = lost(error) if isinstance(error, RankLostError) else stopped()
             self._deliver([self._close(request_id, event)])
 
-    def _event(self, emission: Emission, now: float) -> Delivery:
+    def _event(self, emission: Emission) -> Delivery:
         answer = self._answers[emission.request_id]
-        answer.times.emitted(len(emission.tokens), now)
+        answer.times.noted(emission.num_cached, emission.num_preempted)
         num_drafted = emission.stats.drafted - answer.num_drafted
         answer.num_drafted = emission.stats.drafted
         if emission.error is not None:
@@ -191,10 +201,23 @@ class EngineWorker:
             except Exception as error:  # noqa: BLE001 (a request that cannot begin ends alone; the thread lives on)
                 self._deliver([(ticket, index, _failure(error))])
                 continue
-            self._answers[request_id] = _Answer(ticket, index, AnswerTimes(self.meters, arrived))
+            asked = Asked(len(job.prompt), job.params.n, job.params.max_tokens)
+            answer = _Answer(ticket, index, AnswerTimes(self.meters, asked, arrived))
+            self._answers[request_id] = answer
+            self._queued.append(answer)
             self._ids[ticket].add(request_id)
         if not self._ids[ticket]:
             del self._ids[ticket]
+        self._start_queued(time.monotonic())
+
+    def _start_queued(self, now: float) -> None:
+        """Note which answers there is a place for: the engine takes them in the order they came in."""
+        while self._queued and self._num_started < self._engine.config.max_requests:
+            answer = self._queued.popleft()
+            if not answer.over:
+                answer.started = True
+                answer.times.started(now)
+                self._num_started += 1
 
     def _abort(self, ticket: Ticket) -> None:
         for request_id in list(self._ids.get(ticket, ())):
@@ -208,8 +231,9 @@ class EngineWorker:
         open_ids.remove(request_id)
         if not open_ids:
             del self._ids[answer.ticket]
-        prompt = answer.ticket.jobs[answer.index].prompt
-        answer.times.ended(len(prompt), _reason(event), time.monotonic())
+        answer.over = True
+        self._num_started -= answer.started
+        answer.times.ended(_reason(event), time.monotonic())
         return answer.ticket, answer.index, event
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
@@ -232,6 +256,8 @@ class _Answer:
         self.index = index
         self.times = times
         self.num_drafted = 0
+        self.started = False
+        self.over = False
 
 
 def _reason(event: StepEvent | HttpError) -> str:
