@@ -23,14 +23,13 @@ def pytest_addoption(parser: Any) -> None:
     group.addoption("--slipstream-python")
     group.addoption("--slipstream-source")
     group.addoption("--slipstream-out", type=Path)
-    group.addoption("--sglang-version")
 
 
 def pytest_configure(config: Any) -> None:
     """Replace the launcher."""
     sys.path.insert(0, str(config.rootpath / "python"))
     sys.path.insert(0, str(config.rootpath / "test" / "registered"))
-    _let_sglang_be_imported()
+    let_sglang_be_imported()
     theirs: Any = importlib.import_module("sglang.test.test_utils")
     out: Path = config.getoption("--slipstream-out")
     launcher = launcher_for(
@@ -44,12 +43,12 @@ def pytest_configure(config: Any) -> None:
         return launcher.process(model, flags, urlsplit(base_url).port)
 
     theirs.popen_launch_server = popen_launch_server
-    extra = {"sglang": config.getoption("--sglang-version"), "dropped_flags": launcher.dropped}
-    config.pluginmanager.register(Recorder(out, extra))
+    config.pluginmanager.register(Recorder(out, {"dropped_flags": launcher.dropped}))
     config.add_cleanup(launcher.stop)
 
 
-def _let_sglang_be_imported() -> None:
+def let_sglang_be_imported() -> None:
+    """Put up with a machine that has no GPU, and with a newer transformers."""
     is_torchvision_available()  # remembered: transformers goes on to know that it is absent
     stubs.install("torchvision")
     register = type(CONFIG_MAPPING).register

