@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[object, ...]] = {  # with the values that ask for nothi
     "stop_regex": (None, "", []),
     "use_beam_search": _OFF,
     "vllm_xargs": (None, {}),
+    "watermark": (None, False, {}),
     "watermarking": _OFF,
     # Prompts of another kind.
     "add_special_tokens": _OFF,  # in chats; the template writes them
@@ -44,12 +45,17 @@ REFUSED: dict[str, tuple[object, ...]] = {  # with the values that ask for nothi
     "audio": _NONE,
     "modalities": (None, ["text"]),
     "return_cached_tokens_details": _OFF,
+    "return_flat_raw_output_top_logprobs": _OFF,
     "return_hidden_states": _OFF,
+    "return_input_ids_in_sglext": _OFF,
     "return_meta_info": _OFF,
+    "return_output_ids_in_sglext": _OFF,
     "return_prompt_text": _OFF,
     "return_routed_experts": _OFF,
     "return_sampling_mask": _OFF,
+    "return_spec_tokens_details": _OFF,
     "return_token_offsets": _OFF,
+    "sampling_logprobs_mode": _NONE,
     "verbosity": (None, "medium"),
     # Tools and reasoning.
     "documents": (None, []),
@@ -91,6 +97,7 @@ HARMLESS: dict[str, str] = {  # with why leaving it aside changes no answer
     "prompt_cache_key": "prompts are cached without it; cache_salt keeps them apart",
     "prompt_cache_options": "prompts are cached without it; cache_salt keeps them apart",
     "prompt_cache_retention": "prompts are cached as long as there is room",
+    "return_flat_raw_top_logprobs_b64": "says how to write log probabilities that are refused by name",
     "return_mm_kwargs": "no image or sound is read, and a message that has one is refused",
     "routed_experts_prompt_start": "the experts themselves are refused by name",
     "routed_experts_start_len": "the experts themselves are refused by name",
@@ -101,6 +108,7 @@ HARMLESS: dict[str, str] = {  # with why leaving it aside changes no answer
     "store": "nothing is stored, so nothing needs to be forgotten",
     "stream_interval": "how many tokens one event of a stream has; the text is the same",
     "use_audio_in_video": "no sound is read, and a message that has one is refused",
+    "video_config": "no film is read, and a message that has one is refused",
     "user": "names a user to the API's owner",
 }
 
