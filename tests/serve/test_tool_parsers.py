@@ -86,6 +86,7 @@ def test_however_an_answer_is_cut_its_events_joined_are_the_same(family: str) ->
         *texts,
         *("Let me look.\n\n" + call + "\n" + call for call in calls),
         *("<think>\nHm, <b>.\n\n</think>\n\n" + call + " So." for call in calls),
+        "\n \n So it is.\n",
         *(call[:size] for call in calls for size in range(0, len(call), 7)),
     ]
     for number, text in enumerate(answers):

@@ -4,8 +4,8 @@ import json
 import secrets
 import string
 
-from slipstream.serve.tools.parser import Writer
-from slipstream.serve.tools.reader import Reader, Waiting
+from slipstream.serve.tools.parser import Writer, no_call
+from slipstream.serve.tools.reader import Reader, Waiting, drop
 
 _LONGEST_HEAD = 1 << 16  # characters of an object that has not said its name yet
 _ARGUMENTS = ("arguments", "parameters")
@@ -17,9 +17,9 @@ def hermes(reader: Reader, writer: Writer) -> Waiting[None]:
     while (marker := (yield from reader.until(("<tool_call>",), writer.content))) is not None:
         reader.mark()
         if (yield from _object_list(reader, writer)):
-            yield from reader.until(("</tool_call>",), _drop)
+            yield from reader.until(("</tool_call>",), drop)
         else:
-            writer.content(marker)
+            no_call(reader, writer, marker)
 
 
 def llama3_json(reader: Reader, writer: Writer) -> Waiting[None]:
@@ -31,7 +31,8 @@ def llama3_json(reader: Reader, writer: Writer) -> Waiting[None]:
         if (yield from _CallObject(reader, writer, only_known=True).read()):
             yield from _further_objects(reader, writer)
         else:
-            writer.content(before + marker)
+            writer.content(before)
+            no_call(reader, writer, marker)
         before = ""
         marker = yield from reader.until(("<|python_tag|>",), writer.content)
 
@@ -45,7 +46,7 @@ def mistral(reader: Reader, writer: Writer) -> Waiting[None]:
         reader.back()
         reader.mark()
         if not (yield from (_object_list(reader, writer) if is_list else _named_arguments(reader, writer))):
-            writer.content(marker)
+            no_call(reader, writer, marker)
 
 
 def mistral_id(_name: str, _index: int) -> str:
@@ -125,7 +126,7 @@ def _further_objects(reader: Reader, writer: Writer) -> Waiting[None]:
             reader.back()
             return
         if not (yield from _CallObject(reader, writer, only_known=True).read()):
-            return
+            return _forget_head(reader)
 
 
 def _object_list(reader: Reader, writer: Writer) -> Waiting[bool]:
@@ -141,8 +142,15 @@ def _object_list(reader: Reader, writer: Writer) -> Waiting[bool]:
             break
         reader.mark()
         if not (yield from _CallObject(reader, writer).read()):
+            _forget_head(reader)
             break
     return True
+
+
+def _forget_head(reader: Reader) -> None:
+    """Drop what there is of a further call, if the answer was cut off in its head."""
+    if reader.exhausted:
+        reader.drop()
 
 
 def _named_arguments(reader: Reader, writer: Writer) -> Waiting[bool]:
@@ -176,7 +184,3 @@ def _string(reader: Reader) -> Waiting[str | None]:
         return str(json.loads("".join(parts))) if whole else None
     except ValueError:
         return None
-
-
-def _drop(_text: str) -> None:
-    """Take text that belongs to the syntax."""

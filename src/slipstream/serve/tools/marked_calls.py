@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from slipstream.serve.tools.parser import Writer
+from slipstream.serve.tools.parser import Writer, no_call
 from slipstream.serve.tools.reader import Reader, Waiting
 
 KIMI_SECTION = "<|tool_calls_section_begin|>"
@@ -49,11 +49,11 @@ def _sections(reader: Reader, writer: Writer, markers: tuple[str, str, str], cal
             yield from reader.spaces()
         if marker == section and (yield from reader.starts(call_begin)) is None:
             reader.back()
-            writer.content(marker)
+            no_call(reader, writer, marker)
         elif (yield from call(reader, writer)):
             in_section = in_section or marker == section
         else:
-            writer.content(marker)
+            no_call(reader, writer, marker)
 
 
 def _kimi_call(reader: Reader, writer: Writer) -> Waiting[bool]:
@@ -96,7 +96,7 @@ def _deepseek_call(reader: Reader, writer: Writer) -> Waiting[bool]:
 
 def _arguments(reader: Reader, writer: Writer, ends: tuple[str, ...], beyond: tuple[str, ...]) -> Waiting[None]:
     """Pass arguments on up to their end, or to a marker that can only follow it."""
-    found = yield from reader.until((*ends, *beyond), writer.arguments)
+    found = yield from reader.until((*ends, *beyond), writer.arguments, keep_partial=False)
     if found in beyond:
         reader.unread(found)
     writer.end()

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from slipstream.serve.tools.parser import Writer
-from slipstream.serve.tools.reader import Reader, Waiting
+from slipstream.serve.tools.parser import Writer, no_call
+from slipstream.serve.tools.reader import Reader, Waiting, drop
 
 SECTION = "<minimax:tool_call>"
 SECTION_END = "</minimax:tool_call>"
@@ -31,7 +31,7 @@ def minimax_m2(reader: Reader, writer: Writer) -> Waiting[None]:
         yield from reader.spaces()
         if (yield from reader.starts(INVOKE)) is None:
             reader.back()
-            writer.content(marker)
+            no_call(reader, writer, marker)
             continue
         found: str | None = INVOKE
         while found == INVOKE:
@@ -40,34 +40,38 @@ def minimax_m2(reader: Reader, writer: Writer) -> Waiting[None]:
             if name is None:
                 return
             yield from _call(reader, writer, name.strip())
-            found = yield from reader.until((INVOKE, SECTION_END), writer.content)
+            found = yield from reader.until((INVOKE, SECTION_END), writer.content, keep_partial=False)
 
 
 def _call(reader: Reader, writer: Writer, name: str) -> Waiting[None]:
+    """Write one call; where the answer was cut off its JSON stays open, lest half of it pass for a whole."""
     schema = next((tool.parameters for tool in writer.tools if tool.name == name), None)
     writer.begin(name)
     opening = "{"
-    while (yield from reader.until((PARAMETER, INVOKE_END), _drop)) == PARAMETER:
+    while (marker := (yield from reader.until((PARAMETER, INVOKE_END), drop))) == PARAMETER:
         key = yield from reader.text_until(NAME_END)
         if key is None:
             break
         writer.arguments(f"{opening}{_written(key.strip())}: ")
         opening = ", "
         yield from _value(reader, writer, kinds_of(schema, key.strip()))
-    writer.arguments("{}" if opening == "{" else "}")
+    if marker == INVOKE_END:
+        writer.arguments("{}" if opening == "{" else "}")
     writer.end()
 
 
 def _value(reader: Reader, writer: Writer, kinds: frozenset[str]) -> Waiting[None]:
     """Write one parameter: a string as it arrives, anything else once it is whole."""
+
+    def write(text: str) -> None:
+        writer.arguments(_written(text)[1:-1])
+
     if kinds == {"string"}:
         writer.arguments('"')
-        yield from reader.until((PARAMETER_END,), lambda text: writer.arguments(_written(text)[1:-1]))
-        writer.arguments('"')
-    else:
-        parts: list[str] = []
-        yield from reader.until((PARAMETER_END,), parts.append)
-        writer.arguments(_written(read_value("".join(parts), kinds)))
+        if (yield from reader.until((PARAMETER_END,), write, keep_partial=False)) is not None:
+            writer.arguments('"')
+    elif (text := (yield from reader.text_until(PARAMETER_END))) is not None:
+        writer.arguments(_written(read_value(text, kinds)))
 
 
 def kinds_of(schema: dict[str, Any] | None, key: str) -> frozenset[str]:
@@ -120,7 +124,3 @@ def _kinds(schema: Any) -> set[str]:  # foreign JSON
 
 def _written(value: Any) -> str:  # any JSON value
     return json.dumps(value, ensure_ascii=False)
-
-
-def _drop(_text: str) -> None:
-    """Take text that belongs to the syntax."""

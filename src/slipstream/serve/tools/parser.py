@@ -143,6 +143,17 @@ class Parser:
         return events
 
 
+def no_call(reader: Reader, writer: Writer, marker: str) -> None:
+    """Go on behind a marker that no call follows: letters stay text, and a token never was text.
+
+    An answer that was cut off in the middle of a call's head loses what there is of it.
+    """
+    if marker not in writer.tokens:
+        writer.content(marker)
+    elif reader.exhausted:
+        reader.drop()
+
+
 class PlainParser:
     """Passes text on: nothing in it is more than text."""
 

@@ -26,6 +26,8 @@ class Reader:
         self._at = 0
         self._mark: int | None = None
         self._ended = False
+        self.exhausted = False
+        """Whether something was looked for beyond the end of the text."""
 
     def push(self, text: str) -> None:
         """Add text that has arrived."""
@@ -52,10 +54,15 @@ class Reader:
         self._at = self._mark
         self._mark = None
 
-    def until(self, markers: Sequence[str], sink: Sink) -> Waiting[str | None]:
+    def drop(self) -> None:
+        """Pass everything that has arrived."""
+        self._at = len(self._text)
+
+    def until(self, markers: Sequence[str], sink: Sink, keep_partial: bool = True) -> Waiting[str | None]:
         """Hand text to `sink` up to the first of some markers, and pass it; None if the text ends without one.
 
-        No marker begins with another.
+        No marker begins with another. Without `keep_partial`, the beginning of a marker that the text ends with is
+        taken for a part of it.
         """
         spelled = {self._spelled(marker): marker for marker in markers}
         while True:
@@ -65,8 +72,11 @@ class Reader:
                 self._give(at, sink)
                 self._at += len(found)
                 return spelled[found]
-            self._give(len(rest) - (0 if self._ended else max((_overlap(rest, m) for m in spelled), default=0)), sink)
+            partial = max((_overlap(rest, m) for m in spelled), default=0)
+            self._give(len(rest) - (0 if self._ended and keep_partial else partial), sink)
             if self._ended:
+                self.exhausted = True
+                self.drop()
                 return None
             yield
 
@@ -84,7 +94,9 @@ class Reader:
             if (found := next((o for o in spelled if rest.startswith(o)), None)) is not None:
                 self._at += len(found)
                 return spelled[found]
-            if self._ended or not any(o.startswith(rest) for o in spelled):
+            possible = any(o.startswith(rest) for o in spelled)
+            if self._ended or not possible:
+                self.exhausted = self.exhausted or possible
                 return None
             yield
 
@@ -99,7 +111,7 @@ class Reader:
             yield
 
     def unread(self, text: str) -> None:
-        """Go back before a text that was just passed."""
+        """Go back before a text that was just passed; nothing was waited for since."""
         self._at -= len(self._spelled(text))
 
     def json_value(self, sink: Sink, at_most: int | None = None) -> Waiting[bool]:
@@ -117,6 +129,7 @@ class Reader:
             if end is not None:
                 return True
             if self._ended or (at_most is not None and given > at_most):
+                self.exhausted = self._ended
                 return self._ended and scan.is_number
             yield
 
@@ -129,6 +142,10 @@ class Reader:
         if count:
             sink(self._text[self._at : self._at + count])
             self._at += count
+
+
+def drop(_text: str) -> None:
+    """Take text that belongs to the syntax."""
 
 
 class _JsonScan:

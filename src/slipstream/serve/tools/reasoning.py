@@ -52,9 +52,12 @@ def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:
     """Return the syntax of an answer with reasoning before it."""
 
     def read(reader: Reader, writer: Writer) -> Waiting[None]:
-        space = yield from reader.spaces()
-        if (yield from reader.starts(START)) is None:
-            reader.unread(space)
+        reader.mark()
+        yield from reader.spaces()
+        if (yield from reader.starts(START)) is not None:
+            reader.release()
+        else:
+            reader.back()
             if not inside:
                 yield from syntax(reader, writer)
                 return

@@ -1,0 +1,174 @@
+"""Parsers against vLLM's and SGLang's own on generated answers (opt in: pytest -m interop).
+
+Both have two parsers to each family: one for whole answers and one for streams. Where those agree, ours does too.
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.serve.tools.events import Message
+from slipstream.serve.tools.families import FAMILIES
+from slipstream.serve.tools.form import AnswerForm
+from slipstream.serve.tools.protocol import tool_of
+from slipstream.serve.tools.reader import TOKEN_MARK
+from slipstream.serve.tools.reasoning import END, REASONING, START
+from tests.peers.suites import SUITES
+from tests.peers.transcripts import Transcript, transcript
+from tests.serve.interop import run_client
+
+HERE = Path(__file__).resolve().parent
+COUNT = 10_000
+PARSERS = {
+    "vllm": {"mistral_v11": "mistral"},
+    "sglang": {
+        "mistral_v11": "mistral", "llama3_json": "llama3", "deepseek_v3": "deepseekv3", "deepseek_v31": "deepseekv31",
+        "minimax_m2": "minimax-m2",
+    },
+}  # fmt: skip
+REASONERS = {"vllm": {}, "sglang": {"deepseek_r1": "deepseek-r1", "minimax_m2": "minimax"}}
+
+Json = dict[str, Any]
+
+
+@pytest.mark.interop
+def test_parsers_agree_with_vllm_s_and_sglang_s_but_for_differences_that_are_explained(capsys):
+    cases = [transcript(seed) for seed in range(COUNT)]
+    theirs = {who: answers_of(who, cases) for who in PARSERS}
+    explained: Counter[str] = Counter()
+    unexplained = []
+    for number, case in enumerate(cases):
+        our = ours(case, ["".join(step) for step in marked(case)])
+        found = {f"{who} {how}": theirs[who][number].get(how) for who in PARSERS for how in ("whole", "stream")}
+        for place, their in found.items():
+            reason = explanation(case, our, place, found)
+            explained[reason or "unexplained"] += 1
+            if reason is None:
+                unexplained.append((case.family, case.shape, place, case.text, our, their))
+    with capsys.disabled():
+        sys.stdout.write("".join(f"\n{count:6d} {reason}" for reason, count in explained.most_common()) + "\n")
+    assert unexplained == []
+
+
+@pytest.mark.interop
+def test_however_a_transcript_is_cut_ours_reads_the_same():
+    chance = random.Random(0)
+    for seed in range(COUNT):
+        case = transcript(seed)
+        whole = ours(case, [case.text], tokens=False)
+        cuts = sorted(chance.randrange(len(case.text) + 1) for _ in range(chance.randint(0, len(case.text))))
+        pieces = [case.text[start:end] for start, end in zip([0, *cuts], [*cuts, len(case.text)], strict=True)]
+        assert ours(case, pieces, tokens=False) == whole
+
+
+def explanation(case: Transcript, our: Json, place: str, found: dict[str, Json | None]) -> str | None:
+    """Return why one of their results is what it is beside ours; None if there is no good reason."""
+    their, who = found[place], place.split()[0]
+    whole = found[f"{who} whole"]
+    if same(our, their):
+        return "the same"
+    if place.endswith("stream") and same(our, whole):
+        return f"{who}'s stream is not its own whole answer, which ours is"
+    if case.kind == "reasoning":
+        guessed = ours(case, [case.text], tokens=False, inside=not opens(case))
+        if same(guessed, their) or (place.endswith("stream") and same(guessed, whole)):
+            return f"{who} guesses otherwise whether an answer without <think> begins inside it; we look at the prompt"
+        shown = whole if place.endswith("stream") else their
+        if shown is not None and same(our, shown | {"content": shown["content"].replace(END, "", 1)}):
+            return f"{who} shows a </think> that nothing opened as text"
+        return None
+    if who == "vllm" and their is not None and any(name.strip().startswith("[") for name, _ in their["calls"]):
+        return "vLLM reads the lists that older Mistrals write as a function named [; SGLang is followed"
+    if case.family == "llama3_json" and case.shape == "text and calls":
+        return "vLLM's whole answers and SGLang's streams look for calls inside text; vLLM's stream is followed"
+    if case.shape == "cut off" and their is not None and cut_off_alike(case, our, their):
+        return "cut off: the last call is told of as far as it came; others drop it, close it, or give text back"
+    if case.shape == "cut off" and place.endswith("stream") and not same(their, whole):
+        return f"cut off: {who}'s stream is not its own whole answer"
+    return None
+
+
+def cut_off_alike(case: Transcript, our: Json, their: Json) -> bool:
+    """Tell whether two readings of an answer that was cut off differ in its last call only."""
+    if not their["calls"] and begins_alike(case.text, their["content"]):
+        return True  # given back as it is, or dropped with all its calls
+    (few, many) = sorted((normal(our)["calls"], normal(their)["calls"]), key=len)
+    last = max(len(many) - 1, 0)
+    return len(many) - len(few) <= 1 and few[:last] == many[:last] and begins_alike(our["content"], their["content"])
+
+
+def begins_alike(one: str, other: str) -> bool:
+    """Tell whether one text is the beginning of the other, white space aside."""
+    one, other = "".join(one.split()), "".join(other.split())
+    return one.startswith(other) or other.startswith(one)
+
+
+def opens(case: Transcript) -> bool:
+    """Tell whether ours takes an answer for one that begins inside its reasoning, without a prompt to look at."""
+    return REASONING[case.family].opens
+
+
+def ours(case: Transcript, pieces: list[str], tokens: bool = True, inside: bool | None = None) -> Json:
+    """Return what our parser makes of an answer."""
+    if case.kind == "tools":
+        family = FAMILIES[case.family]
+        tools = tuple(tool_of(tool, place) for place, tool in enumerate(case.tools))
+        ids = dict.fromkeys(family.markers, 0) if tokens else {}
+        form = AnswerForm(family, tools=tools, tokens=ids)
+    else:
+        ids = dict.fromkeys((START, END), 0) if tokens else {}
+        form = AnswerForm(None, REASONING[case.family], opens(case) if inside is None else inside, tokens=ids)
+    parser, message = form.parser(), Message()
+    for event in [*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()]:
+        message.add(event)
+    if case.kind == "tools":
+        return {"content": message.content, "calls": [[call.name, call.arguments] for call in message.calls]}
+    return {"reasoning": message.reasoning, "content": message.content}
+
+
+def marked(case: Transcript) -> list[list[str]]:
+    """Return a transcript's steps with markers marked as the tokens they are."""
+    markers = FAMILIES[case.family].markers if case.kind == "tools" else (START, END)
+    return [[TOKEN_MARK + piece if piece in markers else piece for piece in step] for step in case.steps]
+
+
+def same(one: Json | None, other: Json | None) -> bool:
+    """Tell whether two results say the same: JSON by value, and white space at a text's ends aside."""
+    return one is not None and other is not None and normal(one) == normal(other)
+
+
+def normal(result: Json) -> Json:
+    """Return a result in the form it is compared in."""
+    texts = {key: value.strip() for key, value in result.items() if isinstance(value, str)}
+    return texts | {"calls": [[name, _value(arguments)] for name, arguments in result.get("calls", [])]}
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def answers_of(who: str, cases: list[Transcript]) -> list[Json]:
+    """Return what another project's parsers make of the transcripts."""
+    names = {"tools": PARSERS[who], "reasoning": REASONERS[who]}
+    lines = [json.dumps(case.for_parser(names[case.kind].get(case.family, case.family))) for case in cases]
+    script = str(HERE / "parse_answers.py")
+    said = run_client(SUITES[who].client, ["-P", script, who, str(_written(lines))], PYTHONPATH=str(HERE))
+    results = [json.loads(line[1:]) for line in said.splitlines() if line.startswith("#{")]
+    assert len(results) == len(cases)
+    return results
+
+
+def _written(lines: list[str]) -> Path:
+    from slipstream.checkpoint.cache_dir import default_cache_dir
+
+    path = default_cache_dir() / "interop" / "transcripts.jsonl"
+    path.write_text("\n".join(lines))
+    return path
