@@ -153,6 +153,40 @@ def test_errors_of_the_server_are_shown(page):
     assert "context" in page.inner_text("#verdict")
 
 
+def test_reasoning_and_calls_are_shown_and_results_go_back(page):
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": '}}
+    deltas = [
+        {"reasoning_content": "Hm <b>."},
+        {"tool_calls": [call]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Oslo"}'}}]},
+    ]
+    token = {"id": 1, "text": "x", "draft_position": 1, "tree_nodes": 3}
+    parts = [{"choices": [{"index": 0, "delta": delta, "tokens": [token]}]} for delta in deltas]
+    usage = {"completion_tokens": 3, "speculation": {"passes": 1, "acceptance_length": 3.0}}
+    stream = "".join(f"data: {json.dumps(part)}\n\n" for part in [*parts, {"choices": [], "usage": usage}])
+    sent = []
+
+    def answer_with_a_call(route):
+        sent.append(route.request.post_data_json)
+        route.fulfill(body=stream + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer_with_a_call)
+    page.uncheck("#compare")
+    page.check("#use-tools")
+    page.click("#send")
+    page.wait_for_selector("#results input")
+    assert page.inner_text(".thought") == "Hm <b>."
+    assert page.inner_text(".calls li") == 'get_weather({"city": "Oslo"})'
+    assert sent[-1]["tools"][0]["function"]["name"] == "get_weather"
+    page.fill("#results input", "12 degrees")
+    page.click("#send")
+    page.wait_for_function("document.querySelectorAll('#turns li').length === 3")
+    *_, said, result = sent[-1]["messages"]
+    assert said["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+    assert said["reasoning_content"] == "Hm <b>."
+    assert result == {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "12 degrees"}
+
+
 def test_a_phone_shows_everything_without_sideways_scrolling(page, tmp_path):
     page.set_viewport_size({"width": 360, "height": 780})
     ask(page, "small screen")
