@@ -1,4 +1,4 @@
-"""Answers in a given form: grammars compiled by llguidance, and their matcher walked along the paths of a tree."""
+"""Answers in a given form: grammars compiled by llguidance, after a trial in another process."""
 
 import asyncio
 import functools
@@ -8,15 +8,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import torch
-from llguidance import LLMatcher, LLTokenizer
-from torch import Tensor
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from slipstream.checkpoint.tokenizer import Tokenizer
-from slipstream.errors import RequestError
 from slipstream.serve.errors import HttpError
-from slipstream.serve.grammar_trial import GrammarSource, compile_grammar, reason
+from slipstream.serve.grammar_trial import GrammarSource, compile_grammar
+from slipstream.serve.matcher import Matcher
 from slipstream.serve.structured import Constraint
 from slipstream.serve.trials import Trials, Verdict, busy
 from slipstream.speculation.grammar import GrammarState
@@ -41,6 +38,7 @@ class GrammarCompiler:
         source, ends = tokenizer.to_json(), tokenizer.eos_token_ids
         self._tokenizer = _readable(source, vocab_size, ends)  # holds Python's lock for a second: not later
         self._trials = Trials(source, vocab_size, ends)
+        self._executor = LLExecutor()  # threads that make the masks of a step
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._under_way: dict[bytes, asyncio.Task[Verdict]] = {}
         self._light = ThreadPoolExecutor(1, "schema")
@@ -59,7 +57,7 @@ class GrammarCompiler:
         if sum(self._open.values()) + verdict.num_bytes > MAX_HELD_BYTES:
             raise busy()
         matcher = await self._built(verdict, tokenizer, source)
-        grammar = CompiledGrammar(matcher, self._vocab_size, field)
+        grammar = CompiledGrammar(matcher, self._vocab_size, field, self._executor)
         self._open[grammar] = verdict.num_bytes
         return grammar
 
@@ -135,55 +133,12 @@ def _readable(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
 class CompiledGrammar:
     """A request's compiled grammar; its answers share it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, field: str) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, field: str, executor: LLExecutor) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._field = field
+        self._executor = executor
 
     def start(self) -> GrammarState:
         """Return a fresh matcher."""
-        return _Matcher(self._matcher, self._vocab_size, self._field)
-
-
-class _Matcher:
-    """llguidance's matcher; paths are tried and taken back. Where a limit stops it, that is a RequestError."""
-
-    def __init__(self, beginning: LLMatcher, vocab_size: int, field: str) -> None:
-        self._beginning = beginning
-        self._matcher = beginning.deep_copy()
-        self._taken: list[int] = []
-        self._vocab_size = vocab_size
-        self._field = field
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing but the end can follow."""
-        return bool(self._matcher.is_stopped())
-
-    def allowed(self, path: Sequence[int]) -> Tensor | None:
-        """Return the tokens that may follow a path; None if the path itself breaks the grammar or ends it."""
-        taken = self._matcher.try_consume_tokens(list(path))
-        possible = taken == len(path) and not (path and self.finished)
-        bits = np.frombuffer(self._matcher.compute_bitmask() if possible else b"", dtype=np.uint8)
-        if self._matcher.is_error():
-            error = self._error()
-            # Errors stay, and this one may lie on a path that the target does not take: start again.
-            self._matcher = self._beginning.deep_copy()
-            self._matcher.consume_tokens(self._taken)
-            raise error
-        self._matcher.rollback(taken)
-        if not possible:
-            return None
-        return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Take in emitted tokens."""
-        for token in tokens:
-            if not self.finished:
-                self._matcher.consume_token(token)
-                self._taken.append(token)
-                if self._matcher.is_error():
-                    raise self._error()
-
-    def _error(self) -> RequestError:
-        return RequestError(f"{self._field} cannot be followed any further: {reason(self._matcher)}")
+        return Matcher(self._matcher, self._vocab_size, self._field, self._executor)
