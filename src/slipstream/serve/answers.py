@@ -9,7 +9,7 @@ from slipstream.engine.output import EmittedToken, TokenLogprob
 from slipstream.engine.request import FinishReason
 from slipstream.serve.errors import HttpError
 from slipstream.serve.logprobs import LogprobWriter, Offsets
-from slipstream.serve.stream import DONE, Json, server_sent_event
+from slipstream.serve.stream import DONE, Json, json_text, server_sent_event
 from slipstream.serve.ticket import Job, StepEvent
 from slipstream.serve.tools.chat_json import delta_json, message_json
 from slipstream.serve.tools.events import AnswerEvent, CallBegin, Message
@@ -18,6 +18,7 @@ from slipstream.speculation.statistics import AcceptanceStats
 
 Kind = Literal["chat", "completion"]
 
+_TEXT = "\0text\0"  # stands for the text where the rest of an event is written ahead
 _OBJECTS = {
     ("chat", False): "chat.completion",
     ("chat", True): "chat.completion.chunk",
@@ -92,6 +93,9 @@ class AnswerWriter:
         self._head = head
         self._simulated = list(simulated)
         self._scores = LogprobWriter(tokenizer, wants.tokens_as_ids)
+        more = wants.logprobs is not None or wants.running_usage or wants.tokens or wants.token_ids
+        self._has_frames = not more and not wants.drop_answer
+        self._frames: dict[tuple[int, str], tuple[str, str]] = {}
 
     @property
     def streams(self) -> bool:
@@ -110,6 +114,8 @@ class AnswerWriter:
     def part(self, index: int, tallies: Sequence[Tally], event: StepEvent) -> bytes:
         """Return what a stream says of an event: the role of a chat's answer with the first."""
         tally = tallies[index]
+        if tally.started and event.finish_reason is None and self._has_frames:
+            return self._short_part(index, tally, event)
         # Not before the first token is there: clients take a stream's first event for its first token.
         opens = self._wants.kind == "chat" and not tally.started
         about_prompt = self._of_chat_prompt(tally, [event]) if opens and not any(t.started for t in tallies) else {}
@@ -152,14 +158,50 @@ class AnswerWriter:
             usage["speculation"] = speculation_json(stats, self._simulated)
         return usage
 
+    def _short_part(self, index: int, tally: Tally, event: StepEvent) -> bytes:
+        """Return what a stream says of an event in the middle: mostly one text, in a frame that is written once."""
+        if self._wants.kind == "completion":
+            field, text = "text", event.text
+        elif tally.job.form is PLAIN:
+            field, text = "content", event.text
+        else:
+            delta = delta_json(tally.read(event), self._wants.reasoning)
+            if not delta:
+                return b""  # all of it is held back: it may be a marker
+            if len(delta) > 1 or "tool_calls" in delta:
+                return server_sent_event(self._chunk([self._choice(index, tally, [event], None, delta)]))
+            field, text = next(iter(delta.items()))
+        head, tail = self._frames.get((index, field)) or self._frame(index, tally, field)
+        return f"{head}{json_text(text)}{tail}".encode()
+
+    def _frame(self, index: int, tally: Tally, field: str) -> tuple[str, str]:
+        """Return what stands before and after the text in an event that has nothing but text, and keep it."""
+        event = StepEvent((EmittedToken(0, _TEXT, 0),))
+        choice = self._choice(index, tally, [event], None, {field: _TEXT})
+        head, tail = server_sent_event(self._chunk([choice])).decode().split(json_text(_TEXT))
+        self._frames[index, field] = head, tail
+        return head, tail
+
     def _chunk(self, choices: Sequence[Json], usage: Json | None = None) -> Json:
         body = {**self._envelope(), "choices": list(choices)}
         if self._wants.usage:
             body["usage"] = usage
         return body
 
-    def _choice(self, index: int, tally: Tally, events: Sequence[StepEvent], last: StepEvent | None) -> Json:
-        """Return a choice with the events' text; `last` is the event that ended the answer, if it is over."""
+    def _choice(
+        self,
+        index: int,
+        tally: Tally,
+        events: Sequence[StepEvent],
+        last: StepEvent | None,
+        delta: Json | None = None,
+    ) -> Json:
+        """Return a choice with the events' text.
+
+        Args:
+            last: the event that ended the answer, if it is over.
+            delta: what the events say in a chat's stream, where they were read already.
+        """
         wants = self._wants
         tokens = [] if wants.drop_answer else [token for event in events for token in event.tokens]
         text = "" if wants.drop_answer else "".join(event.text for event in events)
@@ -171,8 +213,8 @@ class AnswerWriter:
         if wants.kind == "completion":
             choice["text"] = echoed + text
         elif wants.stream:
-            read = [part for event in events for part in tally.read(event)]
-            delta = delta_json(read, wants.reasoning)
+            if delta is None:
+                delta = delta_json([part for event in events for part in tally.read(event)], wants.reasoning)
             choice["delta"] = delta or ({} if last is not None or tally.job.form is not PLAIN else {"content": ""})
         else:
             message = Message()

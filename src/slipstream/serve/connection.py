@@ -10,6 +10,7 @@ import json
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -19,6 +20,7 @@ from uvicorn.server import ServerState
 
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import HttpError, request_unfinished
+from slipstream.serve.stream import CONNECTION
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Connection(H11Protocol):
         Args:
             refusal: the answer to whatever the client asks, where it is one too many.
         """
-        super().__init__(settings, state, app_state)
+        super().__init__(settings, state, {**app_state, CONNECTION: self})
         self._limits = config
         self._refusal = refusal
         self._since = self.loop.time()
@@ -97,6 +99,18 @@ class Connection(H11Protocol):
         """Begin to wait for the next request."""
         self._move_on()
         super().on_response_complete()
+
+    def write_part(self, make: Callable[[], bytes]) -> bool:
+        """Send a part of the body of an answer under way, past uvicorn and h11, which would only frame it.
+
+        False, and nothing is made, if it must wait for the client to read, or is not sent in chunks (HTTP/1.0).
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.disconnected or self.flow.write_paused or cycle.scope["http_version"] != "1.1":
+            return False
+        if part := make():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
     def tend(self, now: float) -> None:
         """Give the client up if it has kept the server waiting for too long."""

@@ -3,9 +3,9 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,7 +23,6 @@ from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
 logger = logging.getLogger(__name__)
 
 _MANY_ENTRIES = 2000  # which take the event loop some ten milliseconds
-T = TypeVar("T")
 
 
 class Writer(Protocol):
@@ -63,7 +62,7 @@ class Generator:
     def end_all(self) -> int:
         """End every answer under way with an error its client is told of; returns how many requests that were."""
         for ticket in self._under_way:
-            ticket.deliver(0, stopped())
+            _fail(ticket, stopped())
         return len(self._under_way)
 
     def abort(self, caller: str, name: str) -> int:
@@ -97,66 +96,44 @@ class Generator:
         """
         request_id = request.state.request_id
         ticket = self.worker.submit(jobs)
-        run = _Run(ticket, writer, asyncio.get_running_loop().time() + self.config.request_timeout_s)
-
+        run = _Run(ticket, writer, not writer.streams or self.config.log_prompts)
+        too_late = timed_out(self.config.request_timeout_s)
+        timer = asyncio.get_running_loop().call_later(self.config.request_timeout_s, _fail, ticket, too_late)
         self._under_way[ticket] = _Owner(request.state.caller, frozenset((request_id, *names)))
 
         def close() -> None:
+            timer.cancel()
             self._under_way.pop(ticket, None)
             self.worker.cancel(ticket)
             self._log(request_id, run)
 
         if writer.streams:
-            return EventStream(self._stream(run), close)
+            return EventStream(run, close)
         try:
             body = await until_disconnect(request.receive, self._gather(run))
         finally:
+            run.when_more(None)
             close()
         return Response(status_code=499) if body is None else body
 
     def _abort(self, tickets: Sequence[Ticket]) -> int:
         for ticket in tickets:
-            ticket.deliver(0, aborted())
+            _fail(ticket, aborted())
         return len(tickets)
 
     async def _gather(self, run: "_Run") -> Response:
-        while not run.finished:
-            await self._next(run)
+        await run.whole()
 
         def write() -> Response:
             return JSONResponse(run.writer.whole(run.tallies, run.events))
 
-        return await _written(itertools.chain(*run.events), write)
-
-    async def _stream(self, run: "_Run") -> AsyncIterator[bytes]:
-        try:
-            while not run.finished:
-                index, event = await self._next(run)
-
-                def write(index: int = index, event: StepEvent = event) -> bytes:
-                    return run.writer.part(index, run.tallies, event)
-
-                yield await _written([event], write)
-        except HttpError as error:
-            run.outcome = f"error {error.status}"
-            yield run.writer.failure(error)
-            return
-        yield run.writer.end(run.tallies)
-
-    async def _next(self, run: "_Run") -> tuple[int, StepEvent]:
-        try:
-            async with asyncio.timeout_at(run.deadline):
-                index, event = await run.ticket.next_event()
-        except TimeoutError:
-            run.outcome = "timeout"
-            raise timed_out(self.config.request_timeout_s) from None
-        run.take(index, event)
-        return index, event
+        is_long = _takes_long(itertools.chain(*run.events))
+        return await asyncio.to_thread(write) if is_long else write()
 
     def _log(self, request_id: str, run: "_Run") -> None:
         fields: dict[str, object] = {
             "request_id": request_id,
-            "outcome": run.outcome or ("finished" if run.finished else "disconnected"),
+            "outcome": run.outcome or "disconnected",
             "prompt_tokens": sum(len(tally.job.prompt) for tally in run.tallies),
             "completion_tokens": sum(tally.num_tokens for tally in run.tallies),
             "acceptance_length": [round(tally.stats.acceptance_length, 3) for tally in run.tallies],
@@ -175,38 +152,89 @@ class _Owner(NamedTuple):
 
 
 class _Run:
-    """One request under way."""
+    """One request under way; as a stream, its parts."""
 
-    def __init__(self, ticket: Ticket, writer: Writer, deadline: float) -> None:
-        self.ticket = ticket
+    def __init__(self, ticket: Ticket, writer: Writer, keeps_events: bool) -> None:
         self.writer = writer
-        self.deadline = deadline
         self.tallies = [Tally(job) for job in ticket.jobs]
         self.events: list[list[StepEvent]] = [[] for _ in ticket.jobs]
         self.outcome = ""
+        self._ticket = ticket
+        self._keeps_events = keeps_events
         self._num_open = len(ticket.jobs)
 
     @property
-    def finished(self) -> bool:
-        """Whether every answer is over."""
-        return self._num_open == 0
+    def over(self) -> bool:
+        """Whether all of it is over, well or not."""
+        return self.outcome != ""
 
-    def take(self, index: int, event: StepEvent) -> None:
-        """Count an event."""
-        self.tallies[index].count(event)
-        self.events[index].append(event)
-        self._num_open -= event.finish_reason is not None
+    @property
+    def is_long(self) -> bool:
+        """Whether what has come takes long to write."""
+        return _takes_long(event for _, event in self._ticket.pending() if not isinstance(event, HttpError))
+
+    def when_more(self, wake: Callable[[], None] | None) -> None:
+        """Call `wake` when a step gave something."""
+        self._ticket.when_announced(wake)
+
+    def part(self) -> bytes:
+        """Return what has come, as its API streams it."""
+        pieces = []
+        try:
+            for index, event in self._new():
+                pieces.append(self.writer.part(index, self.tallies, event))
+        except HttpError as error:
+            pieces.append(self.writer.failure(error))
+        else:
+            if self.outcome:
+                pieces.append(self.writer.end(self.tallies))
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def whole(self) -> None:
+        """Wait until all answers are over; raises HttpError where one failed."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def take() -> None:
+            try:
+                for _ in self._new():
+                    pass
+            except HttpError as error:
+                if not over.done():
+                    over.set_exception(error)
+            if self.over and not over.done():
+                over.set_result(None)
+
+        self.when_more(take)
+        await over
+
+    def _new(self) -> Iterator[tuple[int, StepEvent]]:
+        """Count what has come, and yield it; raises HttpError where an answer failed: then nothing more follows."""
+        for index, event in self._ticket.take():
+            if self.over:
+                return
+            if isinstance(event, HttpError):
+                self.outcome = "timeout" if event.status == 504 else f"error {event.status}"
+                raise event
+            self.tallies[index].count(event)
+            if self._keeps_events:
+                self.events[index].append(event)
+            if event.finish_reason is not None:
+                self._num_open -= 1
+                self.outcome = "" if self._num_open else "finished"
+            yield index, event
 
 
-def _num_entries(events: Iterable[StepEvent]) -> int:
-    """Return about how many tokens and log probabilities have to be written for events."""
-    return sum(
-        sum(1 if token.logprob is None else 1 + len(token.logprob.top) for token in event.tokens)
-        + MAX_TOP_LOGPROBS * len(event.prompt_logprobs or ())
-        for event in events
-    )
+def _fail(ticket: Ticket, error: HttpError) -> None:
+    """End a request, on the event loop."""
+    ticket.deliver(0, error)
+    ticket.announce()
 
 
-async def _written(events: Iterable[StepEvent], write: Callable[[], T]) -> T:
-    """Return what `write` returns; off the event loop where it has much to write (log probabilities mostly)."""
-    return await asyncio.to_thread(write) if _num_entries(events) > _MANY_ENTRIES else write()
+def _takes_long(events: Iterable[StepEvent]) -> bool:
+    """Tell whether events have so much in them (log probabilities mostly) that writing it holds the event loop up."""
+    num_entries = 0
+    for event in events:
+        logprob = event.tokens[0].logprob if event.tokens else None
+        num_entries += len(event.tokens) * (1 if logprob is None else 1 + len(logprob.top))
+        num_entries += MAX_TOP_LOGPROBS * len(event.prompt_logprobs or ())
+    return num_entries > _MANY_ENTRIES

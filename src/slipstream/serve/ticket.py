@@ -1,7 +1,7 @@
 """Answers being made, as the event loop sees them: jobs handed to the engine's thread, and what comes back."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.engine.output import EmittedToken, TokenLogprob
@@ -54,23 +54,50 @@ class StepEvent:
     @property
     def text(self) -> str:
         """The text of this step."""
-        return "".join(token.text for token in self.tokens)
+        return self.tokens[0].text if len(self.tokens) == 1 else "".join([token.text for token in self.tokens])
+
+
+Delivered = tuple[int, StepEvent | HttpError]
 
 
 class Ticket:
-    """A request's answers under way. Holds their events until somebody reads them; the engine never waits for that."""
+    """A request's answers under way. Holds their events until somebody takes them; the engine never waits for that."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
-        self._events: asyncio.Queue[tuple[int, StepEvent | HttpError]] = asyncio.Queue()
+        self._events: list[Delivered] = []
+        self._wake: Callable[[], None] | None = None
 
     def deliver(self, index: int, event: StepEvent | HttpError) -> None:
         """Add an event of the index-th answer; called on the event loop."""
-        self._events.put_nowait((index, event))
+        self._events.append((index, event))
+
+    def announce(self) -> None:
+        """Tell whoever reads that events were delivered: once for all of a step."""
+        if self._wake is not None:
+            self._wake()
+
+    def when_announced(self, wake: Callable[[], None] | None) -> None:
+        """Call `wake` when events were delivered; at once if some were."""
+        self._wake = wake
+        if self._events:
+            self.announce()
+
+    def pending(self) -> Sequence[Delivered]:
+        """Return the events that nobody took yet."""
+        return self._events
+
+    def take(self) -> list[Delivered]:
+        """Return the events since the last call, each with the answer it belongs to; an HttpError ends that answer."""
+        events, self._events = self._events, []
+        return events
 
     async def next_event(self) -> tuple[int, StepEvent]:
-        """Return the next event and which answer it belongs to; raises HttpError if that answer failed."""
-        index, event = await self._events.get()
+        """Wait for the next event, where nobody else reads; raises HttpError if the answer failed."""
+        came = asyncio.Event()
+        self.when_announced(came.set)
+        await came.wait()
+        index, event = self._events.pop(0)
         if isinstance(event, HttpError):
             raise event
         return index, event

@@ -39,6 +39,8 @@ class EngineWorker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answers: dict[int, _Answer] = {}
         self._ids: dict[Ticket, set[int]] = {}
+        self._outbox: deque[list[Delivery]] = deque()
+        self._is_posted = False
         self._num_open = 0
         self._queued: deque[_Answer] = deque()
         self._num_started = 0
@@ -238,14 +240,23 @@ class EngineWorker:
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         if deliveries:
-            self._post(self._hand_out, deliveries)
+            self._outbox.append(deliveries)
+            if not self._is_posted:
+                self._is_posted = True
+                self._post(self._hand_out)
 
-    def _hand_out(self, deliveries: list[Delivery]) -> None:
-        """Give events to their tickets, on the event loop, in one go for a whole step."""
-        for ticket, index, event in deliveries:
-            if isinstance(event, HttpError) or event.finish_reason is not None:
-                self._num_open -= 1
-            ticket.deliver(index, event)
+    def _hand_out(self) -> None:
+        """Give events to their tickets, on the event loop, in one go for a step or for all that have come meanwhile."""
+        self._is_posted = False  # before the outbox is looked at: what comes from now on is posted again
+        tickets: dict[Ticket, None] = {}
+        while self._outbox:
+            for ticket, index, event in self._outbox.popleft():
+                if isinstance(event, HttpError) or event.finish_reason is not None:
+                    self._num_open -= 1
+                ticket.deliver(index, event)
+                tickets[ticket] = None
+        for ticket in tickets:
+            ticket.announce()
 
 
 class _Answer:
