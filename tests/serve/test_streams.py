@@ -1,15 +1,18 @@
 """However a stream's parts get to the client, they are the same parts, and one client's trouble is its own."""
 
 import asyncio
+import dataclasses
 import json
+import math
 import socket
 
 import pytest
 from misbehaving import eventually
 
-from slipstream.engine.output import EmittedToken
+from slipstream.engine.output import EmittedToken, TokenLogprob
 from slipstream.engine.request import FinishReason
 from slipstream.serve.answers import AnswerWriter, Tally, Wants
+from slipstream.serve.logprobs import LogprobWriter
 from slipstream.serve.stream import DONE, EventStream
 from slipstream.serve.ticket import Job, StepEvent
 from slipstream.speculation.sampling import SamplingParams
@@ -135,19 +138,28 @@ def test_a_part_that_cannot_be_written_ends_its_own_request_only():
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-@pytest.mark.parametrize("more", [{}, {"usage": False}, {"speculation": True}])
+@pytest.mark.parametrize("more", [{}, {"usage": False}, {"logprobs": 2}])
 @pytest.mark.parametrize("text", ["plain", "", 'a "quoted" \\ line\n\t\u2028 ünï\U0001f600', "\0text\0"])
 def test_a_text_written_into_a_ready_frame_reads_like_any_other_event(server, kind, more, text):
-    writer = AnswerWriter(
-        Wants(kind, True, **more), tokenizer=server.tokenizer, head={"id": "x", "model": "m"}, simulated=()
-    )
-    general = AnswerWriter(
-        Wants(kind, True, **more), tokenizer=server.tokenizer, head={"id": "x", "model": "m"}, simulated=()
-    )
-    general._has_frames = False
+    """The first event of an answer is written whole, and so are all where usage runs along."""
+    scores = LogprobWriter(server.tokenizer, as_ids=False)
+    wants = Wants(kind, True, **more)
+    head = {"id": "x", "model": "m"}
+    framed = AnswerWriter(wants, server.tokenizer, scores, head, ())
+    whole = AnswerWriter(dataclasses.replace(wants, running_usage=True), server.tokenizer, scores, head, ())
     tallies = [Tally(Job((1,), SamplingParams(n=2), 0)) for _ in range(2)]
     again = [Tally(Job((1,), SamplingParams(n=2), 0)) for _ in range(2)]
-    event = StepEvent((EmittedToken(3, text, 0),))
-    last = StepEvent((EmittedToken(3, text, 0), EmittedToken(4, "!", 0)), finish_reason=FinishReason.LENGTH)
-    for index, one in ((0, event), (1, event), (1, event), (0, event), (0, last), (1, last)):
-        assert writer.part(index, tallies, one) == general.part(index, again, one)
+    tokens = (EmittedToken(3, text, 0, logprob(3)), EmittedToken(4, "!", 0, logprob(4)))
+    last = StepEvent(tokens, finish_reason=FinishReason.LENGTH)
+    for index, event in ((0, StepEvent(tokens)), (1, StepEvent(tokens[:1])), (1, StepEvent(tokens)), (0, last)):
+        one, other = (
+            [json.loads(line[6:]) for line in writer.part(index, counts, event).decode().split("\n\n") if line]
+            for writer, counts in ((framed, tallies), (whole, again))
+        )
+        for body in (*one, *other):
+            body.pop("usage", None)
+        assert one == other
+
+
+def logprob(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -0.1234567 * token, ((token, -0.1), (2 * token, -math.inf), (60, -1e-9)))

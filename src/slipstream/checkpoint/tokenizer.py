@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import ByteLevel
 
 from slipstream.checkpoint.chat_template import LONGEST_TEMPLATE, ChatTemplate, TemplateValue
 from slipstream.checkpoint.files import find_file, read_json, read_text
@@ -51,6 +52,10 @@ class Tokenizer:
         self.chat_template = template
         self._template = None if template is None else ChatTemplate(template, str(origin))
         self._named = _named_tokens(settings)
+        self._token_texts: dict[int, str] = {}
+        self._pieces: dict[bool, dict[int, str | None]] | None = None
+        if isinstance(fast.decoder, ByteLevel):
+            self._pieces = {True: {}, False: {}}
         added = fast.get_added_tokens_decoder()
         self.added_token_ids = {token.content: i for i, token in added.items()}
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
@@ -96,7 +101,30 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return one token as text, special tokens by name; a piece of a character shows as U+FFFD."""
-        return self.decode([token_id], skip_special=False)
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id], skip_special=False)
+            if token_id < self.vocab_size:  # a model may have more ids than that, and callers have any
+                self._token_texts[token_id] = text
+        return text
+
+    def piece(self, token_id: int, skip_special: bool) -> str | None:
+        """Return what a token adds to any text of whole characters; None where that depends on its neighbours.
+
+        A decoder of bytes only joins them, so there a token of whole characters always adds the same, and is decoded
+        once. Other decoders treat the first token otherwise, or join pieces.
+        """
+        if self._pieces is None:
+            return None
+        pieces = self._pieces[skip_special]
+        try:
+            return pieces[token_id]
+        except KeyError:
+            text = self.decode([token_id], skip_special)
+            piece = None if _INCOMPLETE in text else text
+            if token_id < self.vocab_size:
+                pieces[token_id] = piece
+            return piece
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return one token's bytes, also of one that is only a piece of a character."""
@@ -211,6 +239,10 @@ class IncrementalDetokenizer:
         """Take more ids, and return the text that is now complete (perhaps none)."""
         pieces: list[str] = []
         for token_id in ids:
+            if not self._waiting and (piece := self._tokenizer.piece(token_id, self._skip_special)) is not None:
+                self._before.clear()
+                pieces.append(piece)
+                continue
             self._waiting.append(token_id)
             if not (self._skip_special and token_id in self._tokenizer.special_token_ids):
                 self._in_byte_run = token_id in self._tokenizer.byte_token_ids

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from slipstream.engine.request import FinishReason
 from slipstream.speculation.statistics import AcceptanceStats
@@ -21,8 +21,7 @@ class Detokenizer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token's log probability under the target itself (before penalties and temperature), and the likeliest ones."""
 
     token_id: int
@@ -30,8 +29,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class EmittedToken:
+class EmittedToken(NamedTuple):
     """One token of an answer, the text it let out, and where on the draft's path it was guessed (0 = not drafted)."""
 
     token_id: int

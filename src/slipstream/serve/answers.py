@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.output import EmittedToken, TokenLogprob
@@ -78,10 +78,20 @@ class Tally:
             self.stats = event.stats
 
 
+class _Frame(NamedTuple):
+    """What stands around an event's text, and around a chat's log probabilities (`tail` is None without them)."""
+
+    head: str
+    between: str
+    tail: str | None
+
+
 class AnswerWriter:
     """Writes one request's answer."""
 
-    def __init__(self, wants: Wants, tokenizer: Tokenizer, head: Json, simulated: Sequence[float]) -> None:
+    def __init__(
+        self, wants: Wants, tokenizer: Tokenizer, scores: LogprobWriter, head: Json, simulated: Sequence[float]
+    ) -> None:
         """Keep what every part of the answer shares.
 
         Args:
@@ -92,10 +102,10 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._head = head
         self._simulated = list(simulated)
-        self._scores = LogprobWriter(tokenizer, wants.tokens_as_ids)
-        more = wants.logprobs is not None or wants.running_usage or wants.tokens or wants.token_ids
-        self._has_frames = not more and not wants.drop_answer
-        self._frames: dict[tuple[int, str], tuple[str, str]] = {}
+        self._scores = scores
+        more = wants.running_usage or wants.tokens or wants.token_ids or wants.drop_answer
+        self._has_frames = not more and (wants.logprobs is None or wants.kind == "chat")
+        self._frames: dict[tuple[int, str], _Frame] = {}
 
     @property
     def streams(self) -> bool:
@@ -166,21 +176,24 @@ class AnswerWriter:
             field, text = "content", event.text
         else:
             delta = delta_json(tally.read(event), self._wants.reasoning)
-            if not delta:
+            if not delta and self._wants.logprobs is None:
                 return b""  # all of it is held back: it may be a marker
-            if len(delta) > 1 or "tool_calls" in delta:
+            if len(delta) != 1 or "tool_calls" in delta:
                 return server_sent_event(self._chunk([self._choice(index, tally, [event], None, delta)]))
             field, text = next(iter(delta.items()))
-        head, tail = self._frames.get((index, field)) or self._frame(index, tally, field)
-        return f"{head}{json_text(text)}{tail}".encode()
+        frame = self._frames.get((index, field)) or self._frame(index, tally, field)
+        entries = "" if frame.tail is None else self._scores.chat_entries(event.tokens)
+        return f"{frame.head}{json_text(text)}{frame.between}{entries}{frame.tail or ''}".encode()
 
-    def _frame(self, index: int, tally: Tally, field: str) -> tuple[str, str]:
-        """Return what stands before and after the text in an event that has nothing but text, and keep it."""
+    def _frame(self, index: int, tally: Tally, field: str) -> _Frame:
+        """Return what stands around the text in an event that has nothing but text, and keep it."""
         event = StepEvent((EmittedToken(0, _TEXT, 0),))
         choice = self._choice(index, tally, [event], None, {field: _TEXT})
-        head, tail = server_sent_event(self._chunk([choice])).decode().split(json_text(_TEXT))
-        self._frames[index, field] = head, tail
-        return head, tail
+        head, rest = server_sent_event(self._chunk([choice])).decode().split(json_text(_TEXT))
+        before, mark, after = rest.partition('"logprobs":{"content":[')
+        frame = _Frame(head, before + mark, after if mark else None)
+        self._frames[index, field] = frame
+        return frame
 
     def _chunk(self, choices: Sequence[Json], usage: Json | None = None) -> Json:
         body = {**self._envelope(), "choices": list(choices)}

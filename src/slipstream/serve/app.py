@@ -25,6 +25,7 @@ from slipstream.serve.errors import HttpError
 from slipstream.serve.gate import Gate
 from slipstream.serve.generate import Generator
 from slipstream.serve.grammar import GrammarCompiler
+from slipstream.serve.logprobs import LogprobWriter
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from slipstream.serve.responses import routes as responses_routes
@@ -119,6 +120,8 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
+    scores = {as_ids: LogprobWriter(service.tokenizer, as_ids) for as_ids in (False, True)}
+
     def writer(request: Request, body: Generation, wants: Wants) -> AnswerWriter:
         own = f"{'chatcmpl' if wants.kind == 'chat' else 'cmpl'}-{body.request_id or request.state.request_id}"
         head = {
@@ -128,7 +131,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             "system_fingerprint": service.fingerprint,
         }
         simulated = service.worker.simulated_acceptance
-        return AnswerWriter(_wants(body, wants), service.tokenizer, head, simulated)
+        whole = _wants(body, wants)
+        return AnswerWriter(whole, service.tokenizer, scores[whole.tokens_as_ids], head, simulated)
 
     @app.post("/v1/chat/completions", responses=_ERRORS, tags=["generation"])
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

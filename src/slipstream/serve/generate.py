@@ -62,7 +62,7 @@ class Generator:
     def end_all(self) -> int:
         """End every answer under way with an error its client is told of; returns how many requests that were."""
         for ticket in self._under_way:
-            _fail(ticket, stopped())
+            ticket.deliver(0, stopped())
         return len(self._under_way)
 
     def abort(self, caller: str, name: str) -> int:
@@ -98,7 +98,7 @@ class Generator:
         ticket = self.worker.submit(jobs)
         run = _Run(ticket, writer, not writer.streams or self.config.log_prompts)
         too_late = timed_out(self.config.request_timeout_s)
-        timer = asyncio.get_running_loop().call_later(self.config.request_timeout_s, _fail, ticket, too_late)
+        timer = asyncio.get_running_loop().call_later(self.config.request_timeout_s, ticket.deliver, 0, too_late)
         self._under_way[ticket] = _Owner(request.state.caller, frozenset((request_id, *names)))
 
         def close() -> None:
@@ -118,7 +118,7 @@ class Generator:
 
     def _abort(self, tickets: Sequence[Ticket]) -> int:
         for ticket in tickets:
-            _fail(ticket, aborted())
+            ticket.deliver(0, aborted())
         return len(tickets)
 
     async def _gather(self, run: "_Run") -> Response:
@@ -222,12 +222,6 @@ class _Run:
                 self._num_open -= 1
                 self.outcome = "" if self._num_open else "finished"
             yield index, event
-
-
-def _fail(ticket: Ticket, error: HttpError) -> None:
-    """End a request, on the event loop."""
-    ticket.deliver(0, error)
-    ticket.announce()
 
 
 def _takes_long(events: Iterable[StepEvent]) -> bool:

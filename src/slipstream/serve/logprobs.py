@@ -4,8 +4,15 @@ from collections.abc import Sequence
 
 from slipstream.checkpoint.tokenizer import IncrementalDetokenizer, Tokenizer
 from slipstream.engine.output import EmittedToken, TokenLogprob
-from slipstream.serve.stream import Json
+from slipstream.serve.stream import Json, json_text
 from slipstream.serve.ticket import Job
+
+_LOWEST = -9999.0  # JSON has no infinity; vLLM's figure for a token that cannot come
+
+
+def finite(logprob: float) -> float:
+    """Return a log probability as JSON can say it."""
+    return max(_LOWEST, logprob)
 
 
 class Offsets:
@@ -35,7 +42,7 @@ class Offsets:
 
 
 class LogprobWriter:
-    """Writes one request's log probabilities.
+    """Writes the log probabilities of any number of requests.
 
     Args:
         as_ids: write tokens as `token_id:N` instead of as text, which two tokens may share.
@@ -44,6 +51,7 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
+        self._around: dict[int, tuple[str, str]] = {}
 
     def chat(self, tokens: Sequence[EmittedToken]) -> Json:
         """Return the log probabilities of a chat's tokens."""
@@ -59,6 +67,30 @@ class LogprobWriter:
             "refusal": None,
         }
 
+    def chat_entries(self, tokens: Sequence[EmittedToken]) -> str:
+        """Return the `content` of a chat's log probabilities as JSON text, without its brackets.
+
+        Twenty alternatives to each token make it thirty times as long as the answer, so what stands around the number
+        of a token is written once and kept.
+        """
+        return ",".join([self._entry(token.logprob) for token in tokens if token.logprob is not None])
+
+    def _entry(self, logprob: TokenLogprob) -> str:
+        top = []
+        for token, value in logprob.top:
+            before, after = self._around.get(token) or self._keep(token)
+            top.append(f"{before}{finite(value)!r}{after}}}")
+        before, after = self._around.get(logprob.token_id) or self._keep(logprob.token_id)
+        return f'{before}{finite(logprob.logprob)!r}{after},"top_logprobs":[{",".join(top)}]}}'
+
+    def _keep(self, token: int) -> tuple[str, str]:
+        """Return what stands before and after a token's number, and keep it."""
+        before, after = json_text(self._named(token, 0.5)).rsplit("0.5", 1)
+        around = before, after.removesuffix("}")
+        if token < self._tokenizer.vocab_size:  # a model may have more ids than that
+            self._around[token] = around
+        return around
+
     def completion(
         self, tokens: Sequence[EmittedToken], offsets: Offsets, head: Sequence[tuple[int, TokenLogprob | None]]
     ) -> Json:
@@ -68,7 +100,7 @@ class LogprobWriter:
         begins = [*offsets.of_prompt[: len(head)], *(offsets.take(logprob.token_id) for logprob in found)]
         return {
             "tokens": [self._token(token) for token, _ in entries],
-            "token_logprobs": [None if logprob is None else logprob.logprob for _, logprob in entries],
+            "token_logprobs": [None if logprob is None else finite(logprob.logprob) for _, logprob in entries],
             "top_logprobs": [None if logprob is None else self._top(logprob) for _, logprob in entries],
             "text_offset": begins,
         }
@@ -81,7 +113,11 @@ class LogprobWriter:
         pairs = dict([*scored.top, (scored.token_id, scored.logprob)])
         ranks = {token: rank for rank, (token, _) in enumerate(scored.top, start=1)}
         return {
-            str(token): {"logprob": value, "rank": ranks.get(token), "decoded_token": self._tokenizer.token_text(token)}
+            str(token): {
+                "logprob": finite(value),
+                "rank": ranks.get(token),
+                "decoded_token": self._tokenizer.token_text(token),
+            }
             for token, value in pairs.items()
         }
 
@@ -89,11 +125,15 @@ class LogprobWriter:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
     def _named(self, token: int, value: float) -> Json:
-        return {"token": self._token(token), "logprob": value, "bytes": list(self._tokenizer.token_bytes(token))}
+        return {
+            "token": self._token(token),
+            "logprob": finite(value),
+            "bytes": list(self._tokenizer.token_bytes(token)),
+        }
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
         """Return alternatives by text, the token itself among them; of two with one text the likelier stays."""
         top: dict[str, float] = {}
         for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-            top.setdefault(self._token(token), value)
+            top.setdefault(self._token(token), finite(value))
         return top

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.engine.output import EmittedToken, TokenLogprob
 from slipstream.engine.request import FinishReason
@@ -31,8 +32,7 @@ class Job:
     form: AnswerForm = PLAIN
 
 
-@dataclass(frozen=True)
-class StepEvent:
+class StepEvent(NamedTuple):
     """What one step gave an answer.
 
     Args:
@@ -69,16 +69,21 @@ class Ticket:
         self._wake: Callable[[], None] | None = None
 
     def deliver(self, index: int, event: StepEvent | HttpError) -> None:
-        """Add an event of the index-th answer; called on the event loop."""
+        """Add an event of the index-th answer and tell whoever reads; called on the event loop."""
+        self.add(index, event)
+        self.announce()
+
+    def add(self, index: int, event: StepEvent | HttpError) -> None:
+        """Add an event; `announce` follows, once for all events of a step."""
         self._events.append((index, event))
 
     def announce(self) -> None:
-        """Tell whoever reads that events were delivered: once for all of a step."""
+        """Tell whoever reads that there are events."""
         if self._wake is not None:
             self._wake()
 
     def when_announced(self, wake: Callable[[], None] | None) -> None:
-        """Call `wake` when events were delivered; at once if some were."""
+        """Call `wake` when there are events; at once if there are some now."""
         self._wake = wake
         if self._events:
             self.announce()

@@ -5,7 +5,6 @@ step and the engine never waits for a reader.
 """
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import deque
@@ -183,7 +182,7 @@ class EngineWorker:
         if not tail or not emission.tokens:
             return emission.tokens
         *others, last = emission.tokens
-        return (*others, dataclasses.replace(last, text=last.text + tail))
+        return (*others, last._replace(text=last.text + tail))
 
     def _add(self, ticket: Ticket, arrived: float) -> None:
         self._ids[ticket] = set()
@@ -253,7 +252,7 @@ class EngineWorker:
             for ticket, index, event in self._outbox.popleft():
                 if isinstance(event, HttpError) or event.finish_reason is not None:
                     self._num_open -= 1
-                ticket.deliver(index, event)
+                ticket.add(index, event)
                 tickets[ticket] = None
         for ticket in tickets:
             ticket.announce()
