@@ -5,7 +5,6 @@ statistics. Run as a program, it serves until it is ended.
 """
 
 import argparse
-import gc
 import itertools
 import sys
 import time
@@ -21,7 +20,7 @@ from slipstream.engine.stats import EngineStats
 from slipstream.serve.app import build_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import set_up_logs
-from slipstream.serve.server import server_for
+from slipstream.serve.server import avoid_pauses, server_for
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 
@@ -96,7 +95,8 @@ class FakeEngine:
         """Wait as if a GPU computed, then emit."""
         del patience_s
         now = time.perf_counter()
-        self._due = max(self._due + self._period_s, now - 0.1)  # behind, it catches up; after a silence, it does not
+        late_s = now - self._due - self._period_s
+        self._due = now if late_s > 0.1 else self._due + self._period_s  # after a silence it does not catch up
         if self._due > now:
             time.sleep(self._due - now)
         self.stats.steps += 1
@@ -161,8 +161,7 @@ def main() -> None:
     engine = FakeEngine(tokenizer, options.together, options.period_s, options.tokens_per_step)
     config = ServeConfig("fake", port=options.port)
     app = build_app(engine, tokenizer, config, int(time.time()))  # type: ignore[arg-type]  # an engine in what is used
-    gc.collect()
-    gc.freeze()
+    avoid_pauses()
     server_for(app, config).run()
 
 

@@ -5,11 +5,13 @@
 
 The fake engine (`serve_fake_engine.py`) gives every stream its tokens at a steady pace. This process only reads and
 counts. It fails (exit status 1) where the server falls behind the pace by more than 2%, or a stream that had begun
-pauses for more than 30 ms. Pauses count from one arrival of bytes to the next, the engine's own pace included; those
-that the machine made (this process did nothing but sleep, and woke late) are reported apart.
+pauses for more than 30 ms. Pauses count from one arrival of bytes to the next, the engine's own pace included. They
+mean nothing on a machine that has no core to spare: those during which even a thread that only sleeps woke late are
+reported apart, and so is the share of the time that threads of the server were ready to run and had no core.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import selectors
@@ -59,6 +61,7 @@ class Found:
     cpu_us_per_token: float = 0.0
     longest_pause_ms: float = 0.0
     pauses_over_limit: int = 0
+    waited_for_core_share: float = 0.0
     machine_pauses_ms: list[float] = field(default_factory=list)
 
 
@@ -131,7 +134,7 @@ def _read_all(load: Load, port: int, pid: int) -> Found:
     streams = [Stream(port, body) for _ in range(load.streams)]
     arriving = threading.Thread(target=_arrive, args=(port, load), daemon=True)
     arriving.start()
-    before = _cpu_s(pid)
+    before, waited = _cpu_s(pid), _waited_for_core_s(pid)
     with selectors.DefaultSelector() as selector:
         for stream in streams:
             selector.register(stream.socket, selectors.EVENT_READ, stream)
@@ -142,7 +145,9 @@ def _read_all(load: Load, port: int, pid: int) -> Found:
                     selector.unregister(key.fileobj)
                     key.data.socket.close()
     ticks.ending = True
-    return _found(load, streams, _cpu_s(pid) - before, ticks)
+    found = _found(load, streams, _cpu_s(pid) - before, ticks)
+    found.waited_for_core_share = round((_waited_for_core_s(pid) - waited) / load.seconds, 3)
+    return found
 
 
 def _found(load: Load, streams: list[Stream], cpu_s: float, ticks: Ticks) -> Found:
@@ -162,15 +167,17 @@ def _found(load: Load, streams: list[Stream], cpu_s: float, ticks: Ticks) -> Fou
 
 
 def _arrive(port: int, load: Load) -> None:
-    """Send prompts of 8,192 token ids, evenly over the measurement, each for one token."""
+    """Send prompts of 8,192 token ids in the middle of the measurement, all at once, each for one token."""
     content = json.dumps({"prompt": [5 + i % 4000 for i in range(8192)], "max_tokens": 1}).encode()
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     )
-    for _ in range(load.arrivals):
-        time.sleep(load.seconds / load.arrivals)
-        with socket.create_connection(("127.0.0.1", port)) as connection:
+    time.sleep(load.seconds / 2)
+    with contextlib.ExitStack() as stack:
+        arrived = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(load.arrivals)]
+        for connection in arrived:
             connection.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
+        for connection in arrived:
             while connection.recv(1 << 16):
                 pass
 
@@ -178,6 +185,11 @@ def _arrive(port: int, load: Load) -> None:
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _waited_for_core_s(pid: int) -> float:
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(one.read_text().split()[1]) for one in threads) / 1e9
 
 
 def _wait(port: int, process: "subprocess.Popen[bytes]") -> None:

@@ -38,7 +38,7 @@ class JsonRoute(APIRoute):
         async def handle(request: Request) -> Response:
             content = await request.body()
             threads = request.app.state.service.threads
-            body = await threads.run(len(content), lambda: parse(content, model))
+            body = await threads.run(len(content), lambda: parse(content, model), holds_lock=True)
             answer = await (endpoint(body, request) if takes_request else endpoint(body))
             return answer if isinstance(answer, Response) else JSONResponse(answer)
 

@@ -55,10 +55,15 @@ class Service:
         size = len(await request.body())
         if isinstance(body, CompletionRequest):
             grammar = await self.grammars.compile(constraint)
-            return await self.threads.run(size, lambda: self.converter.completion(body, grammar))
+            return await self.threads.run(size, lambda: self.converter.completion(body, grammar), _is_tokenized(body))
         prompt = await self.threads.run(size, lambda: self.converter.prompt(body))
         dialect = self.converter.dialect
         for schema in dialect.schemas(prompt.choice):
             await self.grammars.check(schema)
         grammar = await self.grammars.compile(dialect.constraint(constraint, prompt.choice, prompt.begins))
         return self.converter.chat(body, prompt, grammar)
+
+
+def _is_tokenized(body: CompletionRequest) -> bool:
+    """Tell whether a request brings tokens instead of text."""
+    return isinstance(body.prompt, list) and not any(isinstance(part, str) for part in body.prompt[:1])

@@ -12,6 +12,7 @@ from slipstream.serve.errors import HttpError
 T = TypeVar("T")
 
 SHORT_BYTES = 1 << 13  # parsing and tokenizing this much takes the event loop a few milliseconds; more goes to a thread
+_TURN_BYTES = 1 << 16  # parsing this much takes a millisecond or two
 _MAX_WAITING = 64
 _LARGE_BYTES = 1 << 18
 
@@ -22,14 +23,22 @@ class Threads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(num_threads, name)
         self._num_open = 0
+        self._turn = asyncio.Lock()
 
-    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
+    async def run(self, num_bytes: int, work: Callable[[], T], holds_lock: bool = False) -> T:
         """Do work on that many bytes of a request: at once if they are few, else on a thread.
 
-        Only what lets go of Python's lock, or holds it for short times, leaves the event loop free meanwhile.
+        Args:
+            holds_lock: the work never lets go of Python's lock. A thread then holds the event loop up as much, and
+                again at every write, for which the loop lets go of the lock; so the loop does it itself, one request
+                at a time, unless it is long.
         """
         if num_bytes <= SHORT_BYTES:
             return work()
+        if holds_lock and num_bytes <= _TURN_BYTES:
+            async with self._turn:
+                await asyncio.sleep(0)  # streams have their turn between two requests that came together
+                return work()
         if self._num_open >= _MAX_WAITING:
             raise HttpError(429, "The server has too many large requests to read; try again.", retry_after_s=2)
         self._num_open += 1
