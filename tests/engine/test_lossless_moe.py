@@ -64,9 +64,7 @@ def targets(tmp_path_factory) -> dict[str, Target]:
 
 
 def engine(target, draft, shape, max_batch_tokens=64, page_size=4):
-    config = EngineConfig(
-        max_context=96, page_size=page_size, max_requests=4, max_batch_tokens=max_batch_tokens, prefix_cache=False
-    )
+    config = EngineConfig(max_context=96, page_size=page_size, max_requests=4, max_batch_tokens=max_batch_tokens)
     return build_engine(target, draft, shape, config, OPS)
 
 

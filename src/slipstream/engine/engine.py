@@ -50,7 +50,7 @@ class Engine:
         needs = draft_needs(drafter)
         when_lost = drafter.lose_page if isinstance(drafter, Eagle3Drafter) else None
         self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots), when_lost)
-        self._scheduler = Scheduler(config, self._pages, needs, drafter.forget)
+        self._scheduler = Scheduler(config, self._pages, needs, drafter.forget, runner.two_forms)
         self._sessions: dict[int, Session] = {}
         self._next_id = 0
         self._doubt = DraftDoubt() if drafter.has_kv else None

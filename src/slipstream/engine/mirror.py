@@ -176,6 +176,11 @@ class LeadingRunner:
         """The kernels of this rank."""
         return self._everywhere.held.ops
 
+    @property
+    def two_forms(self) -> bool:
+        """Whether the tokens of prompts are computed in another form than those of answers."""
+        return self._everywhere.held.runner.two_forms
+
     def forward(self, batch: Batch, pages: Sequence[Sequence[int]]) -> Hidden:
         """Run every rank's part of the target over a batch."""
         hidden: Hidden = self._everywhere.run(_Forward(batch, [list(row) for row in pages]))

@@ -4,7 +4,6 @@ A page is in use (some requests hold it), cached (nobody holds it, but its conte
 up again), or free. Cached pages are given up oldest first when free ones run out.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -105,19 +104,3 @@ class PageAllocator:
         del self._page_of[self._key_of.pop(page)]
         self._when_lost(page)
         return page
-
-
-def chain_key(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the key of a page's content: its tokens and everything before them."""
-    digest = hashlib.blake2b(previous, digest_size=16)
-    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
-    return digest.digest()
-
-
-def salt_key(salt: str) -> bytes:
-    """Return what the key of a first page begins with: texts of different salts have no page in common."""
-    return (
-        hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache salt").digest()
-        if salt
-        else b""
-    )

@@ -29,7 +29,8 @@ class Request:
     """One prompt being answered.
 
     `tokens` is prompt and answer together. The first `num_committed` have their keys in the cache; the rest (at least
-    one while it runs) are still to be computed. `page_keys` names the request's full pages for the prefix cache.
+    one while it runs) are still to be computed. `page_keys` names the request's first pages for the
+    prefix cache, and `text_key` the text up to the end of the last of them.
     """
 
     request_id: int
@@ -42,7 +43,8 @@ class Request:
     num_committed: int = 0
     pages: list[int] = field(default_factory=list)
     num_registered: int = 0
-    chain_keys: list[bytes] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
+    text_key: bytes = b""
     num_cached: int = 0
     num_preempted: int = 0
     status: Status = Status.WAITING

@@ -47,6 +47,11 @@ class Runner:
         """Where the target lives."""
         return self._kv.layers[0].keys_SGd.device
 
+    @property
+    def two_forms(self) -> bool:
+        """Whether the tokens of prompts are computed in another form than those of answers: over latents."""
+        return self._model.spec.mla is not None
+
     def forward(self, batch: Batch, pages: Sequence[Sequence[int]]) -> Hidden:
         """Run the target over a batch, writing its keys."""
         table_RP = page_table(pages, batch.token_ids_T.device)

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.pages import PageAllocator, chain_key, salt_key
+from slipstream.engine.page_keys import PageKeys
+from slipstream.engine.pages import PageAllocator
 from slipstream.engine.request import FinishReason, Request, Status
 from slipstream.errors import RequestError
+
+_PAGES_AT_A_TIME = 256
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Scheduler:
 
     Args:
         leaving: told of a request about to give its pages back, and of how many positions others may take up again.
+        two_forms: the target computes the tokens of prompts in another form than those of answers (`page_keys.py`).
     """
 
     def __init__(
@@ -52,11 +56,13 @@ class Scheduler:
         pages: PageAllocator,
         needs: DraftNeeds,
         leaving: Callable[[int, int], None] = lambda request_id, num_reusable: None,
+        two_forms: bool = False,
     ) -> None:
         self._config = config
         self._leaving = leaving
         self._pages = pages
         self._needs = needs
+        self._keys = PageKeys(config.page_size, needs.has_kv, two_forms)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -245,31 +251,20 @@ class Scheduler:
         if not self._config.prefix_cache or request.params.prompt_logprobs is not None:
             return []
         full = (len(request.tokens) - 1) // self._config.page_size
-        return self._pages.lookup(self._page_key(request, index) for index in range(full))
+        found: list[int] = []
+        while len(found) < full:  # a few at a time: most texts are new, and are named as they are computed
+            some = min(full, len(found) + _PAGES_AT_A_TIME)
+            pages = self._pages.lookup(self._keys.first(request, some)[len(found) :])
+            found += pages
+            if len(found) < some:
+                break
+        return found
 
     def _register_pages(self, request: Request) -> None:
         """Name the pages that are full and whose following token is known."""
-        full = request.num_committed // self._config.page_size
-        for index in range(request.num_registered, full):
-            if (index + 1) * self._config.page_size >= len(request.tokens):
-                break
-            self._pages.register(request.pages[index], self._page_key(request, index))
-            request.num_registered = index + 1
-
-    def _page_key(self, request: Request, index: int) -> bytes:
-        """Return a page's key.
-
-        A draft's key at slot t depends on token t + 1, so with a draft a page's content is only the same if the token
-        after it is: that token is part of the key. Pages whose draft keys were never written are told apart, and so
-        are those of requests with another salt.
-        """
-        size = self._config.page_size
-        while len(request.chain_keys) <= index:
-            start = len(request.chain_keys) * size
-            previous = request.chain_keys[-1] if request.chain_keys else salt_key(request.params.cache_salt)
-            request.chain_keys.append(chain_key(previous, request.tokens[start : start + size]))
-        key = request.chain_keys[index]
-        if not self._needs.has_kv:
-            return key
-        follower = request.tokens[(index + 1) * size]
-        return chain_key(key + (b"d" if request.speculate else b"-"), [follower])
+        full = min(request.num_committed, len(request.tokens) - 1) // self._config.page_size
+        if full > request.num_registered:
+            keys = self._keys.first(request, full)
+            for index in range(request.num_registered, full):
+                self._pages.register(request.pages[index], keys[index])
+            request.num_registered = full
