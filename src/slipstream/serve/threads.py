@@ -1,4 +1,4 @@
-"""Long work off the event loop: a few threads, a bounded queue, and memory handed back to the system afterwards."""
+"""Work on a request that would hold the event loop up: in threads, a bounded queue of it, and memory handed back."""
 
 import asyncio
 import ctypes
@@ -11,45 +11,54 @@ from slipstream.serve.errors import HttpError
 
 T = TypeVar("T")
 
-SHORT_BYTES = 1 << 13  # parsing and tokenizing this much takes the event loop a few milliseconds; more goes to a thread
-_TURN_BYTES = 1 << 16  # parsing this much takes a millisecond or two
+_TINY_BYTES = 1 << 10  # parsed in a tenth of a millisecond
+SHORT_BYTES = 1 << 13  # rendered and tokenized within a few milliseconds
+_TURN_BYTES = 1 << 16  # parsed in a millisecond or two
 _MAX_WAITING = 64
 _LARGE_BYTES = 1 << 18
 
 
 class Threads:
-    """Threads for the long parts of requests; so few that they leave the engine its cores."""
+    """Threads for the parts of requests that take time; so few that they leave the engine its cores.
+
+    What is short has a thread of its own, and does not wait for what is long.
+    """
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, name)
+        self._long = ThreadPoolExecutor(num_threads, name)
+        self._short = ThreadPoolExecutor(1, f"short-{name}")
         self._num_open = 0
         self._turn = asyncio.Lock()
 
     async def run(self, num_bytes: int, work: Callable[[], T], holds_lock: bool = False) -> T:
-        """Do work on that many bytes of a request: at once if they are few, else on a thread.
+        """Do work on that many bytes of a request.
 
         Args:
             holds_lock: the work never lets go of Python's lock. A thread then holds the event loop up as much, and
                 again at every write, for which the loop lets go of the lock; so the loop does it itself, one request
                 at a time, unless it is long.
         """
-        if num_bytes <= SHORT_BYTES:
+        if holds_lock and num_bytes <= _TINY_BYTES:
             return work()
         if holds_lock and num_bytes <= _TURN_BYTES:
             async with self._turn:
                 await asyncio.sleep(0)  # streams have their turn between two requests that came together
                 return work()
+        loop = asyncio.get_running_loop()
+        if num_bytes <= SHORT_BYTES:
+            return await loop.run_in_executor(self._short, work)
         if self._num_open >= _MAX_WAITING:
             raise HttpError(429, "The server has too many large requests to read; try again.", retry_after_s=2)
         self._num_open += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, _done, num_bytes, work)
+            return await loop.run_in_executor(self._long, _done, num_bytes, work)
         finally:
             self._num_open -= 1
 
     def close(self) -> None:
         """End the threads once they have nothing left to do."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._long, self._short):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _done(num_bytes: int, work: Callable[[], T]) -> T:
