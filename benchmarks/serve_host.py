@@ -13,6 +13,7 @@ reported apart, and so is the share of the time that threads of the server were 
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import selectors
 import socket
@@ -40,6 +41,7 @@ class Load:
     seconds: float = 6.0
     logprobs: int | None = None
     arrivals: int = 0
+    arriving_tokens: int = 8192
 
     @property
     def period_s(self) -> float:
@@ -132,8 +134,9 @@ def _read_all(load: Load, port: int, pid: int) -> Found:
     ticks = Ticks()
     ticks.start()
     streams = [Stream(port, body) for _ in range(load.streams)]
-    arriving = threading.Thread(target=_arrive, args=(port, load), daemon=True)
-    arriving.start()
+    arriving = multiprocessing.get_context("spawn").Process(target=_arrive, args=(port, load), daemon=True)
+    if load.arrivals:
+        arriving.start()
     before, waited = _cpu_s(pid), _waited_for_core_s(pid)
     with selectors.DefaultSelector() as selector:
         for stream in streams:
@@ -145,6 +148,8 @@ def _read_all(load: Load, port: int, pid: int) -> Found:
                     selector.unregister(key.fileobj)
                     key.data.socket.close()
     ticks.ending = True
+    if load.arrivals:
+        arriving.join(30)
     found = _found(load, streams, _cpu_s(pid) - before, ticks)
     found.waited_for_core_share = round((_waited_for_core_s(pid) - waited) / load.seconds, 3)
     return found
@@ -167,8 +172,8 @@ def _found(load: Load, streams: list[Stream], cpu_s: float, ticks: Ticks) -> Fou
 
 
 def _arrive(port: int, load: Load) -> None:
-    """Send prompts of 8,192 token ids in the middle of the measurement, all at once, each for one token."""
-    content = json.dumps({"prompt": [5 + i % 4000 for i in range(8192)], "max_tokens": 1}).encode()
+    """Send prompts of token ids in the middle of the measurement, all at once, each for one token."""
+    content = json.dumps({"prompt": [5 + i % 4000 for i in range(load.arriving_tokens)], "max_tokens": 1}).encode()
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     )
@@ -209,7 +214,8 @@ USUAL = (
     Load(streams=256),
     Load(tokens_per_step=3),
     Load(logprobs=5, rate=10_000),
-    Load(arrivals=40),
+    Load(rate=20_000, arrivals=40),
+    Load(rate=10_000, arrivals=200, arriving_tokens=128),
 )
 
 
@@ -218,6 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, kind in (("streams", int), ("rate", int), ("tokens-per-step", int), ("logprobs", int), ("arrivals", int)):
         parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--arriving-tokens", type=int)
     parser.add_argument("--seconds", type=float)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     failed = False

@@ -1,8 +1,6 @@
 """`AsyncLLM`: the Python interface for asyncio. Many callers share one engine, which runs on a thread of its own."""
 
 import asyncio
-import copy
-import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -20,6 +18,7 @@ from slipstream.engine.settings import Sampling, Settings, load_options, samplin
 from slipstream.engine.thread import EngineThread
 from slipstream.errors import RequestError, SlipstreamError, StepError
 from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
 
 Event = Emission | Exception
@@ -209,8 +208,9 @@ class _Calls:
             call, index = self._places[emission.request_id]
             if emission.finish_reason is not None:
                 self._forget(emission.request_id)
-            kept = dataclasses.replace(emission, stats=copy.deepcopy(emission.stats))
-            call.deliver(index, kept if emission.error is None else emission.error)
+            stats = AcceptanceStats()
+            stats.add(emission.stats)
+            call.deliver(index, emission._replace(stats=stats) if emission.error is None else emission.error)
 
     def failed(self, error: StepError) -> None:
         """Tell the callers whose requests a failed step ended."""

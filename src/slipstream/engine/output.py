@@ -1,8 +1,6 @@
 """From tokens to what a reader gets: text in whole characters, stop strings, and which tokens were drafted."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from slipstream.engine.request import FinishReason
@@ -38,8 +36,7 @@ class EmittedToken(NamedTuple):
     logprob: TokenLogprob | None = None
 
 
-@dataclass(frozen=True)
-class Emission:
+class Emission(NamedTuple):
     """What one step gave one request.
 
     `stats` are the request's own so far; `tail` is text that waited for the end. `prompt_logprobs` come with the
@@ -66,7 +63,7 @@ class Emission:
     def joined(emissions: "Sequence[Emission]") -> "Emission":
         """Return what several steps gave one request as one; only the first may have a prompt's log probabilities."""
         tokens = tuple(token for emission in emissions for token in emission.tokens)
-        return dataclasses.replace(emissions[-1], tokens=tokens, prompt_logprobs=emissions[0].prompt_logprobs)
+        return emissions[-1]._replace(tokens=tokens, prompt_logprobs=emissions[0].prompt_logprobs)
 
     @property
     def text(self) -> str:

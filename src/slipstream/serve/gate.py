@@ -42,6 +42,7 @@ class Gate:
         self._config = config
         self.max_body_bytes = config.max_body_bytes
         self.num_incoming_bytes = 0
+        self._turn = asyncio.Lock()
         self._hosts = frozenset(host.lower().removesuffix(".") for host in config.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,6 +69,9 @@ class Gate:
             await send(message)
 
         try:
+            if scope["method"] == "POST":
+                async with self._turn:
+                    await asyncio.sleep(0)  # of requests that come together one is begun, then streams go on
             self._check(scope, headers)
             await self._app(scope, body.receive, watched_send)
         except HttpError as error:
