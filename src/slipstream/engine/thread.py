@@ -46,7 +46,7 @@ class EngineThread:
     @property
     def alive(self) -> bool:
         """Whether the thread runs and has the whole model to run."""
-        return self._thread.is_alive() and self._lost is None
+        return self._thread.is_alive() and not self._over and self._lost is None
 
     @property
     def ending(self) -> bool:
