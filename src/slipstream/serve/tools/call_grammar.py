@@ -146,9 +146,10 @@ def thought(begins: Opening, tokens: Mapping[str, int], then: str) -> str:
         inner = f"thought: {ANY_TEXT} <[{tokens[END]}]> {_SPACE}\n"
     else:
         inner = f"thought: unmarked {_SPACE}\nunmarked[lazy]: /(.|\\n)*{escaped(END)}/\n"
-    if begins == "inside":
-        return f"start: thought {then}\n" + inner
     start = f"<[{tokens[START]}]>" if START in tokens else literal(START)
+    if begins == "inside":
+        # Models whose template does not open the reasoning open it themselves; as letters, that is a part of any text.
+        return f"start: {start + '? ' if START in tokens else ''}thought {then}\n" + inner
     return f"start: ({start} thought)? {then}\n" + inner
 
 

@@ -79,18 +79,27 @@ class ChatRenderer:
             tools = sorted_keys(tools)
             if (declared := typescript_of(tools)) is not None:
                 variables["tools_ts_str"] = declared
-        if any(message.get("tool_calls") for message in messages) and not self._takes_values:
-            messages = [_with_text_arguments(message) for message in messages]
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._as_taken(message) for message in messages]
         return self._tokenizer.render_chat(messages, chat.open_answer, **variables, tools=tools or None)
 
     @functools.cached_property
-    def _takes_values(self) -> bool:
-        """Whether the template writes a call's arguments as JSON itself, found by giving it a call with some."""
+    def _probe(self) -> str | None:
+        """What the template makes of a call with arguments and without content; None if it refuses it."""
         try:
-            text = self._tokenizer.render_chat(_PROBE_CHAT)
+            return self._tokenizer.render_chat(_PROBE_CHAT)
         except RequestError:
-            return False
-        return f"{{'{_PROBE}'" not in text
+            return None
+
+    def _as_taken(self, message: Json) -> Json:
+        """Return a message with calls as this template takes it: arguments as JSON text, or content that is a text."""
+        if not message.get("tool_calls"):
+            return message
+        if self._probe is None or f"{{'{_PROBE}'" in self._probe:
+            message = _with_text_arguments(message)
+        if self._probe is None or "None" not in self._probe:
+            return message
+        return {**message, "content": message["content"] or ""}
 
     def _marked(self, value: Any) -> Any:  # any JSON value
         if self._allow_special:
@@ -101,8 +110,6 @@ class ChatRenderer:
 
 def _with_text_arguments(message: Json) -> Json:
     """Return a message whose calls have JSON text for arguments."""
-    if not message.get("tool_calls"):
-        return message
     calls = [
         {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}
         for call in message["tool_calls"]
