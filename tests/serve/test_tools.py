@@ -131,7 +131,9 @@ def test_the_template_gets_tools_calls_results_and_reasoning(client, kimi):
 )
 def test_a_call_in_the_history_is_given_as_the_template_takes_it(written, expected):
     template = (
-        "{{ tools or 0 }}{% for m in messages %}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}{% endfor %}"
+        "{{ tools or 0 }}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        + written
+        + "{% endfor %}{% endfor %}"
     )
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     chat = Chat([{"role": "user", "content": "-"}, {"role": "assistant", "content": None, "tool_calls": [call]}])

@@ -56,6 +56,7 @@ def serve(
     enable_expert_parallel: o.EnableExpertParallel = False,
     disable_radix_cache: o.DisableRadixCache = False,
     trust_remote_code: o.TrustRemoteCode = False,
+    enable_auto_tool_choice: o.EnableAutoToolChoice = False,
     speculative_algorithm: o.SpeculativeAlgorithm = None,
     speculative_draft_model_path: o.SpeculativeDraftModelPath = None,
     speculative_num_steps: o.SpeculativeNumSteps = None,

@@ -155,6 +155,9 @@ DisableRadixCache = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", rich_help_panel=_OTHERS, help="Not needed: no checkpoint's code is run.")
 ]
+EnableAutoToolChoice = Annotated[
+    bool, typer.Option("--enable-auto-tool-choice", rich_help_panel=_OTHERS, help="Not needed: tools need no switch.")
+]
 SpeculativeAlgorithm = Annotated[str | None, typer.Option(rich_help_panel=_OTHERS, help="EAGLE3 or NGRAM.")]
 SpeculativeDraftModelPath = Annotated[
     str | None,

@@ -59,7 +59,12 @@ _ALIASES = {
     "llama3": "llama3_json",
     "minimax-m2": "minimax_m2",
 }
-_REASONING_ALIASES = {"deepseek-r1": "deepseek_r1", "minimax": "minimax_m2", "minimax-m2": "minimax_m2"}
+_REASONING_ALIASES = {
+    "qwen3-thinking": "qwen3",
+    "deepseek-r1": "deepseek_r1",
+    "minimax": "minimax_m2",
+    "minimax-m2": "minimax_m2",
+}
 OFF = "none"
 
 
