@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from slipstream.serve.closed_schemas import closed
 from slipstream.serve.errors import HttpError
 from slipstream.serve.grammar_trial import WHITE_SPACE, GrammarSource
 
@@ -144,8 +145,15 @@ def _of_schema(schema: Schema | str | None, field: str, white_space: str | None 
     """Schemas come as JSON, or as texts that hold JSON; the trial finds those that do not."""
     if schema is None or schema == "":
         return
-    text = schema if isinstance(schema, str) else json.dumps(schema)
+    text = _closed_text(schema) if isinstance(schema, str) else json.dumps(closed(schema))
     yield Constraint(GrammarSource("json_schema", text, white_space), field)
+
+
+def _closed_text(text: str) -> str:
+    try:
+        return json.dumps(closed(json.loads(text)))
+    except (ValueError, RecursionError):
+        return text
 
 
 def _of_text(kind: Literal["regex", "lark", "gbnf"], text: str | None, field: str) -> Iterator[Constraint]:

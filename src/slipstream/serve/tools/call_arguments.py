@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+from slipstream.serve.closed_schemas import closed
 from slipstream.serve.grammar_trial import WHITE_SPACE
 from slipstream.serve.tools.minimax import NAME_END, PARAMETER, PARAMETER_END, kinds_of, resolved
 
@@ -25,7 +26,7 @@ def prepared(schema: Schema | None) -> Schema:
         found["type"] = "object"
     if "$id" in found and all(reference.startswith("#") for reference in _references(found)):
         del found["$id"]  # it says what relative references are relative to, and there are none
-    return {**found, "x-guidance": _SPACED}
+    return {**closed(found), "x-guidance": _SPACED}
 
 
 def minimax_arguments(rule: str, schema: Schema | None) -> str:
