@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser attack crash check pins wheel fix docs clean sanitize
+.PHONY: demo test test-browser attack peers-clients crash check pins wheel fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ test-browser: $(VENV)/.ready
 # Everything one client could do to the others, against a server on this machine: minutes. ATTACK="--tp 3", say, to choose.
 attack: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.attack $(ATTACK)
+
+# Other projects' clients (openai, anthropic, litellm, langchain, ...) against our server: installs them, minutes.
+peers-clients: $(VENV)/.ready
+	$(BIN)/python -m tests.peers.clients --work build/peers-clients $(CLIENTS)
 
 # What happens when things go wrong: processes killed at any moment, full disks, checkpoints damaged from seeds.
 crash: $(VENV)/.ready
