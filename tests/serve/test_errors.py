@@ -176,16 +176,46 @@ FIELDS = st.sampled_from(
         "width",
         "budget",
         "simulated_acceptance",
+        "structured_outputs",
+        "guided_choice",
+        "json_schema",
+        "ebnf",
+        "tools",
+        "tool_choice",
+        "thinking",
+        "system",
+        "input",
+        "text",
+        "reasoning",
+        "previous_response_id",
+        "output_config",
+        "sampling_params",
+        "input_ids",
+        "rid",
+        "return_logprob",
+        "top_logprobs_num",
+        "logprob_start_len",
+        "continue_final_message",
     ]
 )
-PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/admin/speculation"]
+BODIES = {
+    "/v1/completions": TEXT,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+    "/generate": {"text": "once", "sampling_params": {"max_new_tokens": 2}},
+    "/abort_request": {"rid": "x"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {},
+    "/admin/speculation": {},
+}
 
 
 @settings(max_examples=110, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(PATHS), st.dictionaries(FIELDS, JSON, max_size=4))
+@given(st.sampled_from(sorted(BODIES)), st.dictionaries(FIELDS, JSON, max_size=4))
 def test_no_json_makes_the_server_fail(client, path, changes):
-    seed = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT, "/tokenize": {"prompt": "x"}}.get(path, {})
-    body = {**seed, **changes}
+    body = {**BODIES[path], **changes}
     if body.get("simulated_acceptance"):
         del body["simulated_acceptance"]  # a change of mode would reach the other tests
     content = json.dumps(body).encode("utf-8", "surrogatepass")

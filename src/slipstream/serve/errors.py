@@ -59,7 +59,9 @@ class HttpError(SlipstreamError):
         first, dot, rest = self.param.partition(".")
         theirs = names.get(first, prefix + first)
         message = re.sub(rf"\b{re.escape(first)}\b", lambda _: theirs, str(self))
-        return HttpError(self.status, message, param=theirs + dot + rest, retry_after_s=self.retry_after_s)
+        return HttpError(
+            self.status, message, param=theirs + dot + rest, retry_after_s=self.retry_after_s, code=self.code
+        )
 
     def for_path(self, path: str, request_id: str) -> dict[str, Any]:  # JSON
         """Return the error object in the form of the API a path belongs to."""

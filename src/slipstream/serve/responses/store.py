@@ -1,6 +1,7 @@
 """Responses that may be asked for again or gone on from: the latest ones, in memory, each for who asked for it."""
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,15 +32,17 @@ class ResponseStore:
     max_bytes: int = MAX_BYTES
     _stored: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     _num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # long answers are written on threads of their own
 
     def add(self, caller: str, response: Json, input_items: Sequence[Json], messages: Sequence[Json]) -> None:
         """Keep a response; one that is larger than everything together may be is not kept."""
         size = len(json.dumps(response)) + len(json.dumps(input_items)) + len(json.dumps(messages))
-        self._stored[response["id"]] = Stored(response, input_items, messages, caller, size)
-        self._num_bytes += size
-        while self._num_bytes > self.max_bytes or len(self._stored) > self.max_responses:
-            _, oldest = self._stored.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+        with self._lock:
+            self._stored[response["id"]] = Stored(response, input_items, messages, caller, size)
+            self._num_bytes += size
+            while self._num_bytes > self.max_bytes or len(self._stored) > self.max_responses:
+                _, oldest = self._stored.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes
 
     def get(self, caller: str, response_id: str, field: str | None = None) -> Stored:
         """Return a caller's response; raises HttpError if there is none (any more)."""
@@ -55,5 +58,7 @@ class ResponseStore:
 
     def remove(self, caller: str, response_id: str) -> None:
         """Forget a caller's response; raises HttpError if there is none."""
-        self._num_bytes -= self.get(caller, response_id).num_bytes
-        del self._stored[response_id]
+        found = self.get(caller, response_id)
+        with self._lock:
+            if self._stored.pop(response_id, None) is not None:
+                self._num_bytes -= found.num_bytes
