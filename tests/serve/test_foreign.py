@@ -73,3 +73,6 @@ def test_a_server_behind_a_prefix_answers_with_it_and_without(prefix):
         headers = {"Authorization": "Bearer k"}
         assert client.get(f"{prefix}/v1/models", headers=headers).status_code == 200
         assert client.get(f"{prefix}/openapi.json", headers=headers).json()["servers"] == [{"url": "/llm"}]
+        # Its pages call what lies beside them, wherever that is.
+        assert 'fetch("/' not in client.get(f"{prefix}/").text
+        assert "href=/" not in client.get(f"{prefix}/docs").text

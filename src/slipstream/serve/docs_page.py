@@ -17,7 +17,7 @@ def docs_page(document: dict[str, Any]) -> str:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(document['info']['title'])} API</title>"
         f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>"
         f"<h1>{html.escape(document['info']['title'])} {html.escape(document['info']['version'])}</h1>"
-        "<p>The same in machine-readable form: <a href=/openapi.json>openapi.json</a>.</p>"
+        "<p>The same in machine-readable form: <a href=openapi.json>openapi.json</a>.</p>"
     ]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
