@@ -98,11 +98,6 @@ class Engine:
         return self._pages.num_in_use / self._pages.num_pages
 
     @property
-    def num_pages(self) -> int:
-        """Pages of the KV cache."""
-        return self._pages.num_pages
-
-    @property
     def has_work(self) -> bool:
         """Tell whether a step would do anything."""
         return bool(self._sessions)
@@ -161,7 +156,7 @@ class Engine:
         ):
             wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
             if wrong is not None:
-                raise RequestError(f"{name} has token id {wrong}; ids lie between 0 and {self._vocab_size - 1}.")
+                raise RequestError(f"{name} has token id {wrong}, out of vocabulary; it has {self._vocab_size} tokens.")
 
     def abort(self, request_id: int) -> bool:
         """End a request now and take its pages back; False if it had ended already."""

@@ -129,9 +129,10 @@ class AnswerWriter:
         # Not before the first token is there: clients take a stream's first event for its first token.
         opens = self._wants.kind == "chat" and not tally.started
         about_prompt = self._of_chat_prompt(tally, [event]) if opens and not any(t.started for t in tallies) else {}
-        opening = server_sent_event(self._chunk([_opening(index)]) | about_prompt) if opens else b""
-        last = event if event.finish_reason is not None else None
         usage = self.usage(tallies) if self._wants.running_usage else None
+        before = None if usage is None else _without(usage, len(event.tokens))
+        opening = server_sent_event(self._chunk([_opening(index)], before) | about_prompt) if opens else b""
+        last = event if event.finish_reason is not None else None
         choice = self._choice(index, tally, [event], last)
         silent = tally.job.form is not PLAIN and last is None and usage is None and not opening
         if (
@@ -330,6 +331,12 @@ def speculation_json(stats: AcceptanceStats, simulated: Sequence[float]) -> Json
         "accepted_by_position": list(stats.accepted),
         "simulated": bool(simulated),
     }
+
+
+def _without(usage: Json, num_tokens: int) -> Json:
+    """Return a usage as it was before some tokens of the answer."""
+    counts = {name: usage[name] - num_tokens for name in ("completion_tokens", "total_tokens")}
+    return {**usage, **counts}
 
 
 def _opening(index: int) -> Json:

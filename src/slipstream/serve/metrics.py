@@ -22,6 +22,9 @@ class Metrics:
         self._engine = engine
         self._worker = worker
         self._model_name = model_name
+        # Before anybody changes the tree: the pages are those the engine was built with.
+        extra_slots = max(engine.drafter.max_nodes - 1, engine.drafter.scratch)
+        self._num_pages = engine.config.resolve_num_pages(extra_slots)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -37,7 +40,7 @@ class Metrics:
         """Yield every metric."""
         yield from self._own()
         yield from self._own_speculation()
-        state = State(self._engine, self._worker.meters, self._num_waiting(), self._model_name)
+        state = State(self._engine, self._worker.meters, self._num_waiting(), self._model_name, self._num_pages)
         yield from vllm_metrics(state)
         yield from sglang_metrics(state)
 

@@ -24,6 +24,12 @@ class State:
     meters: Meters
     num_waiting: int
     model_name: str
+    num_pages: int
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens the KV cache has room for."""
+        return self.num_pages * self.engine.config.page_size
 
 
 def vllm_metrics(state: State) -> Iterator[Metric]:
@@ -40,7 +46,7 @@ def vllm_metrics(state: State) -> Iterator[Metric]:
     yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", meters.cached_tokens, name)
     refused = {"queue_full": meters.refused}
     yield counters("vllm:admission_rejections", "Requests refused with 429 or 503.", refused, "reason", name)
-    yield gauge("vllm:cache_config_info", "The KV cache.", 1.0, {**name, **_cache(engine)})
+    yield gauge("vllm:cache_config_info", "The KV cache.", 1.0, {**name, **_cache(state)})
     yield counter("vllm:prompt_tokens", "Prompt tokens.", meters.prompt_tokens, name)
     yield counter("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.", meters.cached_tokens, name)
     computed = meters.prompt_tokens - meters.cached_tokens
@@ -97,7 +103,7 @@ def _sglang(state: State) -> Iterator[Metric]:
     engine, meters, stats = state.engine, state.meters, state.engine.stats.acceptance
     name = {"model_name": state.model_name}
     shape = engine.drafter.shape
-    size = engine.num_pages * engine.config.page_size
+    size = state.cache_tokens
     used = round(engine.page_usage * size)
     found = meters.cached_tokens / meters.prompt_tokens if meters.prompt_tokens else 0.0
     rate = sum(stats.accepted) / stats.drafted if stats.drafted else 0.0
@@ -109,7 +115,7 @@ def _sglang(state: State) -> Iterator[Metric]:
         ("kv_used_tokens", "Tokens the KV cache's pages in use have room for.", used),
         ("kv_available_tokens", "Tokens the other pages have room for.", size - used),
         ("max_total_num_tokens", "Tokens the KV cache has room for.", size),
-        ("num_pages", "Pages of the KV cache.", engine.num_pages),
+        ("num_pages", "Pages of the KV cache.", state.num_pages),
         ("page_size", "Tokens a page.", engine.config.page_size),
         ("context_len", "Most tokens of prompt and answer.", engine.config.max_context),
         ("token_usage", "Share of the KV cache in use.", engine.page_usage),
@@ -143,12 +149,12 @@ def _sglang(state: State) -> Iterator[Metric]:
         yield histogram(f"sglang:{own}", text, values, name)
 
 
-def _cache(engine: Engine) -> dict[str, str]:
-    size = engine.num_pages * engine.config.page_size
+def _cache(state: State) -> dict[str, str]:
+    config = state.engine.config
     return {
-        "block_size": str(engine.config.page_size),
-        "num_gpu_blocks": str(engine.num_pages),
-        "kv_cache_size_tokens": str(size),
-        "kv_cache_max_concurrency": f"{size / engine.config.max_context:.2f}",
-        "enable_prefix_caching": str(engine.config.prefix_cache),
+        "block_size": str(config.page_size),
+        "num_gpu_blocks": str(state.num_pages),
+        "kv_cache_size_tokens": str(state.cache_tokens),
+        "kv_cache_max_concurrency": f"{state.cache_tokens / config.max_context:.2f}",
+        "enable_prefix_caching": str(config.prefix_cache),
     }

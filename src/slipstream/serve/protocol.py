@@ -22,6 +22,7 @@ Text = Annotated[str, Field(max_length=1 << 24)]
 Name = Annotated[str, Field(max_length=512)]
 Salt = Annotated[str, Field(max_length=1024)]
 
+_NAME_LENGTH = 100  # of a client's own names in messages
 MAX_MESSAGES = 1 << 14  # of a chat, and parts of a message
 MAX_BIASES = 4096
 MAX_STOPS = 64
@@ -32,6 +33,9 @@ MAX_STOP_TOKENS = 256
 def _few_biases(value: Any) -> Any:  # whatever JSON came
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"{len(value)} tokens have a bias; {MAX_BIASES} may have one")
+    wrong = [key[:_NAME_LENGTH] for key in value if not key.strip().isdecimal()] if isinstance(value, dict) else []
+    if wrong:
+        raise ValueError(f"its names are token ids, and {', '.join(map(repr, wrong[:8]))} cannot be one")
     return value
 
 
