@@ -25,6 +25,6 @@ class Recorder:
         elif report.when == "call":
             self._outcomes.setdefault(name, {"outcome": "passed"})
 
-    def pytest_sessionfinish(self) -> None:
-        """Write the file."""
+    def pytest_runtest_logfinish(self) -> None:
+        """Write the file after each test: a run that is broken off has told something, too."""
         self._file.write_text(json.dumps({**self._extra, "outcomes": self._outcomes}, indent=1) + "\n")

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from slipstream.checkpoint.embedded_folder import embedded_folder
 from tests.peers import hub
-from tests.peers.launcher import launcher_for
 from tests.peers.suites import SUITES, Suite, source_of, version_of
 from tests.serve.interop import python_of
 
@@ -46,7 +45,9 @@ class Verdict:
     unexplained: dict[str, str]
     idle: tuple[str, ...]
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The counts, the reasons, and what is not as it should be."""
         lines = [f"{self.passed} passed, {self.skipped} skipped by the project itself"]
         lines += [f"{count:4d} failed: {why}" for why, count in self.explained.most_common()]
         lines += [f"UNEXPLAINED {name}\n    {why}" for name, why in self.unexplained.items()]
@@ -92,7 +93,7 @@ def run_with_plugin(suite: Suite, source: Path, out: Path, more: list[str]) -> N
     """Run a project's tests with their launcher replaced; outcomes go to a file."""
     home = out.parent / f"{suite.name}-hub"
     hub.fill(home, hub.names_in(source / place for place in suite.models_in), embedded_folder())
-    command = [str(python_of(suite.client)), "-P", "-m", "pytest", "-p", str(suite.plugin), "-p", "no:cacheprovider"]
+    command = [str(python_of(suite.client)), "-P", "-m", "pytest", "-p", suite.plugin, "-p", "no:cacheprovider"]
     command += ["--rootdir", ".", "--timeout", "60", "-q", "--tb=short", "--continue-on-collection-errors"]
     command += ["--slipstream-python", sys.executable, "--slipstream-source", str(ROOT / "src")]
     command += ["--slipstream-out", str(out)]
@@ -100,30 +101,6 @@ def run_with_plugin(suite: Suite, source: Path, out: Path, more: list[str]) -> N
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env = {**os.environ, **offline, "PYTHONPATH": str(HERE)}
     subprocess.run([*command, *(more or suite.tests)], check=False, cwd=source, env=env)
-
-
-def run_with_address(suite: Suite, source: Path, out: Path, more: list[str]) -> None:
-    """Run a project's tests against the address of one server of ours."""
-    launcher = launcher_for(sys.executable, str(ROOT / "src"), out.with_suffix(".log"))
-    host, port = launcher.address("embedded", ["--fixed-sampling", "kimi", "--max-output-tokens", "64"])
-    command = [
-        str(python_of(suite.client)),
-        "-P",
-        "-m",
-        "pytest",
-        "-p",
-        "address_plugin",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-    ]
-    command += ["--tb=short", "--base-url", f"http://{host}:{port}/v1", "--api-key", "none"]
-    command += ["--smoke-model", "embedded", "--think-mode", "opensource", "--slipstream-out", str(out)]
-    try:
-        env = {**os.environ, "PYTHONPATH": str(HERE)}
-        subprocess.run([*command, *(more or suite.tests)], check=False, cwd=source, env=env)
-    finally:
-        launcher.stop()
 
 
 def main() -> None:
@@ -140,10 +117,10 @@ def main() -> None:
     source = source_of(suite, given.source, work)
     out = work / f"{suite.name}.json"
     out.unlink(missing_ok=True)
-    (run_with_address if suite.plugin is None else run_with_plugin)(suite, source, out, given.tests)
+    run_with_plugin(suite, source, out, given.tests)
     found = json.loads(out.read_text(encoding="utf-8"))
     verdict = compare(found["outcomes"], read_expected(HERE / f"expected_{suite.name}.toml"))
-    sys.stdout.write(f"{suite.name} {version_of(source)}\n{verdict}\n")
+    sys.stdout.write(f"{suite.name} {version_of(source)}\n{verdict.summary}\n")
     sys.exit(1 if verdict.unexplained or (verdict.idle and not given.tests) else 0)
 
 

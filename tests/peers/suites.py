@@ -14,13 +14,16 @@ SGLANG_VERSION = "0.5.23"  # of the package; the tests come from a checkout
 _TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "openai", "anthropic", "jsonschema", "requests", "httpx")
 
 
+KIMI = Client("peers-kimi", _TEST_TOOLS)
+
+
 @dataclass(frozen=True)
 class Suite:
     """A project's tests.
 
     Args:
         client: the environment they run in.
-        plugin: the pytest plugin of this folder that replaces their launcher; None where they take an address.
+        plugin: the pytest plugin of this folder that replaces their launcher.
         tests: files and folders, from the project's root.
         ignored: parts of them that start no server of the kind we are.
         models_in: where names of models stand, each of which becomes the embedded model.
@@ -28,7 +31,7 @@ class Suite:
 
     name: str
     client: Client
-    plugin: str | None
+    plugin: str
     tests: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     models_in: tuple[str, ...] = ()
@@ -81,12 +84,6 @@ SUITES = {suite.name: suite for suite in (
         ),
         (),
         ("test/registered", "test/manual", "python/sglang/test/test_utils.py"),
-    ),
-    Suite(
-        "kimi",
-        Client("peers-kimi", _TEST_TOOLS),
-        None,
-        ("tests/params",),
     ),
 )}
 # fmt: on

@@ -1,0 +1,112 @@
+"""Runs Kimi-Vendor-Verifier's suites against our server: parameters, tool schemas, tool_choice.
+
+    python -m tests.peers.run_kimi --source CHECKOUT [params] [schemas] [tokens]
+
+`params` runs on the embedded model under --fixed-sampling kimi. `schemas` (every tool schema, whole and streamed, with
+n-gram drafts and without any) and `tool_choice` run on a tiny Kimi that is made here (tiny_kimi.py) from the tokenizer
+in the checkout. `tokens` sends every schema with a seed, drafted and not, and compares the tokens.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+
+from tests.peers.launcher import Launcher, launcher_for
+from tests.peers.run import HERE, ROOT, compare, read_expected
+from tests.peers.suites import KIMI, version_of
+from tests.peers.tiny_kimi import write_tiny_kimi
+from tests.serve.interop import python_of
+
+PARTS = ("params", "schemas", "tool_choice", "tokens")
+
+
+def run_tests(source: Path, address: str, out: Path, model: str, tests: Sequence[str]) -> bool:
+    """Run some of its tests against an address; returns whether nothing failed that is not on the list."""
+    command = [str(python_of(KIMI)), "-P", "-m", "pytest", "-p", "address_plugin", "-p", "no:cacheprovider", "-q"]
+    command += ["--tb=short", "--base-url", f"{address}/v1", "--api-key", "none", "--think-mode", "opensource"]
+    command += ["--smoke-model", model, "--slipstream-out", str(out), *tests]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(source)])}
+    subprocess.run(command, check=False, cwd=source, env=env)
+    outcomes = json.loads(out.read_text(encoding="utf-8"))["outcomes"]
+    verdict = compare(outcomes, read_expected(HERE / "expected_kimi.toml"))
+    sys.stdout.write(f"{out.stem}: {verdict.summary}\n")
+    return not verdict.unexplained
+
+
+def schemas_in(source: Path) -> Iterator[object]:
+    """Yield the schemas of its tool suite: one JSON a line."""
+    for file in sorted((source / "testdata" / "walle_validator_cases" / "validator_cases").rglob("valid.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def same_tokens(source: Path, address: str) -> bool:
+    """Send each schema as a tool that must be called, with a draft and without; tell whether tokens are the same."""
+    tool = {"name": "kvv_walle_case", "strict": True}
+    counts = {"same": 0, "different": 0, "refused": 0}
+    with httpx.Client(base_url=address, timeout=120) as client:
+        for seed, schema in enumerate(schemas_in(source)):
+            body = {"messages": [{"role": "user", "content": "Call it."}], "tool_choice": "required", "seed": seed}
+            body |= {"tools": [{"type": "function", "function": {**tool, "parameters": schema}}], "max_tokens": 512}
+            answers = [
+                client.post("/v1/chat/completions", json={**body, "return_token_ids": True, "speculate": speculate})
+                for speculate in (True, False)
+            ]
+            if any(answer.status_code != 200 for answer in answers):
+                counts["refused"] += 1
+                continue
+            ids = [answer.json()["choices"][0]["token_ids"] for answer in answers]
+            counts["same" if ids[0] == ids[1] else "different"] += 1
+    sys.stdout.write(f"tokens with a draft and without: {counts}\n")
+    return counts["same"] > 0 and not counts["different"]
+
+
+def on_tiny_kimi(launcher: Launcher, source: Path, work: Path, parts: Sequence[str]) -> Iterator[bool]:
+    """Run what needs a Kimi; yields whether each part went well."""
+    folder = write_tiny_kimi(source / "beam" / "tokenizer", work / "tiny-kimi")
+    for draft in ("none", "ngram"):
+        flags = ["--model", str(folder), "--draft", draft, "--served-model-name", "kimi", "--max-context", "8192"]
+        host, port = launcher.address("kimi", flags)
+        address = f"http://{host}:{port}"
+        if "schemas" in parts:
+            tests = ("tests/tool_call_json_schema", "--tool-json-report", str(work / f"kimi-schemas-{draft}.report"))
+            yield run_tests(source, address, work / f"kimi-schemas-{draft}.json", "kimi", tests)
+        if draft == "ngram" and "tool_choice" in parts:
+            tests = ("tests/k3_features/test_tool_choice.py", "-o", "markers=flaky")
+            yield run_tests(source, address, work / "kimi-tool_choice.json", "kimi", tests)
+        if draft == "ngram" and "tokens" in parts:
+            yield same_tokens(source, address)
+
+
+def main() -> None:
+    """Run the parts that were named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True, help="a checkout of Kimi-Vendor-Verifier")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "peers", help="where outcomes and logs go")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="instead of all of them")
+    given = parser.parse_args()
+    parts, work, source = given.parts or PARTS, given.out.resolve(), given.source.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    launcher = launcher_for(sys.executable, str(ROOT / "src"), work / "kimi.log")
+    sys.stdout.write(f"Kimi-Vendor-Verifier {version_of(source)}\n")
+    well: list[bool] = []
+    try:
+        if "params" in parts:
+            host, port = launcher.address("embedded", ["--fixed-sampling", "kimi", "--max-output-tokens", "64"])
+            address = f"http://{host}:{port}"
+            well.append(run_tests(source, address, work / "kimi-params.json", "embedded", ["tests/params"]))
+        if set(parts) & {"schemas", "tool_choice", "tokens"}:
+            well.extend(on_tiny_kimi(launcher, source, work, parts))
+    finally:
+        launcher.stop()
+    sys.exit(0 if all(well) else 1)
+
+
+if __name__ == "__main__":
+    main()
