@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser attack peers-clients crash check pins wheel fix docs clean sanitize
+.PHONY: demo test test-browser attack peers-clients peers-vllm peers-sglang peers-kimi crash check pins wheel fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,14 @@ attack: $(VENV)/.ready
 # Other projects' clients (openai, anthropic, litellm, langchain, ...) against our server: installs them, minutes.
 peers-clients: $(VENV)/.ready
 	$(BIN)/python -m tests.peers.clients --work build/peers-clients $(CLIENTS)
+
+# Other projects' own server tests against ours, an hour each: make peers-vllm, make peers-sglang SOURCE=checkout,
+# make peers-kimi SOURCE=checkout.
+peers-vllm peers-sglang: peers-%: $(VENV)/.ready
+	$(BIN)/python -m tests.peers.run $* $(if $(SOURCE),--source $(SOURCE))
+
+peers-kimi: $(VENV)/.ready
+	$(BIN)/python -m tests.peers.run_kimi --source $(SOURCE)
 
 # What happens when things go wrong: processes killed at any moment, full disks, checkpoints damaged from seeds.
 crash: $(VENV)/.ready

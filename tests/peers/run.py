@@ -55,8 +55,9 @@ class Verdict:
         return "\n".join(lines)
 
 
-def read_expected(file: Path) -> list[Expected]:
-    """Return the list of failures that are explained."""
+def read_expected(suite: str) -> list[Expected]:
+    """Return the list of a suite's failures that are explained."""
+    file = HERE / f"expected_{suite}.toml"
     if not file.exists():
         return []
     tables = tomllib.loads(file.read_text(encoding="utf-8"))["failures"]
@@ -119,7 +120,7 @@ def main() -> None:
     out.unlink(missing_ok=True)
     run_with_plugin(suite, source, out, given.tests)
     found = json.loads(out.read_text(encoding="utf-8"))
-    verdict = compare(found["outcomes"], read_expected(HERE / f"expected_{suite.name}.toml"))
+    verdict = compare(found["outcomes"], read_expected(suite.name))
     sys.stdout.write(f"{suite.name} {version_of(source)}\n{verdict.summary}\n")
     sys.exit(1 if verdict.unexplained or (verdict.idle and not given.tests) else 0)
 

@@ -34,7 +34,7 @@ def run_tests(source: Path, address: str, out: Path, model: str, tests: Sequence
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(source)])}
     subprocess.run(command, check=False, cwd=source, env=env)
     outcomes = json.loads(out.read_text(encoding="utf-8"))["outcomes"]
-    verdict = compare(outcomes, read_expected(HERE / "expected_kimi.toml"))
+    verdict = compare(outcomes, read_expected("kimi"))
     sys.stdout.write(f"{out.stem}: {verdict.summary}\n")
     return not verdict.unexplained
 

@@ -19,6 +19,7 @@ from slipstream.speculation.statistics import AcceptanceStats
 Kind = Literal["chat", "completion"]
 
 _TEXT = "\0text\0"  # stands for the text where the rest of an event is written ahead
+_NOTHING_MORE = {"content": None, "reasoning_content": None}  # as SGLang, whose clients read both of every delta
 _OBJECTS = {
     ("chat", False): "chat.completion",
     ("chat", True): "chat.completion.chunk",
@@ -229,7 +230,8 @@ class AnswerWriter:
         elif wants.stream:
             if delta is None:
                 delta = delta_json([part for event in events for part in tally.read(event)], wants.reasoning)
-            choice["delta"] = delta or ({} if last is not None or tally.job.form is not PLAIN else {"content": ""})
+            quiet: Json = {} if tally.job.form is not PLAIN else {"content": ""}
+            choice["delta"] = delta or (quiet if last is None else dict(_NOTHING_MORE))
         else:
             message = Message()
             for part in (part for event in events for part in tally.read(event)):

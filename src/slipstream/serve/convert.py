@@ -151,7 +151,10 @@ class Converter:
 
     def _too_long(self, field: str, count: str, limit: int) -> HttpError:
         if limit == self.engine.config.max_context:
-            return too_long(f"This model's maximum context length is {limit} tokens; {field} has {count}.", field)
+            said = (
+                f"This model's maximum context length is {limit} tokens; {field} has {count}, which is longer than the "
+            )
+            return too_long(said + "model's context length.", field)
         return HttpError(400, f"{field} has {count} tokens; the limit is {limit} tokens. Shorten it.", param=field)
 
     def _limit(self, request: Generation) -> int:
@@ -192,8 +195,8 @@ class Converter:
         room = context - longest
         if room < 1:
             raise too_long(
-                f"This model's maximum context length is {context} tokens; the prompt has {longest} tokens, which "
-                "leaves no room for an answer.",
+                f"This model's maximum context length is {context} tokens; the prompt has {longest} tokens, which with "
+                "an answer is longer than the model's context length.",
                 "prompt",
             )
         limit = room if self.config.max_output_tokens is None else min(room, self.config.max_output_tokens)
@@ -203,8 +206,8 @@ class Converter:
             raise HttpError(400, f"{field} is {wanted}; it must be at least 1.", param=field)
         if wanted > room:
             raise too_long(
-                f"This model's maximum context length is {context} tokens; the prompt has {longest} and {field} is "
-                f"{wanted}, {longest + wanted} together. At most {limit} are possible.",
+                f"max_tokens or max_completion_tokens is too large: {wanted}. This model's maximum context length is "
+                f"{context} tokens, and the prompt has {longest}, so at most {limit} are possible.",
                 field,
             )
         if wanted > limit:
