@@ -40,6 +40,7 @@ def pytest_configure(config: Any) -> None:
         model: str, base_url: str, timeout: float = 0, api_key: str | None = None, other_args: Any = None, **_: Any
     ) -> Any:
         flags = [str(part) for part in other_args or ()] + ([] if api_key is None else ["--api-key", api_key])
+        flags += [] if "--page-size" in flags else ["--page-size", "1"]  # SGLang's default
         return launcher.process(model, flags, urlsplit(base_url).port)
 
     theirs.popen_launch_server = popen_launch_server

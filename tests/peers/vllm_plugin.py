@@ -71,7 +71,9 @@ def _replace(base: Any, launcher: Launcher) -> None:
     ) -> None:
         self.uds = None
         self.show_hidden_metrics = False
-        self.host, self.port = launcher.address(model, vllm_serve_args)
+        key = (env_dict or {}).get("VLLM_API_KEY")  # their flag by another way
+        flags = [*vllm_serve_args, *(["--api-key", key] if key else [])]
+        self.host, self.port = launcher.address(model, flags)
 
     base.__init__ = start
     base._shutdown = lambda self: None

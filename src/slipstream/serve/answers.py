@@ -241,10 +241,11 @@ class AnswerWriter:
         choice["finish_reason"] = None if last is None else _finish(last.finish_reason, tally.called)
         if last is not None:
             choice |= _stops(tally.job, last, self._tokenizer.eos_token_ids)
-        if wants.token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
-        if is_first and (wants.prompt_ids or (wants.token_ids and wants.kind == "completion")):
-            choice["prompt_token_ids"] = list(tally.job.prompt)
+        if wants.token_ids or not wants.stream:
+            choice["token_ids"] = [token.token_id for token in tokens] if wants.token_ids else None
+        if is_first and (wants.prompt_ids or wants.kind == "completion"):
+            found = list(tally.job.prompt) if wants.prompt_ids or wants.token_ids else None
+            choice |= {"prompt_token_ids": found} if found or not wants.stream else {}
         self._extras(choice, tally.job, tokens, events, scored)
         return choice
 
@@ -281,7 +282,7 @@ class AnswerWriter:
     def _of_chat_prompt(self, tally: Tally, events: Sequence[StepEvent]) -> Json:
         """Return what vLLM says of a chat's prompt, beside its choices."""
         scored = next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None)
-        found: Json = {} if self._wants.stream else {"prompt_logprobs": None}
+        found: Json = {} if self._wants.stream else {"prompt_logprobs": None, "prompt_token_ids": None}
         if self._wants.prompt_logprobs and scored is not None:
             found["prompt_logprobs"] = self._scores.prompt(scored)
         if self._wants.token_ids:

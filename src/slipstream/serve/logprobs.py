@@ -132,8 +132,9 @@ class LogprobWriter:
         }
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        """Return alternatives by text, the token itself among them; of two with one text the likelier stays."""
+        """Return alternatives by text, the token itself first; of two with one text the likelier stays."""
         top: dict[str, float] = {}
-        for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-            top.setdefault(self._token(token), finite(value))
+        for token, value in ((logprob.token_id, logprob.logprob), *logprob.top):
+            text, value = self._token(token), finite(value)
+            top[text] = max(value, top.get(text, value))
         return top
