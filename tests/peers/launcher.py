@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 START_S = 180
+MAX_CONTEXT = 8192  # the embedded model's own
+_CONTEXT_FLAGS = ("--max-model-len", "--context-length", "--max-context")
 # Ours have these, too, but the values are meant for another model on another machine.
 _NOT_OURS_TO_OBEY = frozenset({"--dtype", "--host", "--port", "--seed", "--tokenizer", "--memory-fraction"} | {
     "--gpu-memory-utilization", "--mem-fraction-static", "--tensor-parallel-size", "--tp-size", "--tp", "--device",
@@ -63,6 +65,8 @@ class Launcher:
         kept: list[str] = []
         named = False
         for flag, values in _pairs(flags):
+            if flag in _CONTEXT_FLAGS:
+                values[:] = [str(min(int(value), MAX_CONTEXT)) for value in values[-1:]]
             if flag in self.known and flag not in _NOT_OURS_TO_OBEY:
                 named |= flag == "--served-model-name"
                 kept += [part for value in values for part in (flag, value)] if values else [flag]
