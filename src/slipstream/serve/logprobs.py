@@ -135,6 +135,6 @@ class LogprobWriter:
         """Return alternatives by text, the token itself first; of two with one text the likelier stays."""
         top: dict[str, float] = {}
         for token, value in ((logprob.token_id, logprob.logprob), *logprob.top):
-            text, value = self._token(token), finite(value)
-            top[text] = max(value, top.get(text, value))
+            text, shown = self._token(token), finite(value)
+            top[text] = max(shown, top.get(text, shown))
         return top
