@@ -59,7 +59,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
     Args:
         started: when the server started, in seconds since 1970 (/v1/models reports it).
     """
-    tokenizer.spelled.encode("")  # it takes seconds to make for a large vocabulary, and the first chat would wait for it
+    tokenizer.spelled.encode("")  # made now: a large vocabulary takes seconds, and the first chat would wait for it
     worker = EngineWorker(engine, tokenizer, config.max_waiting)
     grammars = GrammarCompiler(tokenizer, engine.vocab_size)
     service = Service(
