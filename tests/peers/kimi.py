@@ -22,10 +22,10 @@ from typing import Any
 
 import httpx
 import torch
-
-from slipstream.checkpoint.tokenizer import Tokenizer
 from tests.peers.suites import SUITES
 from tests.serve.interop import python_of
+
+from slipstream.checkpoint.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # for the builders of tiny models

@@ -18,10 +18,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.checkpoint.embedded_folder import embedded_folder
 from tests.peers import hub
 from tests.peers.suites import SUITES, Suite, source_of, version_of
 from tests.serve.interop import python_of
+
+from slipstream.checkpoint.embedded_folder import embedded_folder
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

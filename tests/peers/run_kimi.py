@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
-
 from tests.peers.launcher import Launcher, launcher_for
 from tests.peers.run import HERE, ROOT, compare, read_expected
 from tests.peers.suites import KIMI, version_of

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.peers.suites import SUITES
+from tests.peers.transcripts import Transcript, transcript
+from tests.serve.interop import run_client
 
 from slipstream.serve.tools.events import Message
 from slipstream.serve.tools.families import FAMILIES
@@ -18,9 +21,6 @@ from slipstream.serve.tools.form import AnswerForm
 from slipstream.serve.tools.protocol import tool_of
 from slipstream.serve.tools.reader import TOKEN_MARK
 from slipstream.serve.tools.reasoning import END, REASONING, START
-from tests.peers.suites import SUITES
-from tests.peers.transcripts import Transcript, transcript
-from tests.serve.interop import run_client
 
 HERE = Path(__file__).resolve().parent
 COUNT = 10_000

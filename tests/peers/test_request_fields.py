@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.peers.suites import KIMI, SUITES
+from tests.serve.interop import run_client
 
 from slipstream.serve.fields import HARMLESS, REFUSED
 from slipstream.serve.protocol import ChatRequest, CompletionRequest
-from tests.peers.suites import KIMI, SUITES
-from tests.serve.interop import run_client
 
 HERE = Path(__file__).resolve().parent
 

@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 
 import torch
+from tests.tiny_moe import as_kimi, deepseek, save
 
 from slipstream.checkpoint.tokenizer import Tokenizer
-from tests.tiny_moe import as_kimi, deepseek, save
 
 _CLOSING = ("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>")
 _TEMPLATE = (
