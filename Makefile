@@ -37,8 +37,7 @@ peers-vllm peers-sglang: peers-%: $(VENV)/.ready
 	$(BIN)/python -m tests.peers.run $* $(if $(SOURCE),--source $(SOURCE))
 
 peers-kimi: $(VENV)/.ready
-	$(BIN)/python -m tests.peers.run_kimi --source $(SOURCE) params
-	$(BIN)/python -m tests.peers.kimi --source $(SOURCE)
+	$(BIN)/python -m tests.peers.run_kimi --source $(SOURCE)
 
 # What happens when things go wrong: processes killed at any moment, full disks, checkpoints damaged from seeds.
 crash: $(VENV)/.ready

@@ -1,10 +1,10 @@
 """Runs Kimi-Vendor-Verifier's suites against our server: parameters, tool schemas, tool_choice.
 
-    python -m tests.peers.run_kimi --source CHECKOUT [params] [schemas] [tokens]
+    python -m tests.peers.run_kimi --source CHECKOUT [params] [schemas] [tool_choice] [tokens]
 
 `params` runs on the embedded model under --fixed-sampling kimi. `schemas` (every tool schema, whole and streamed, with
-n-gram drafts and without any) and `tool_choice` run on a tiny Kimi that is made here (tiny_kimi.py) from the tokenizer
-in the checkout. `tokens` sends every schema with a seed, drafted and not, and compares the tokens.
+an EAGLE-3 draft and without any) and `tool_choice` run on a tiny Kimi that is made here (tiny_kimi.py) from the
+tokenizer in the checkout. `tokens` sends every schema with a seed, drafted and not, and compares the tokens.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import httpx
 from tests.peers.launcher import Launcher, launcher_for
 from tests.peers.run import HERE, ROOT, compare, read_expected
 from tests.peers.suites import KIMI, version_of
-from tests.peers.tiny_kimi import write_tiny_kimi
+from tests.peers.tiny_kimi import CONTEXT, write_tiny_kimi
 from tests.serve.interop import python_of
 
 PARTS = ("params", "schemas", "tool_choice", "tokens")
@@ -53,6 +53,7 @@ def same_tokens(source: Path, address: str) -> bool:
         for seed, schema in enumerate(schemas_in(source)):
             body = {"messages": [{"role": "user", "content": "Call it."}], "tool_choice": "required", "seed": seed}
             body |= {"tools": [{"type": "function", "function": {**tool, "parameters": schema}}], "max_tokens": 512}
+            body |= {"thinking": {"type": "disabled"}}
             answers = [
                 client.post("/v1/chat/completions", json={**body, "return_token_ids": True, "speculate": speculate})
                 for speculate in (True, False)
@@ -68,18 +69,20 @@ def same_tokens(source: Path, address: str) -> bool:
 
 def on_tiny_kimi(launcher: Launcher, source: Path, work: Path, parts: Sequence[str]) -> Iterator[bool]:
     """Run what needs a Kimi; yields whether each part went well."""
-    folder = write_tiny_kimi(source / "beam" / "tokenizer", work / "tiny-kimi")
-    for draft in ("none", "ngram"):
-        flags = ["--model", str(folder), "--draft", draft, "--served-model-name", "kimi", "--max-context", "8192"]
+    target, draft = write_tiny_kimi(source / "beam" / "tokenizer", work / "tiny-kimi")
+    for name, path in (("none", "none"), ("eagle3", str(draft))):
+        flags = ["--model", str(target), "--draft", path, "--served-model-name", "kimi", "--dtype", "float32"]
+        flags += ["--max-context", str(CONTEXT)]
         host, port = launcher.address("kimi", flags)
         address = f"http://{host}:{port}"
         if "schemas" in parts:
-            tests = ("tests/tool_call_json_schema", "--tool-json-report", str(work / f"kimi-schemas-{draft}.report"))
-            yield run_tests(source, address, work / f"kimi-schemas-{draft}.json", "kimi", tests)
-        if draft == "ngram" and "tool_choice" in parts:
+            tests = ("tests/tool_call_json_schema", "--tool-json-report", str(work / f"kimi-schemas-{name}.report"))
+            tests += ("--max-tokens", "512")
+            yield run_tests(source, address, work / f"kimi-schemas-{name}.json", "kimi", tests)
+        if name == "eagle3" and "tool_choice" in parts:
             tests = ("tests/k3_features/test_tool_choice.py", "-o", "markers=flaky")
             yield run_tests(source, address, work / "kimi-tool_choice.json", "kimi", tests)
-        if draft == "ngram" and "tokens" in parts:
+        if name == "eagle3" and "tokens" in parts:
             yield same_tokens(source, address)
 
 

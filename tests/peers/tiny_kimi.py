@@ -1,9 +1,8 @@
-"""A tiny Kimi-K2.5 with Kimi's own tokenizer, whose weights are made so that strings end.
+"""A tiny Kimi-K2.5 with Kimi's own tokenizer, whose weights are made so that strings end, and a draft for it.
 
-Its layers are random, so it has nothing to say; under a schema a random model also never closes a string. Here one
-dimension of the residual stream is the same for every token (the embedding sets it, no layer writes to it), and the
-head reads from it a large logit for tokens that only close things: quotes, brackets, braces, the end of a call and of
-an answer, and a smaller one for commas. So a string ends as soon as the schema lets it, at any temperature up to 1.
+It has the published architecture and names. Its blocks add nothing, so that a token's successor depends on that token
+alone, and every token has a score of its own: what closes a string, an array or an object scores highest, and null
+where a list of objects would go on for ever. So answers under a schema end.
 """
 
 import json
@@ -11,60 +10,67 @@ import shutil
 from pathlib import Path
 
 import torch
-from tests.tiny_moe import as_kimi, deepseek, save
+from tests.tiny_moe import BY_HEAD, LIGHTSEEK, as_kimi, deepseek, draft_shapes, save, tensors_of, weights, write
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 
-_CLOSING = ("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>")
-_TEMPLATE = (
-    "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools_ts_str or tools | tojson }}<|im_end|>{% endif %}"
-    "{% for m in messages %}<|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>{{ m.role }}"
-    "<|im_middle|>{{ m.content }}{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
-    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments }}<|tool_call_end|>{% endfor %}"
-    "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+CONTEXT = 8192
+_CLOSES, _NULL, _SEPARATES, _SPACES = 30.0, 25.0, 20.0, -10.0
+_CONSTANT = 8.0  # the part that all embeddings share, and that scores are read from
+TEMPLATE = (
+    "{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools_ts_str or tools | tojson }}<|im_end|>{%- endif -%}"
+    "{%- for m in messages -%}<|im_user|>{{ m.role }}<|im_middle|>{{ m.content or '' }}<|im_end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>"
+    "{%- if thinking is defined and not thinking -%}<think></think>{%- else -%}<think>{%- endif -%}{%- endif -%}"
+    "{#- <|tool_calls_section_begin|><|tool_call_begin|> -#}"
 )
 
 
-def write_tiny_kimi(tokenizer_folder: Path, folder: Path) -> Path:
-    """Write the checkpoint.
+def write_tiny_kimi(tokenizer_folder: Path, folder: Path) -> tuple[Path, Path]:
+    """Write the target and a draft for it; returns their folders.
 
     Args:
         tokenizer_folder: has Kimi's tiktoken.model and tokenizer_config.json.
     """
-    if (folder / "config.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(tokenizer_folder / "tiktoken.model", folder)
-    settings = json.loads((tokenizer_folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    settings = {name: value for name, value in settings.items() if name != "auto_map"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": _TEMPLATE}))
-    tokenizer = Tokenizer.load(folder)
-    ends = tokenizer.encode("<|im_end|>", add_special=False)
-    model = deepseek(
-        vocab_size=163840,
-        num_hidden_layers=2,
-        max_position_embeddings=16384,
-        bos_token_id=163584,
-        eos_token_id=ends[0],
-    )
-    _let_strings_end(model.state_dict(), tokenizer)
-    as_kimi(save(model, folder / "deepseek"), folder)
-    shutil.rmtree(folder / "deepseek")
-    return folder
-
-
-def _let_strings_end(tensors: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:
+    target, draft = folder / "kimi", folder / "draft"
+    if (draft / "config.json").exists():
+        return target, draft
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copy(tokenizer_folder / name, target / name)
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = Tokenizer.load(target)
+    size = tokenizer.vocab_size
+    plain = save(deepseek(vocab_size=size, max_position_embeddings=CONTEXT), folder / "plain")
+    as_kimi(plain, folder / "rewritten")
+    tensors = tensors_of(folder / "rewritten")
     for name, value in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            value[..., 0, :] = 0.0  # nothing writes to the first dimension
-    tensors["model.embed_tokens.weight"][:, 0] = 3.0
-    tensors["model.norm.weight"][0] = 1.0
-    head = tensors["lm_head.weight"]
-    head[:, 0] = 0.0
-    for token in range(tokenizer.vocab_size):
-        text = tokenizer.token_text(token)
-        if text in _CLOSING or (text and not set(text) - set('"]}')):
-            head[token, 0] = 3.0
-        elif text == ",":
-            head[token, 0] = 1.5
+            value.zero_()
+    tensors["language_model.model.embed_tokens.weight"][:, 0] = _CONSTANT
+    tensors["language_model.model.norm.weight"].fill_(1.0)
+    head = tensors["language_model.lm_head.weight"]
+    width = head.shape[1]
+    head[:, 0] = torch.tensor([_score(tokenizer.token_text(i)) for i in range(size)]) / width**0.5
+    config = json.loads((folder / "rewritten" / "config.json").read_text())
+    config["eos_token_id"] = tokenizer.added_token_ids["<|im_end|>"]
+    write(target, config, tensors)
+    follower = weights({**draft_shapes(BY_HEAD), "lm_head.weight": (size, width)})
+    follower["lm_head.weight"] = head.clone()
+    follower["fc.weight"] = torch.cat([torch.eye(width), torch.zeros(width, 2 * width)], dim=1)
+    for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+        follower[name].zero_()
+    sizes = {"vocab_size": size, "draft_vocab_size": size, "max_position_embeddings": CONTEXT}
+    write(draft, {**LIGHTSEEK, **sizes}, follower)
+    return target, draft
+
+
+def _score(text: str) -> float:
+    """Return how much a token is liked wherever a grammar allows it."""
+    if not text.strip():
+        return _SPACES
+    if text in ('"', "}", "]", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>"):
+        return _CLOSES
+    if text in ("null", "n", "nu", "nul"):
+        return _NULL  # ends a list that would go on with another object
+    return _SEPARATES if text in (",", ":", "{", "[", *"0123456789") else 0.0
