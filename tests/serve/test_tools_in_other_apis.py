@@ -6,9 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from tiny_server import Running
-from tool_server import CHATML, THINKING, WORDS, byte_tokenizer, running
-
-from slipstream.serve.tools.families import FAMILIES
+from tool_server import kimi
 
 SCHEMA = {
     "type": "object",
@@ -29,17 +27,9 @@ RESULT = "7 degrees"
 
 
 @pytest.fixture(scope="module")
-def kimi() -> Iterator[Running]:
-    template = WORDS["kimi_k2"] + CHATML.replace("{{ opening }}", THINKING)
-    with running(byte_tokenizer(template, (*FAMILIES["kimi_k2"].markers, "<think>", "</think>"))) as server:
-        yield server
-
-
-@pytest.fixture
-def client(kimi: Running) -> Iterator[httpx.Client]:
-    with kimi.client() as client:
-        yield client
-    kimi.wait_idle()
+def server() -> Iterator[Running]:
+    with kimi() as served:
+        yield served
 
 
 def asked(client: httpx.Client, path: str, **body: object) -> dict:

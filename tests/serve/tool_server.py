@@ -7,6 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.serve.tools.families import FAMILIES
 from slipstream.speculation.tree import TreeShape
 from tiny import engine_of, follower_draft, tiny_target
 
@@ -36,6 +37,12 @@ def byte_tokenizer(template: str, markers: tuple[str, ...] = ()) -> Tokenizer:
     fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
     fast.add_tokens([AddedToken(token, special=False, normalized=False) for token in markers])
     return Tokenizer(fast, {"eos_token": CONTROL[0]}, Path("bytes"), template)
+
+
+def kimi() -> Running:
+    """Return a server that writes calls and thoughts as Kimi-K2 does."""
+    template = WORDS["kimi_k2"] + CHATML.replace("{{ opening }}", THINKING)
+    return running(byte_tokenizer(template, (*FAMILIES["kimi_k2"].markers, "<think>", "</think>")))
 
 
 def running(tokenizer: Tokenizer, tree: TreeShape | None = None, **settings: object) -> Running:

@@ -49,7 +49,6 @@ class Tokenizer:
         fast.no_padding()
         self._fast = fast
         self._origin = origin
-        self.chat_template = template
         self._template = None if template is None else ChatTemplate(template, str(origin))
         self._named = _named_tokens(settings)
         self._token_texts: dict[int, str] = {}
@@ -152,10 +151,14 @@ class Tokenizer:
         """Whether the checkpoint came with a chat template."""
         return self._template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template, if there is one."""
+        return None if self._template is None else self._template.source
+
     def describe(self) -> dict[str, str | int | None]:
         """Return its special tokens by name, its size and its chat template, for clients that ask."""
-        template = None if self._template is None else self._template.source
-        return {**self._named, "vocab_size": self.vocab_size, "chat_template": template}
+        return {**self._named, "vocab_size": self.vocab_size, "chat_template": self.chat_template}
 
     @property
     def template_variables(self) -> frozenset[str]:
