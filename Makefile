@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser attack peers-clients peers-vllm peers-sglang peers-kimi crash check pins wheel fix docs clean sanitize
+.PHONY: demo test test-browser attack peers-clients peers-vllm peers-sglang peers-kimi crash exact check pins wheel fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,10 @@ peers-kimi: $(VENV)/.ready
 # What happens when things go wrong: processes killed at any moment, full disks, checkpoints damaged from seeds.
 crash: $(VENV)/.ready
 	$(BIN)/python -m pytest -m crash tests/crash tests/checkpoint
+
+# Hundreds of mixed requests through every executor, each compared with its answer alone. Minutes.
+exact: $(VENV)/.ready
+	$(BIN)/python -m pytest -m exact tests/executors
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

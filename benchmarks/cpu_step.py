@@ -16,7 +16,7 @@ from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.engine.loading import read_draft
-from slipstream.kernels import Cut, Follower, RoundModels, RoundStart
+from slipstream.kernels import Cut, Follower, RoundModels, RoundStart, SamplingState
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
@@ -42,8 +42,8 @@ class Rounds:
             pages=[range(row * pages, (row + 1) * pages) for row in range(requests)],
             roots=[1000 + row for row in range(requests)],
             lengths=[before] * requests,
-            temperatures=[0.0] * requests,
-            seeds=[0] * requests,
+            sampling=SamplingState(requests, target.spec.vocab_size, CPU),
+            slots=range(requests),
             limits=[self._depth] * requests,
             followers=[
                 Follower.start(torch.randn(draft.spec.hidden_size), draft.fc.in_features, rows) for _ in range(requests)

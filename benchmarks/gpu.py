@@ -5,8 +5,8 @@
 
 Needs torch, Triton and this repository. First the read bandwidth R is measured; then, for every point, the bytes a
 step must read are counted (weights once, keys and values of every request), and the time is put beside bytes / R, the
-floor. Contexts are not computed: requests start on caches of random keys. Cycles run through `Engine.step`, streamed
-tokens and all; "host" is the share of wall time in which the device was not at work on a cycle. Sections can be
+floor. Contexts are not computed: requests start on caches of random keys. Steps run through `Engine.step`, streamed
+tokens and all; "host" is the share of wall time in which the device was not at work on a step. Sections can be
 chosen with --only; one that fails is reported and the others go on.
 """
 
@@ -25,12 +25,11 @@ from pathlib import Path
 
 import torch
 
-from gpu_measure import cycle_bytes, end_requests, measure_steps, pass_bytes, pass_ms, read_bandwidth, start_requests
+from gpu_measure import end_requests, measure_steps, pass_bytes, pass_ms, read_bandwidth, start_requests, step_bytes
 from gpu_models import LLAMA_8B, TINY, engine_of, pack_fp8, random_draft, random_target, target_models
 from gpu_profile import STEPS, kernel_shares, report
 from gpu_smollm import EmbeddedPair, embedded_pair, lossless, speed
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.cycle import CycleKind
 from slipstream.kernels import KERNEL_CHOICES, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
@@ -224,7 +223,7 @@ def point(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft 
         num_pages=batch * -(-(context + room + num_drafted) // PAGE_SIZE),
         max_requests=batch,
         prefix_cache=False,
-        device_cycle="on",
+        cuda_graphs="on",
     )
     engine = engine_of(target, draft, run.ops, config, num_drafted)
     engine.simulate_acceptance(acceptance_rates() if num_drafted else ())
@@ -245,7 +244,7 @@ def point(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft 
     nbytes = pass_bytes(target, batch, mean_context)
     note = f"runs {', '.join(f'{one.step_ms:.3f}' for one in found)} ms"
     if draft is not None:
-        nbytes = cycle_bytes(target, draft, batch, mean_context, num_drafted)
+        nbytes = step_bytes(target, draft, batch, mean_context, num_drafted)
         note += f"; acceptance length {per_request:.2f}; {measured.step_ms / LENGTH:.3f} ms at {LENGTH}"
     return Row(
         section,
@@ -279,9 +278,7 @@ def verify(run: Run, target: Target) -> None:
                 return
             pages = batch * -(-(context + NUM_DRAFTED + 1) // PAGE_SIZE) + 1
             models = target_models(target, run.ops, pages, PAGE_SIZE)
-            one, four = (
-                pass_ms(models, CycleKind(batch, drafted), context, run.sizes.repeats) for drafted in (0, NUM_DRAFTED)
-            )
+            one, four = (pass_ms(models, batch, drafted, context, run.sizes.repeats) for drafted in (0, NUM_DRAFTED))
             nbytes = pass_bytes(target, batch, context)
             floor_ms = nbytes / run.bandwidth * 1e3
             run.add(Row("verify", "pass over 1 node", batch, context, one, gbytes=nbytes / 1e9, floor_ms=floor_ms))

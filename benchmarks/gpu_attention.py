@@ -1,4 +1,4 @@
-"""Time attention of decoding and verifying batches as cycles run it: with bounds of 4,096 keys, whatever is used.
+"""Time attention of decoding and verifying batches as steps run it: with bounds of 4,096 keys, whatever is used.
 
     PYTHONPATH=src python -m benchmarks.gpu_attention [--seconds 60] [--splits 128,256]
 
@@ -146,7 +146,7 @@ def line(
 
 
 def prepared(case: tuple[int, int, int], device: torch.device, used: int | None = None) -> Inputs:
-    """Return queries, layers of keys and values, and the description of a cycle's pass, with its bound on keys.
+    """Return queries, layers of keys and values, and the description of a step's pass, with its bound on keys.
 
     Args:
         used: how many keys there really are, if not as many as the case says.

@@ -1,16 +1,20 @@
-"""How the GPU benchmark measures: read bandwidth, bytes a step must read, cycles through the engine, one pass alone."""
+"""How the GPU benchmark measures: read bandwidth, bytes a step must read, steps through the engine, one pass alone."""
 
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
 from slipstream.engine.engine import Engine
+from slipstream.executors.cuda_graph.executor import GraphExecutor
+from slipstream.executors.cuda_graph.state import BatchState, Loaded, StepModels
+from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
+from slipstream.executors.interface import Phase
+from slipstream.kernels import SamplingState, TokenMasks
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Linear
 from slipstream.models.target import Target
@@ -28,7 +32,7 @@ class Measured:
 
     @property
     def host_overhead(self) -> float | None:
-        """Share of the wall time in which the device was not at work on a cycle."""
+        """Share of the wall time in which the device was not at work on a step."""
         return None if self.device_ms is None else max(0.0, 1 - self.device_ms / self.step_ms)
 
 
@@ -74,8 +78,8 @@ def pass_bytes(target: Target, batch: int, context: float) -> float:
     return linear_bytes(target) + batch * context * target.kv_shape.bytes_per_token(target.embed_tokens.dtype)
 
 
-def cycle_bytes(target: Target, draft: Eagle3Draft, batch: int, context: float, num_drafted: int) -> float:
-    """Return what a cycle must read: one pass of the target, `num_drafted` of the draft, its fusing layer once."""
+def step_bytes(target: Target, draft: Eagle3Draft, batch: int, context: float, num_drafted: int) -> float:
+    """Return what a step must read: one pass of the target, `num_drafted` of the draft, its fusing layer once."""
     fuse = linear_bytes(draft.fc)
     draft_kv = batch * context * draft.kv_shape.bytes_per_token(draft.embed_tokens.dtype)
     return pass_bytes(target, batch, context) + fuse + num_drafted * (linear_bytes(draft) - fuse + draft_kv)
@@ -85,23 +89,27 @@ def measure_steps(engine: Engine, device: torch.device, steps: int, warm: int) -
     """Time steps of an engine whose requests are all decoding and will not end meanwhile."""
     for _ in range(warm):
         engine.step()
-    launcher = engine.launcher
-    assert launcher is not None, "the benchmark measures cycles"
+    assert isinstance(engine.executor, GraphExecutor), "the benchmark measures captured steps"
     emitted = engine.stats.acceptance.emitted
     if device.type == "cuda":
         torch.cuda.synchronize()
-        launcher.spans = []
+    before = dict(engine.stats.phase_seconds)
     started = time.perf_counter()
     for _ in range(steps):
         engine.step()
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    spans, launcher.spans = launcher.spans, None
-    # The host is one cycle behind: as many cycles were read as were launched, the first of them launched before.
+    # The host is one step behind: as many steps were read as were launched, the first of them launched before.
     emitted = engine.stats.acceptance.emitted - emitted
-    device_ms = None if not spans else sum(began.elapsed_time(ended) for began, ended in spans) / len(spans)
+    device_ms = device_step_ms(engine, before, steps) if device.type == "cuda" else None
     return Measured(seconds / steps * 1e3, emitted / seconds, emitted / steps, device_ms)
+
+
+def device_step_ms(engine: Engine, before: Mapping[Phase, float], steps: int) -> float:
+    """Return what the device took for each of the last steps, by its own clock; prompts are left out."""
+    phases: tuple[Phase, ...] = ("draft", "verify")
+    return sum(engine.stats.phase_seconds[phase] - before[phase] for phase in phases) / steps * 1e3
 
 
 def start_requests(engine: Engine, batch: int, context: int, max_tokens: int) -> list[int]:
@@ -115,24 +123,36 @@ def start_requests(engine: Engine, batch: int, context: int, max_tokens: int) ->
 
 
 def end_requests(engine: Engine, requests: list[int]) -> None:
-    """End requests, and drop the cycle that is in flight."""
+    """End requests, and drop the step that is in flight."""
     for request in requests:
         engine.abort(request)
     engine.step()
 
 
-def pass_ms(models: CycleModels, kind: CycleKind, context: int, repeats: int) -> float:
+def pass_ms(models: StepModels, num_rows: int, num_drafted: int, context: int, repeats: int) -> float:
     """Return the median time of one target pass over every row's root and drafted nodes, in a graph if that can be."""
-    device = models.target.embed_tokens.device
-    pages_each = -(-(context + kind.num_drafted + 1) // models.target_kv.page_size)
-    state = CycleState.allocate(models, kind.num_rows, pages_each)
-    order = torch.randperm(kind.num_rows * pages_each, device=device, dtype=torch.int32)
-    state.pages_RP.copy_(order.view(kind.num_rows, pages_each))
-    state.committed_R.fill_(context)
-    state.active_R.fill_(1)
-    cycle = Cycle(models, state, kind)
-    chain_RN = torch.randint(0, models.target.spec.vocab_size, (kind.num_rows, kind.num_drafted + 1), device=device)
-    work = in_graph(lambda: cycle.verify(cycle.place(), chain_RN), models.ops.capturable and device.type == "cuda")
+    device, vocab = models.device, models.target.spec.vocab_size
+    pages_each = -(-(context + num_drafted + 1) // models.target_kv.page_size)
+    state = BatchState(models, num_rows, pages_each)
+    order = torch.randperm(num_rows * pages_each).view(num_rows, pages_each).tolist()
+    for row, pages in enumerate(order):
+        state.load(row, Loaded(context, 0, row, 0, row, 0.0), pages)
+    no_masks = TokenMasks(
+        torch.zeros(1, 1, dtype=torch.int32, device=device),
+        torch.full((num_rows * (num_drafted + 1),), -1, dtype=torch.int64, device=device),
+    )
+    unsimulated_K = torch.full((num_drafted,), -1, dtype=torch.int64, device=device)
+    kind = StepKind(num_rows, num_drafted, pages_each * models.target_kv.page_size)
+    step = Step(models, StepBuffers(state, SamplingState(num_rows, vocab, device), no_masks, unsimulated_K), kind)
+    nodes_RK = torch.randint(0, vocab, (num_rows, num_drafted), device=device)
+
+    def place_and_verify() -> None:
+        # Only the target is measured, so what a draft would have written is put there instead.
+        step._chains.place_chains(step._rows, step._places, models.target_kv.page_size)
+        step.chain_RN[:, 1:].copy_(nodes_RK)
+        step.verify()
+
+    work = in_graph(place_and_verify, models.ops.capturable and device.type == "cuda")
     return statistics.median(time_ms(work, device, repeats))
 
 

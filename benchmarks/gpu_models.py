@@ -12,9 +12,12 @@ from torch import nn
 
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec, RopeSpec
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.cycle import CycleModels
 from slipstream.engine.engine import Engine
-from slipstream.engine.runner import Runner
+from slipstream.executors.cuda_graph.executor import GraphExecutor
+from slipstream.executors.cuda_graph.state import StepModels
+from slipstream.executors.eager import EagerExecutor
+from slipstream.executors.interface import Executor
+from slipstream.executors.runner import Runner
 from slipstream.kernels import Ops
 from slipstream.models.context import KvCache, KvShape
 from slipstream.models.eagle3 import Eagle3Draft
@@ -24,7 +27,7 @@ from slipstream.models.target import Target
 from slipstream.quant.formats import fp8
 from slipstream.quant.gguf_blocks import dequantize
 from slipstream.quant.packed import PackedWeight
-from slipstream.speculation.drafter import NoDrafter
+from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.tree import TreeShape
 
@@ -131,17 +134,15 @@ def engine_of(target: Target, draft: Eagle3Draft | None, ops: Ops, config: Engin
     def cache(kv_shape: KvShape) -> KvCache:
         return filled_cache(kv_shape, num_pages, config.page_size, table.dtype, table.device)
 
-    if draft is None:
-        return Engine(
-            Runner(target, cache(target.kv_shape), ops, ()),
-            NoDrafter(table.device),
-            config,
-            target.spec.vocab_size,
-        )
-    layers = draft.spec.captured_layers or target.spec.default_captured_layers()
-    drafter = Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops)
-    runner = Runner(target, cache(target.kv_shape), ops, layers)
-    return Engine(runner, drafter, config, target.spec.vocab_size)
+    drafter: Drafter = NoDrafter(table.device)
+    if draft is not None:
+        layers = draft.spec.captured_layers or target.spec.default_captured_layers()
+        drafter = Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops)
+    runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
+    executor: Executor = EagerExecutor(runner, drafter, config.max_requests)
+    if config.captures(table.device.type):
+        executor = GraphExecutor(runner, drafter, config.max_requests, config.max_context)
+    return Engine(executor, config, target.spec)
 
 
 def filled_cache(shape: KvShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KvCache:
@@ -153,10 +154,10 @@ def filled_cache(shape: KvShape, num_pages: int, page_size: int, dtype: torch.dt
     return kv
 
 
-def target_models(target: Target, ops: Ops, num_pages: int, page_size: int) -> CycleModels:
+def target_models(target: Target, ops: Ops, num_pages: int, page_size: int) -> StepModels:
     """Return a target alone with a filled cache, for timing its pass."""
     table = target.embed_tokens
-    return CycleModels(ops, target, filled_cache(target.kv_shape, num_pages, page_size, table.dtype, table.device))
+    return StepModels(ops, target, filled_cache(target.kv_shape, num_pages, page_size, table.dtype, table.device))
 
 
 def read_bundle(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Bundle, Target, Eagle3Draft]:

@@ -37,11 +37,11 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run: the device's cycles and its graphs, and kernels that overlap the one before, on or off."""
+    """A way to run: captured steps, and kernels that overlap the one before, on or off."""
 
     overlap: bool = True
     graphs: bool = True
-    cycles: bool = True
+    captured: bool = True
 
 
 VARIANTS = {
@@ -49,7 +49,7 @@ VARIANTS = {
     "no-pdl": Variant(overlap=False),
     "no-graphs": Variant(graphs=False),
     "no-pdl-no-graphs": Variant(overlap=False, graphs=False),
-    "no-cycles": Variant(cycles=False),
+    "eager": Variant(captured=False),
 }
 
 
@@ -111,10 +111,10 @@ class Questions:
             max_requests=BATCH,
             max_batch_tokens=2048,
             prefix_cache=False,
-            device_cycle="on" if variant.cycles else "off",
+            cuda_graphs="on" if variant.captured else "off",
         )
         engine = engine_of(self.pair.target, self.pair.draft if drafted else None, ops, config, num_drafted)
-        return engine, engine._runner.kv
+        return engine, engine.executor.runner.kv
 
 
 def _copied(kv: KvCache, pages: Sequence[int], num_tokens: int) -> Tensor:

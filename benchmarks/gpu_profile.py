@@ -1,6 +1,6 @@
-"""Where a cycle's time goes: kernels by name, each with the time that passed until it ended.
+"""Where a step's time goes: kernels by name, each with the time that passed until it ended.
 
-Kernels overlap, since each may start while the one before drains, so their own times add up to more than a cycle takes.
+Kernels overlap, since each may start while the one before drains, so their own times add up to more than a step takes.
 The time from one kernel's end to the next one's is that kernel's here: these add up to the whole.
 """
 

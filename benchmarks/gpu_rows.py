@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/gpu_rows.py --out FOLDER [--seconds 80] [--only attention,many,...] [--start FILE]
 
-A graph holds layers of Llama-8B's shape with cold weights and caches, as a cycle runs them: requests x nodes, a bound
+A graph holds layers of Llama-8B's shape with cold weights and caches, as a step runs them: requests x nodes, a bound
 of 4,096 keys. Groups of candidates are tried one after another: how attention's programs share the keys, tiles of
 products for 160 rows and for 32 and 40, and the stretches their columns are cut in (which also change passes of one
 row). A candidate is kept if it makes the passes it touches faster and changes no bit, or, with other stretches, if all

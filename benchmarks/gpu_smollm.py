@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from gpu_measure import Measured
+from gpu_measure import Measured, device_step_ms
 from gpu_models import TINY, engine_of, random_draft, random_target, read_bundle
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.executors.cuda_graph.executor import GraphExecutor
 from slipstream.kernels import Ops
 from slipstream.kernels.reference.noise import gumbel
 from slipstream.models.eagle3 import Eagle3Draft
@@ -73,13 +74,13 @@ def speed(
 
 
 def _timed(engine: Engine, device: torch.device) -> Measured:
-    launcher, stats = engine.launcher, engine.stats
-    assert launcher is not None, "the benchmark measures cycles"
+    stats = engine.stats
+    assert isinstance(engine.executor, GraphExecutor), "the benchmark measures captured steps"
     warm = 0
-    while warm < _WARM_STEPS:  # the prompts, then a few cycles
+    while warm < _WARM_STEPS:  # the prompts, then a few steps
         engine.step()
         warm += engine.num_waiting == 0
-    launcher.spans = []
+    before = dict(stats.phase_seconds)
     emitted, started, steps, done = stats.acceptance.emitted, time.perf_counter(), 0, False
     while not done:
         done = any(emission.finish_reason is not None for emission in engine.step())
@@ -88,8 +89,7 @@ def _timed(engine: Engine, device: torch.device) -> Measured:
     emitted = stats.acceptance.emitted - emitted
     if device.type == "cuda":
         torch.cuda.synchronize()
-    spans, launcher.spans = launcher.spans, None
-    device_ms = None if not spans else sum(began.elapsed_time(ended) for began, ended in spans) / len(spans)
+    device_ms = device_step_ms(engine, before, steps) if device.type == "cuda" else None
     return Measured(seconds / steps * 1e3, emitted / seconds, emitted / steps, device_ms)
 
 
@@ -137,7 +137,10 @@ def _difference(
         return f"{where}, where one answer ends"
     engine = _engine(pair, None, ops, 1, len(plain) + 2, 0)
     engine.add([*prompt, *plain[:at]], SamplingParams(max_tokens=1, logprobs=MAX_TOP_LOGPROBS), 0)
-    (token,) = [token for emission in engine.step() for token in emission.tokens]
+    found_tokens = []
+    while engine.has_work:
+        found_tokens += [token for emission in engine.step() for token in emission.tokens]
+    (token,) = found_tokens
     assert token.logprob is not None
     known = dict(token.logprob.top)
     one, two = plain[at], drafted[at]
@@ -161,6 +164,6 @@ def _engine(
         max_requests=batch,
         max_batch_tokens=2048,
         prefix_cache=False,
-        device_cycle="on",
+        cuda_graphs="on",
     )
     return engine_of(pair.target, draft, ops, config, num_drafted)

@@ -22,7 +22,7 @@ settings.load_profile("repeatable")
 
 HOST_ONLY = (
     "test_cpu_", "test_triton_compile", "test_experts", "test_quantized_linear", "test_late_device", "test_load_moe",
-    "test_rank",
+    "test_rank", "test_executors_agree",
 )  # fmt: skip
 """Files of tests that learn nothing from a GPU: the CPU's kernels and the reference on it, compiling, a stand-in for a
 device, files, commands."""

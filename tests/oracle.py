@@ -49,6 +49,9 @@ class OracleDrafter:
     def forget(self, request_id: int, num_reusable: int = 0) -> None:
         """Keep nothing."""
 
+    def lose_page(self, page: int) -> None:
+        """Keep nothing."""
+
     def _tree(self, known: tuple[int, ...]) -> tuple[list[int], list[int]]:
         truth = next((text[len(known) :] for text in self._texts if text[: len(known)] == known), ())
         tokens, parents, depths = [known[-1]], [-1], [0]

@@ -92,9 +92,9 @@ def test_logprobs_are_the_targets_own_and_do_not_depend_on_the_draft(draft):
         assert got.logprob.top[0][1] >= got.logprob.logprob
 
 
-@pytest.mark.parametrize("device_cycle", ["off", "on"])
-def test_a_step_without_work_does_nothing(device_cycle):
-    engine = engine_of(TARGET, device_cycle=device_cycle)
+@pytest.mark.parametrize("cuda_graphs", ["off", "on"])
+def test_a_step_without_work_does_nothing(cuda_graphs):
+    engine = engine_of(TARGET, cuda_graphs=cuda_graphs)
     assert engine.step() == []
     request = engine.add([1, 2, 3], SamplingParams(max_tokens=9), 0)
     engine.step()

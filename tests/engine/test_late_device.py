@@ -22,6 +22,9 @@ PARAMS = st.builds(
     SamplingParams,
     max_tokens=st.integers(1, 40),
     temperature=st.sampled_from([0.0, 0.8]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.6]),
+    logprobs=st.sampled_from([None, None, 2]),
     stop_token_ids=st.sampled_from([(), (), (3, 7, 11, 23)]),
 )
 WORK = st.lists(
@@ -45,7 +48,7 @@ def check_keys(engine: Engine) -> None:
     Keys are of size 1 to 7, and one pass rounds otherwise than many (2.7e-5 seen after four layers); a key of another
     token or position is off by far more than the 1e-3 allowed, and one from a freed page is NaN.
     """
-    kv = engine._runner.kv
+    kv = engine.executor.runner.kv
     for request in engine._scheduler.running:
         count, size = request.num_committed, kv.page_size
         if not count:
@@ -75,7 +78,7 @@ def drive(engine: Engine, work: list, order: random.Random, aborted: set[int]) -
     return answers
 
 
-@settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     work=WORK,
     draft=st.sampled_from(sorted(DRAFTS)),
@@ -100,7 +103,7 @@ def test_a_late_device_gives_every_request_its_own_keys_and_tokens(
     aborted = {index for index in range(len(work)) if aborts and index % 3 == 1}
     with pytest.MonkeyPatch.context() as patch:
         device = LateDevice(patch)
-        engine = engine_of(TARGET, DRAFTS[draft], TreeShape.chain(length), device_cycle="on", **config)
+        engine = engine_of(TARGET, DRAFTS[draft], TreeShape.chain(length), cuda_graphs="on", **config)
         device.spoil_freed_pages(engine)
         answers = drive(engine, work, order, aborted)
     for index, answer in answers.items():
@@ -112,7 +115,7 @@ def test_a_batch_that_shrinks_to_one_loses_nothing_on_the_way(monkeypatch, draft
     work = [([i % VOCAB, 2, 3], SamplingParams(max_tokens=4 + 5 * i, temperature=0.8), i) for i in range(9)]
     expected = run(engine_of(TARGET), *(list(column) for column in zip(*work, strict=True)))
     device = LateDevice(monkeypatch)
-    engine = engine_of(TARGET, DRAFTS[draft], device_cycle="on", num_pages=60)
+    engine = engine_of(TARGET, DRAFTS[draft], cuda_graphs="on", num_pages=60)
     device.spoil_freed_pages(engine)
     answers = drive(engine, work, random.Random(0), set())
     assert list(answers.values()) == expected

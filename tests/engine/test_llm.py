@@ -145,7 +145,8 @@ def test_a_request_that_cannot_be_meant_is_answered_with_a_sentence(llm, ask, wo
     [
         (lambda: LLM(max_contxt=10), "has no setting 'max_contxt'; did you mean max_context"),
         (lambda: LLM(max_context="4k"), r"max_context is '4k' \(str\); it is a whole number or None"),
-        (lambda: LLM(device_cycle="often"), "'auto' or 'on' or 'off'"),
+        (lambda: LLM(max_requests=0), "max_requests is 0; it must be at least 1"),
+        (lambda: LLM(cuda_graphs="often"), "'auto' or 'on' or 'off'"),
         (lambda: LLM(5), r"model is 5 \(int\)"),
         (lambda: LLM(draft=5), r"draft is 5 \(int\)"),
         (lambda: LLM(tree=5), r"TreeShape\(depth=5"),
@@ -237,7 +238,7 @@ def test_a_failed_step_is_raised_at_its_callers_and_the_next_call_is_answered(ll
 
     async def ask():
         with monkeypatch.context() as broken:
-            broken.setattr(engine, "_run_parts", lambda plan: 1 / 0)
+            broken.setattr(engine.executor, "submit", lambda step: 1 / 0)
             with pytest.raises(StepError, match="division by zero"):
                 await llm_async.generate("hello", max_tokens=3)
         assert (await llm_async.generate("hello", max_tokens=3)).text is not None

@@ -11,7 +11,8 @@ from oracle import OracleDrafter
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.runner import Runner
+from slipstream.executors.eager import EagerExecutor
+from slipstream.executors.runner import Runner
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
@@ -111,7 +112,7 @@ def test_trees_that_are_mostly_right_change_nothing_even_when_pages_run_out(
     )
     num_pages = config.resolve_num_pages(num_nodes - 1)
     kv = KvCache.allocate(TARGET.kv_shape, num_pages, page_size, TARGET.embed_tokens.weight.dtype, oracle.device)
-    engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, VOCAB)
+    engine = Engine(EagerExecutor(Runner(TARGET, kv, OPS, ()), oracle, config.max_requests), config, TARGET.spec)
     assert drive(engine, work, order) == expected
 
 
@@ -123,7 +124,7 @@ def test_the_oracle_really_gets_trees_accepted():
     kv = KvCache.allocate(
         TARGET.kv_shape, config.resolve_num_pages(5), 4, TARGET.embed_tokens.weight.dtype, oracle.device
     )
-    engine = Engine(Runner(TARGET, kv, OPS, ()), oracle, config, VOCAB)
+    engine = Engine(EagerExecutor(Runner(TARGET, kv, OPS, ()), oracle, config.max_requests), config, TARGET.spec)
     assert drive(engine, [(prompt, params, 0)], random.Random(0)) == [expected]
     assert engine.stats.acceptance.acceptance_length > 1.5
 

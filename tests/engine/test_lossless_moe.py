@@ -15,7 +15,8 @@ from slipstream.checkpoint.spec import DraftSpec, RopeSpec
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.runner import Runner
+from slipstream.executors.eager import EagerExecutor
+from slipstream.executors.runner import Runner
 from slipstream.kernels import select
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
@@ -113,6 +114,6 @@ def test_accepted_branches_are_kept_and_moved_right(targets, name, seed):
     oracle = OracleDrafter(texts, 8, 0.9, seed, CPU)
     config = EngineConfig(max_context=96, page_size=4, max_requests=4)
     kv = KvCache.allocate(target.kv_shape, config.resolve_num_pages(7), 4, torch.float32, CPU)
-    running = Engine(Runner(target, kv, OPS, ()), oracle, config, VOCAB)
+    running = Engine(EagerExecutor(Runner(target, kv, OPS, ()), oracle, config.max_requests), config, target.spec)
     assert drive(running, work, random.Random(seed)) == plain
     assert running.stats.acceptance.acceptance_length > 1.5, "nothing was accepted, so nothing was shown"

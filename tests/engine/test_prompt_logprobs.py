@@ -29,7 +29,7 @@ def test_chunks_of_a_prompt_score_like_the_logits_of_its_tokens_one_by_one(max_b
         params = SamplingParams(max_tokens=1, logprobs=20)
         engine = engine_of(target)
         engine.add(PROMPT[:index], params, seed=0)
-        (emission,) = engine.step()
+        (emission,) = engine.step() or engine.step()  # an executor that runs ahead gives it with the second
         top = dict(emission.tokens[0].logprob.top)
         assert [token for token, _ in found[index].top] == list(top)[:2]
         assert [value for _, value in found[index].top] == pytest.approx(list(top.values())[:2], abs=1e-4)

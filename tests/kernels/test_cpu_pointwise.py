@@ -4,12 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import KernelError
-from slipstream.kernels import RowSampling
+from slipstream.kernels import RowSampling, SampleRows, SamplingState
 from slipstream.kernels.cpu.library import load_library
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.speculation.sampling import SamplingParams
 
-REFERENCE = ReferenceOps(torch.device("cpu"))
+CPU = torch.device("cpu")
+REFERENCE = ReferenceOps(CPU)
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (40, 576), (3, 2, 5), (0, 16), (2, 33)])
@@ -41,11 +43,12 @@ def test_the_chosen_tokens_are_the_references(seed, rows, vocab, spread):
     generator = torch.Generator().manual_seed(seed % 2**32)
     logits = torch.randn(rows, vocab, generator=generator) * spread
     logits[:, :: max(vocab // 3, 1)] = -torch.inf if spread == 4.0 and vocab > 9 else 0.0
-    temperature = torch.tensor([0.0, 0.7, 1.0, 1.9])[:rows]
-    seeds = torch.full((rows,), seed)
-    position = torch.arange(rows) + 2**20
-    expected = REFERENCE.choose(logits, temperature, seeds, position)
-    assert torch.equal(ops.choose(logits, temperature, seeds, position), expected)
+    state = SamplingState(rows, vocab, CPU)
+    for slot, temperature in enumerate((0.0, 0.7, 1.0, 1.9)[:rows]):
+        state.load(slot, SamplingParams(temperature=temperature), seed, (), (), ())
+    places = SampleRows(torch.arange(rows), torch.arange(rows) + 2**20, torch.zeros(rows, 0, dtype=torch.int64))
+    expected = REFERENCE.sample(logits, places, state).tokens_L
+    assert torch.equal(ops.sample(logits, places, state).tokens_L, expected)
 
 
 def test_perturbed_logits_are_the_references(cpu_ops, generator):
@@ -54,11 +57,6 @@ def test_perturbed_logits_are_the_references(cpu_ops, generator):
     rows = RowSampling(torch.tensor([0.0, 0.8, 1.0]), torch.tensor([1, -5, 2**40]), torch.tensor([0, 7, 2**33 + 1]))
     expected = REFERENCE.perturb(logits, ids, rows)
     assert torch.allclose(cpu_ops.perturb(logits, ids, rows), expected, rtol=0, atol=5e-7)
-
-
-def test_nothing_to_choose_from_gives_nothing(fast_ops):
-    none = torch.zeros(0)
-    assert fast_ops.choose(torch.zeros(0, 10), none, none.long(), none.long()).shape == (0,)
 
 
 def _ops():

@@ -8,7 +8,7 @@ import torch
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.errors import KernelError
-from slipstream.kernels import Cut, Follower, RoundModels, RoundStart
+from slipstream.kernels import Cut, Follower, RoundModels, RoundStart, SamplingState
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
@@ -377,6 +377,8 @@ def test_a_target_that_is_not_float32_goes_part_by_part_and_is_asked_once(fast_o
         ({"followers": [None]}, False),
         ({"followers": [Follower.start(torch.zeros(32), 96, 2)]}, False),
         ({"pages": [[0, 5]]}, False),
+        ({"slots": [2]}, False),
+        ({"sampling": SamplingState(2, 9, torch.device("cpu"))}, False),
     ],
 )
 def test_a_round_that_would_leave_its_pages_or_tables_is_refused(fast_ops, change, accepted):
@@ -385,7 +387,8 @@ def test_a_round_that_would_leave_its_pages_or_tables_is_refused(fast_ops, chang
         KvCache.allocate(model.kv_shape, 2, 4, torch.float32, torch.device("cpu")) for model in (TARGET, draft)
     )
     models = RoundModels(TARGET, target_kv, (0, 1, 2), draft, draft_kv)
-    whole = dict(pages=[[0, 1]], roots=[3], lengths=[5], temperatures=[0.0], seeds=[1], limits=[2])  # noqa: C408
+    state = SamplingState(2, TARGET.spec.vocab_size, torch.device("cpu"))
+    whole = dict(pages=[[0, 1]], roots=[3], lengths=[5], sampling=state, slots=[1], limits=[2])  # noqa: C408
     start = RoundStart(**{**whole, "followers": [Follower.start(torch.zeros(32), 96, 8)], **change})
     if accepted:
         assert fast_ops.run_rounds(models, start, 3, Cut()) is not None
@@ -397,7 +400,8 @@ def test_a_round_that_would_leave_its_pages_or_tables_is_refused(fast_ops, chang
 def test_a_floor_above_every_score_checks_roots_alone(fast_ops):
     draft = tiny_draft(TARGET)
     kvs = [KvCache.allocate(model.kv_shape, 2, 4, torch.float32, torch.device("cpu")) for model in (TARGET, draft)]
-    start = RoundStart([[0, 1]], [3], [5], [0.0], [1], [2], [Follower.start(torch.zeros(32), 96, 8)])
+    state = SamplingState(1, TARGET.spec.vocab_size, torch.device("cpu"))
+    start = RoundStart([[0, 1]], [3], [5], state, [0], [2], [Follower.start(torch.zeros(32), 96, 8)])
     (result,) = fast_ops.run_rounds(RoundModels(TARGET, kvs[0], (0, 1, 2), draft, kvs[1]), start, 2, Cut(math.inf))
     assert list(result.checked) == [0]
     assert [len(tokens) for tokens in result.tokens] == [1]

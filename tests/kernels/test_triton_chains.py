@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 from triton_samples import numbers, triton_ops
 
 from interpreted import DEVICE
-from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
-from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, cycle_ops
+from slipstream.executors.cuda_graph.state import Loaded, StepModels
+from slipstream.executors.cuda_graph.step import Step, StepKind
+from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, step_ops
 from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton import sample
 from slipstream.models.context import KvCache
+from slipstream.speculation.sampling import SamplingParams
+from step_parts import buffers_of, run_step
 from tiny import tiny_draft, tiny_target
 
 OPS = triton_ops()
@@ -22,7 +25,7 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32))
 
 
 def rows_of(num_rows: int, num_nodes: int, generator: torch.Generator) -> ChainRows:
-    """A batch whose page tables are views of wider ones, as a cycle's are."""
+    """A batch whose page tables are views of wider ones, as a step's are."""
 
     def whole(high: int) -> torch.Tensor:
         return torch.randint(0, high, (num_rows,), generator=generator).to(DEVICE)
@@ -64,8 +67,8 @@ def test_chains_are_accepted_as_torch_accepts_them(sizes, simulated):
     rows = rows_of(num_rows, num_nodes, generator)
     # Two tokens, so that chains agree for a while.
     chain, chosen = (torch.randint(0, 2, (num_rows, num_nodes), generator=generator).to(DEVICE) for _ in range(2))
-    rates = torch.rand(num_nodes - 1 if simulated else 0, generator=generator).sort(descending=True).values
-    thresholds = (rates.double() * 2**32).long().to(DEVICE)
+    rates = torch.rand(num_nodes - 1, generator=generator).sort(descending=True).values
+    thresholds = (rates.double() * 2**32).long().to(DEVICE) if simulated else torch.full_like(chain[0, 1:], -1)
     outcome, expected = (ChainOutcome.allocate(num_rows, num_nodes, DEVICE) for _ in range(2))
     same_rows = copied(rows)
     TORCH.accept_chains(same_rows, chain, chosen, thresholds, expected)
@@ -80,7 +83,7 @@ def test_a_chain_is_kept_up_to_the_first_token_the_target_would_not_say():
     chain = torch.tensor([[7, 1, 2, 3], [7, 1, 9, 3], [7, 1, 2, 3]], device=DEVICE)
     chosen = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]], device=DEVICE)
     outcome = ChainOutcome.allocate(3, 4, DEVICE)
-    OPS.accept_chains(rows, chain, chosen, chosen[0, :0], outcome)
+    OPS.accept_chains(rows, chain, chosen, torch.full_like(chosen[0, 1:], -1), outcome)
     assert outcome.out_RE.tolist() == [[4, 1, 2, 3, 4], [2, 1, 2, 3, 4], [1, 1, 2, 3, 4]]
     assert rows.root_R.tolist() == [4, 2, 1]
     assert rows.committed_R.tolist() == [9, 7, 6]
@@ -110,9 +113,7 @@ def test_a_program_that_takes_several_blocks_finds_what_one_for_each_finds(warm,
     logits[5, 8192:] = 3.0
     rows = torch.arange(6, device=DEVICE)
     sampling = RowSampling(torch.full((6,), warm, device=DEVICE), rows + 11, rows)
-    apart = OPS.choose(logits, sampling.temperature_L, sampling.seed_L, sampling.position_L)
     monkeypatch.setattr(sample, "_MANY_BLOCKS", 1)
-    assert torch.equal(OPS.choose(logits, sampling.temperature_L, sampling.seed_L, sampling.position_L), apart)
     ids = torch.randperm(50000, generator=generator)[:20000].sort().values.to(DEVICE)
     several = OPS.propose(logits, ids, sampling, torch.empty_like(rows))
     monkeypatch.undo()
@@ -120,12 +121,12 @@ def test_a_program_that_takes_several_blocks_finds_what_one_for_each_finds(warm,
 
 
 def test_a_backend_without_such_kernels_leaves_them_to_torch():
-    assert isinstance(cycle_ops(ReferenceOps(DEVICE)), TorchChains)
-    assert cycle_ops(OPS) is OPS
+    assert isinstance(step_ops(ReferenceOps(DEVICE)), TorchChains)
+    assert step_ops(OPS) is OPS
 
 
 class WithoutChains:
-    """The Triton kernels, with a cycle's bookkeeping left to torch."""
+    """The Triton kernels, with a step's bookkeeping left to torch."""
 
     def __getattr__(self, name):
         if name in ("place_chains", "propose", "accept_chains"):
@@ -133,24 +134,26 @@ class WithoutChains:
         return getattr(OPS, name)
 
 
-@pytest.mark.parametrize("kind", [CycleKind(2, 0), CycleKind(2, 1), CycleKind(2, 2, (0.9, 0.5))])
-def test_cycles_come_to_the_same_whoever_keeps_their_books(kind):
+@pytest.mark.parametrize(("num_drafted", "simulated"), [(0, ()), (1, ()), (2, (0.9, 0.5))])
+def test_steps_come_to_the_same_whoever_keeps_their_books(num_drafted, simulated):
     target = tiny_target(num_layers=1).to(DEVICE)
     draft = tiny_draft(target, feedback="post_norm").to(DEVICE)
     outs, states = [], []
     for ops in (OPS, WithoutChains()):
         kv, draft_kv = (KvCache.allocate(m.kv_shape, 12, PAGE_SIZE, torch.float32, DEVICE) for m in (target, draft))
-        models = CycleModels(ops, target, kv, (0, 1, 1), draft, draft_kv)
-        state = CycleState.allocate(models, 2, 6)
-        state.pages_RP[0], state.active_R[0], state.committed_R[0] = torch.arange(6, 12), 1, 3
-        state.drafts_until_R.fill_(100), state.seed_R.fill_(-5), state.temperature_R.fill_(0.8)
-        cycle = Cycle(models, state, kind)
+        models = StepModels(ops, target, kv, (0, 1, 1), draft, draft_kv)
+        buffers = buffers_of(models, 2, 6, num_drafted + 1, simulated)
+        buffers.state.load(0, Loaded(3, 0, -5, 100, 0, 0.8), range(5, 11))
+        buffers.sampling.load(0, SamplingParams(temperature=0.8), -5, (1, 2), (), ())
+        step = Step(models, buffers, StepKind(2, num_drafted, 24))
         emitted = []
         for _ in range(2):
-            cycle.run()
-            emitted.append(cycle.out_RE.clone())
+            run_step(step)
+            emitted.append(step.out_RE.clone())
         outs.append(torch.stack(emitted))
-        states.append(state)
+        states.append(buffers.state)
     assert torch.equal(*outs)
     assert (outs[0][:, 0, 0] >= 1).all() and not outs[0][:, 1, 0].any()
-    assert_same(*states)
+    assert_same(*(state.rows for state in states))
+    for name in ("feedback_RD", "logits_RV", "slot_R"):
+        assert torch.equal(*(getattr(state, name) for state in states)), name

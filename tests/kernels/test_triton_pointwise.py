@@ -77,18 +77,6 @@ def rows_of(temperatures, generator) -> RowSampling:
     return RowSampling(torch.tensor(temperatures, device=DEVICE), seeds.to(DEVICE), positions.to(DEVICE))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_rule_chooses_the_references_tokens(dtype, generator):
-    logits = numbers(6, 5000, generator=generator, dtype=dtype) * 3
-    logits[0, 4000:] = 0
-    logits[0, [4100, 17]] = 40.0
-    sampling = rows_of([0.0, 0.0, 0.3, 1.0, 0.8, 2.0], generator)
-    rows = (sampling.temperature_L, sampling.seed_L, sampling.position_L)
-    chosen = OPS.choose(logits, *rows)
-    assert chosen[0] == 17, "of equals the first wins"
-    assert torch.equal(chosen, REFERENCE.choose(logits, *rows))
-
-
 def test_noise_belongs_to_token_ids(generator):
     logits, ids = numbers(3, 100, generator=generator), torch.randperm(150000, generator=generator)[:100].to(DEVICE)
     sampling = rows_of([0.0, 0.7, 1.0], generator)

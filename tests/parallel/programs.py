@@ -1,5 +1,6 @@
 """What the ranks are asked to run; importable, because the processes look these up by name."""
 
+import dataclasses
 from pathlib import Path
 from typing import Literal
 
@@ -7,9 +8,9 @@ import torch
 
 from slipstream.checkpoint.reader import CheckpointReader
 from slipstream.engine.build import build_engine, build_other_rank
-from slipstream.engine.channel import Leader, connect
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.mirror import follow
+from slipstream.executors.channel import Leader, connect
+from slipstream.executors.distributed import follow
 from slipstream.kernels import RowSampling, select
 from slipstream.models.load import load_draft, load_target
 from slipstream.models.parallel import Ranks
@@ -55,7 +56,8 @@ def answers(ranks: Ranks, target_folder: Path, draft_folder: Path | Literal["ngr
         draft = load_draft(CheckpointReader(draft_folder), target, torch.float32, ops=OPS, split=split_draft)
     channel = connect(ranks) if ranks.size > 1 else None
     if ranks.rank > 0:
-        follow(channel, build_other_rank(target, draft, TREE, (channel.receive(), CONFIG.page_size), OPS))
+        config = dataclasses.replace(CONFIG, num_pages=channel.receive())
+        follow(channel, build_other_rank(target, draft, TREE, config, OPS, channel))
         return None
     engine = build_engine(target, draft, TREE, CONFIG, OPS, channel)
     ids = [engine.add(prompt, params, seed) for seed, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
@@ -86,10 +88,10 @@ def sums(ranks: Ranks, dtype: torch.dtype, num_rows: int):
     return ranks.sum(x), ranks.sum(x[:1])
 
 
-def choices(ranks: Ranks, logits_LV: torch.Tensor, sampling: RowSampling, k: int):
-    """Choose from logits of which every rank has its columns only."""
+def best_entries(ranks: Ranks, logits_LV: torch.Tensor, sampling: RowSampling, k: int):
+    """Return the best entries of logits of which every rank has its columns only."""
     span = ranks.cut(logits_LV.shape[1])
     mine_LW = logits_LV[:, span.start : span.stop].contiguous()
     token_ids_V = torch.arange(logits_LV.shape[1])
     best = ranks.top_k(mine_LW, token_ids_V, sampling, OPS, k)
-    return ranks.best(mine_LW, sampling, OPS), best.scores_LK, best.entries_LK
+    return best.scores_LK, best.entries_LK

@@ -70,7 +70,7 @@ def test_a_vllm_line_runs_with_the_same_meaning(launched):
     options = found["options"]
     assert (options.model, options.draft, options.tree) == ("org/target", "org/draft", TreeShape.chain(3))
     assert (options.memory_fraction, options.max_context) == (0.9, 4096)
-    assert options.engine.max_requests == 16
+    assert options.max_requests == 16
     assert options.engine.prefix_cache is False
     assert (found["config"].model_name, found["config"].aliases) == ("a", ("b",))
 

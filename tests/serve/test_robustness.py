@@ -35,7 +35,7 @@ def test_a_failing_pass_fails_only_the_requests_in_it_and_the_server_lives_on():
     engine = tiny_engine(max_requests=2)
     with Running(engine) as server, server.client() as client:
         expected = client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"]
-        forward = engine._runner.forward
+        forward = engine.executor.runner.forward
         brake = Brake(engine)
 
         def broken(batch, pages):
@@ -43,7 +43,7 @@ def test_a_failing_pass_fails_only_the_requests_in_it_and_the_server_lives_on():
                 raise RuntimeError("injected")
             return forward(batch, pages)
 
-        engine._runner.forward = broken
+        engine.executor.runner.forward = broken
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(client.post, "/v1/completions", json=TEXT) for _ in range(4)]
             eventually(lambda: server.worker.num_open == 4)
@@ -65,10 +65,10 @@ def test_a_failing_pass_fails_only_the_requests_in_it_and_the_server_lives_on():
 def test_a_stream_whose_step_fails_ends_with_an_error_event():
     engine = tiny_engine()
     with Running(engine) as server, server.client() as client:
-        forward = engine._runner.forward
-        engine._runner.forward = lambda batch, pages: (_ for _ in ()).throw(RuntimeError("injected"))
+        forward = engine.executor.runner.forward
+        engine.executor.runner.forward = lambda batch, pages: (_ for _ in ()).throw(RuntimeError("injected"))
         text = client.post("/v1/completions", json={**TEXT, "stream": True}).text
-        engine._runner.forward = forward
+        engine.executor.runner.forward = forward
         first, done = [line for line in text.split("\n\n") if line]
         assert json.loads(first.removeprefix("data: "))["error"]["code"] == 500
         assert done == "data: [DONE]"

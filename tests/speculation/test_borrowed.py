@@ -195,4 +195,4 @@ def test_without_room_for_borrowed_tokens_only_known_ones_are_drafted(caplog):
 
 
 def test_cycles_go_on_with_the_drafts_own_tokens():
-    assert not engine(HALF, device_cycle="on").drafter.borrows
+    assert not engine(HALF, cuda_graphs="on").drafter.borrows

@@ -228,7 +228,7 @@ def test_a_round_followed_by_a_prompts_own_pass_is_left_out():
     pace.checked({7: 1})
     times = iter([60.0])
     pace.start(1, 5)
-    assert [(round_.draft_s, round_.check_s, round_.cycle_s) for round_ in seen] == [(1.0, 1.0, 10.0)]
+    assert [(round_.draft_s, round_.check_s, round_.round_s) for round_ in seen] == [(1.0, 1.0, 10.0)]
 
 
 @pytest.mark.skipif(not LIBRARY_PATH.exists(), reason="CPU kernels not built")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from slipstream.engine.config import EngineConfig
 from slipstream.engine.loading import LoadOptions, load
 from slipstream.errors import ConfigError
 from slipstream.speculation.sampling import SamplingParams
@@ -17,7 +16,7 @@ PARAMS = SamplingParams(max_tokens=6, seed=0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     target = write_target_folder(tmp_path_factory.mktemp("compare") / "target")
-    return load(LoadOptions(target, "none", device="cpu", engine=EngineConfig(max_requests=2)))
+    return load(LoadOptions(target, "none", device="cpu", max_requests=2))
 
 
 def test_every_way_of_decoding_answers_every_group_and_is_timed_on_each(loaded):

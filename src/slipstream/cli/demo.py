@@ -159,13 +159,11 @@ def _arms(kernels: "KernelChoice", max_tokens: int) -> tuple[list[Arm], "Tokeniz
     """Load the target once and build an engine for each way of decoding."""
     from slipstream.checkpoint.embedded import embedded_draft
     from slipstream.engine.build import build_engine
-    from slipstream.engine.config import EngineConfig
     from slipstream.engine.loading import LoadOptions, load, read_draft
     from slipstream.speculation.tree import TreeShape
 
-    config = EngineConfig(max_requests=1)
     loaded = load(
-        LoadOptions(draft="none", device="cpu", kernels=kernels, max_context=_PROMPT_ROOM + max_tokens, engine=config)
+        LoadOptions(draft="none", device="cpu", kernels=kernels, max_context=_PROMPT_ROOM + max_tokens, max_requests=1)
     )
     ways: list[tuple[str, Eagle3Draft | Literal["ngram"]]] = [(NGRAM, "ngram")]
     if (shipped := embedded_draft()) is not None:

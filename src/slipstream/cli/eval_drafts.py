@@ -60,14 +60,14 @@ def drafts(
     console = Console(markup=False)  # a draft's folder may be called [bold]
     asked = read_prompts(prompts)[:count]
     at_once = min(concurrency, max(1, len(asked) // _FEWEST_GROUPS))
-    engine = EngineConfig(borrowed_tokens=borrowed_tokens, max_requests=at_once)
+    engine = EngineConfig(borrowed_tokens=borrowed_tokens)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     shapes = [options.tree_shape(depth, width, budget) for depth in _depths(depths)]
     chosen = options.kernel_choice(kernels)
     options.fetch_if_embedded(model, Console(stderr=True))
     with Phases(Console(stderr=True)) as phases:
         phases.start("loading")
-        loaded = load(LoadOptions(model, "none", kernels=chosen, engine=engine))
+        loaded = load(LoadOptions(model, "none", kernels=chosen, max_requests=at_once, engine=engine))
         phase = phases.start("answers", len(asked) * (1 + len(draft) * len(shapes)), "answers")
         results = compare_drafts(loaded, draft, shapes, asked, params, as_served, phase.advance)
     together = "one at a time" if at_once == 1 else f"{at_once} together"

@@ -20,8 +20,8 @@ def serve(
     ep: o.Ep = None,
     draft_tp: o.DraftTp = None,
     max_context: options.MaxContext = None,
-    max_requests: o.MaxRequests = 32,
-    max_batch_tokens: o.MaxBatchTokens = 512,
+    max_requests: o.MaxRequests = None,
+    max_batch_tokens: o.MaxBatchTokens = None,
     page_size: o.PageSize = 16,
     num_pages: o.NumPages = None,
     memory_fraction: o.MemoryFraction = None,
@@ -97,8 +97,6 @@ def serve(
     engine = EngineConfig(
         page_size=page_size,
         num_pages=num_pages,
-        max_requests=max_requests,
-        max_batch_tokens=max_batch_tokens,
         prefix_cache=prefix_cache and not disable_radix_cache,
         borrowed_tokens=borrowed_tokens,
     )
@@ -109,6 +107,8 @@ def serve(
         device,
         dtype,
         max_context=max_context,
+        max_requests=max_requests,
+        max_batch_tokens=max_batch_tokens,
         memory_fraction=memory_fraction,
         engine=engine,
         topology=flags.topology(tp, ep, enable_expert_parallel, draft_tp, wanted),

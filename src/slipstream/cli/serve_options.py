@@ -41,12 +41,21 @@ DraftTp = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 MaxRequests = Annotated[
-    int, typer.Option("--max-requests", "--max-num-seqs", "--max-running-requests", help="Answers made at once.")
+    int | None,
+    typer.Option(
+        "--max-requests",
+        "--max-num-seqs",
+        "--max-running-requests",
+        help="Answers made at once; by default 32 on a CPU and 64 on a GPU.",
+    ),
 ]
 MaxBatchTokens = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--max-batch-tokens", "--max-num-batched-tokens", "--chunked-prefill-size", help="Tokens of one step."
+        "--max-batch-tokens",
+        "--max-num-batched-tokens",
+        "--chunked-prefill-size",
+        help="Tokens of one step; by default 512 on a CPU and 8192 on a GPU (fewer while others decode).",
     ),
 ]
 PageSize = Annotated[int, typer.Option("--page-size", "--block-size", help="Tokens a page holds.")]

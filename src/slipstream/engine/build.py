@@ -6,13 +6,17 @@ from typing import Literal
 
 import torch
 
-from slipstream.engine.channel import Leader
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import kv_dtype
-from slipstream.engine.mirror import Everywhere, Held, LeadingDrafter, LeadingRunner
-from slipstream.engine.runner import Runner
 from slipstream.errors import ConfigError
+from slipstream.executors.channel import Follower, Leader
+from slipstream.executors.cuda_graph.executor import GraphExecutor
+from slipstream.executors.distributed import LeadingExecutor, Told
+from slipstream.executors.eager import EagerExecutor
+from slipstream.executors.interface import Executor
+from slipstream.executors.native import NativeExecutor
+from slipstream.executors.runner import Runner
 from slipstream.kernels import ChainOps, Ops
 from slipstream.models.context import KvCache, KvShape
 from slipstream.models.eagle3 import Eagle3Draft
@@ -66,31 +70,40 @@ def build_engine(
     drafter = _drafter(target, draft, shape, cache, ops, pace, borrowers)
     runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
     if leader is None:
-        return Engine(runner, drafter, config, target.spec.vocab_size)
+        return Engine(_executor(runner, drafter, config), config, target.spec)
     leader.send(num_pages)
     split = isinstance(draft, Eagle3Draft) and draft.ranks.size > 1
-    everywhere = Everywhere(leader, Held(runner, drafter if split else None, target.ranks, ops))
-    leading = LeadingDrafter(everywhere) if split else drafter
-    return Engine(LeadingRunner(everywhere), leading, config, target.spec.vocab_size)
+    executor = EagerExecutor(runner, drafter, config.max_requests, Told(leader, split))
+    return Engine(LeadingExecutor(executor, leader), config, target.spec)
 
 
 def build_other_rank(
-    target: Target, draft: Eagle3Draft | None, shape: TreeShape, paging: tuple[int, int], ops: Ops
-) -> Held:
-    """Allocate what a rank other than the first holds.
+    target: Target, draft: Eagle3Draft | None, shape: TreeShape, config: EngineConfig, ops: Ops, channel: Follower
+) -> EagerExecutor:
+    """Allocate what a rank other than the first holds, with as many pages as the first decided on.
 
     Args:
         draft: this rank's part of the draft, if it is split.
-        paging: how many pages the first rank decided on, and their size.
     """
     dtype, device = kv_dtype(target), target.embed_tokens.device
+    assert config.num_pages is not None, "the first rank said how many"
+    paging = (config.num_pages, config.page_size)
 
     def cache(kv_shape: KvShape) -> KvCache:
         return KvCache.allocate(kv_shape, *paging, dtype, device)
 
-    drafter = None if draft is None else _drafter(target, draft, shape, cache, ops)
-    captured = () if drafter is None else drafter.captured_layers
-    return Held(Runner(target, cache(target.kv_shape), ops, captured), drafter, target.ranks, ops)
+    drafter = _drafter(target, draft, shape, cache, ops)
+    runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
+    return EagerExecutor(runner, drafter, config.max_requests, Told(channel, draft is not None))
+
+
+def _executor(runner: Runner, drafter: Drafter, config: EngineConfig) -> Executor:
+    """Return what runs steps fastest on this device."""
+    if config.captures(runner.device.type) and GraphExecutor.supports(runner, drafter):
+        return GraphExecutor(runner, drafter, config.max_requests, config.max_context)
+    if NativeExecutor.supports(runner, drafter):
+        return NativeExecutor(runner, drafter, config.max_requests)
+    return EagerExecutor(runner, drafter, config.max_requests)
 
 
 def paces(draft: Eagle3Draft | Literal["ngram"] | None, ops: Ops) -> bool:

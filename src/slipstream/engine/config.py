@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from slipstream.errors import ConfigError
 
-DeviceCycle = Literal["auto", "on", "off"]
+CudaGraphs = Literal["auto", "on", "off"]
 
 PATIENCE_S = 0.04
 """Of a step whose tokens somebody reads as they come: 25 times a second, as often as a film changes its picture."""
@@ -27,8 +27,8 @@ class EngineConfig:
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
         borrowed_tokens: tokens of a request's own text that its draft may propose though it does not know them, the
             latest so many; 0: none. On a CPU only.
-        device_cycle: let plain decoding run as cycles that stay on the device, the host one cycle behind. "auto" does
-            so on a GPU; the tokens are the same either way.
+        cuda_graphs: run decoding as steps captured in CUDA graphs, with the host one step behind. "auto" does so on a
+            GPU; "on" without one runs the same steps uncaptured, for tests. The tokens are the same either way.
     """
 
     max_context: int = 4096
@@ -38,7 +38,7 @@ class EngineConfig:
     max_batch_tokens: int = 512
     prefix_cache: bool = True
     borrowed_tokens: int = 64
-    device_cycle: DeviceCycle = "auto"
+    cuda_graphs: CudaGraphs = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_context", "page_size", "max_requests", "max_batch_tokens"):
@@ -47,22 +47,22 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
         if self.borrowed_tokens < 0:
             raise ConfigError(f"borrowed_tokens is {self.borrowed_tokens}; it must be at least 0.")
-        if self.device_cycle not in get_args(DeviceCycle):
-            raise ConfigError(f"device_cycle is {self.device_cycle!r}; it is {', '.join(get_args(DeviceCycle))}.")
+        if self.cuda_graphs not in get_args(CudaGraphs):
+            raise ConfigError(f"cuda_graphs is {self.cuda_graphs!r}; it is {', '.join(get_args(CudaGraphs))}.")
         if self.num_pages is not None and self.num_pages < 1:
             raise ConfigError(f"num_pages is {self.num_pages}; it must be at least 1.")
 
-    def runs_cycles(self, device_type: str) -> bool:
-        """Tell whether decoding may run as cycles on such a device."""
-        return self.device_cycle == "on" or (self.device_cycle == "auto" and device_type == "cuda")
+    def captures(self, device_type: str) -> bool:
+        """Tell whether decoding may run as captured steps on such a device."""
+        return self.cuda_graphs == "on" or (self.cuda_graphs == "auto" and device_type == "cuda")
 
     def borrows(self, device_type: str) -> bool:
         """Tell whether requests may borrow on such a device: where steps are drafted from the host, on a CPU."""
-        return self.borrowed_tokens > 0 and device_type == "cpu" and not self.runs_cycles(device_type)
+        return self.borrowed_tokens > 0 and device_type == "cpu" and not self.captures(device_type)
 
     def spare_pages(self, device_type: str) -> int:
-        """Return how many pages the caches need beyond the requests' own: cycles keep one for unused rows."""
-        return int(self.runs_cycles(device_type))
+        """Return how many pages the caches need beyond the requests' own: captured steps keep one for unused places."""
+        return int(self.captures(device_type))
 
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages hold so many tokens."""

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it, but not to type checkers
 
-from slipstream.engine.channel import Follower, Leader, connect
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.executors.channel import Follower, Leader, connect
 from slipstream.models.parallel import ALONE, Ranks
 from slipstream.models.topology import Topology
 

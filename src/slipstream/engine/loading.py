@@ -14,7 +14,6 @@ from slipstream.checkpoint.hub import EMBEDDED, is_embedded, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.build import build_engine, build_other_rank, default_shape, paces
-from slipstream.engine.channel import Follower, Leader
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.launch import Seat, leave, run_other, take_seat
@@ -26,8 +25,9 @@ from slipstream.engine.memory import (
     plan_pages,
     weight_bytes,
 )
-from slipstream.engine.mirror import follow
 from slipstream.errors import ConfigError
+from slipstream.executors.channel import Follower, Leader
+from slipstream.executors.distributed import follow
 from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_draft, load_target
@@ -38,7 +38,9 @@ from slipstream.models.topology import Topology
 from slipstream.speculation.tree import TreeShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEFAULT_CONTEXT = 4096
+_CPU_DEFAULTS = (4096, 32, 512)
+_GPU_DEFAULTS = (1 << 20, 64, 8192)
+"""Where nobody says: the longest context (a model's own may be shorter), requests at once, tokens of a step."""
 _USUAL_POSITIONS = 1 << 17
 """Rotary tables are this long at most (tens of MB) unless a longer context is asked for: configs may say any."""
 _DRAFTED_POSITIONS = 1024  # drafted tokens may lie past the context's end before they are dropped
@@ -55,7 +57,9 @@ class LoadOptions:
         tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
-        max_context: None takes what the model allows, up to 4096.
+        max_context: None takes what the model allows: up to 4096 on a CPU, and what memory holds on a GPU.
+        max_requests: requests that run at once; None takes 32 on a CPU and 64 on a GPU.
+        max_batch_tokens: query tokens of one step; None takes 512 on a CPU and 8192 on a GPU.
         memory_fraction: share of the device's memory for weights and KV cache; it decides the number of pages,
             unless `engine` names one. None takes 85% of what is free on a GPU once the weights are there, less what
             a step needs, and leaves it to the engine's settings on a CPU.
@@ -69,6 +73,8 @@ class LoadOptions:
     dtype: str = "auto"
     kernels: KernelChoice = "auto"
     max_context: int | None = None
+    max_requests: int | None = None
+    max_batch_tokens: int | None = None
     memory_fraction: float | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
     topology: Topology = field(default_factory=Topology)
@@ -78,8 +84,10 @@ class LoadOptions:
             object.__setattr__(self, "model", EMBEDDED)
         if str(self.draft) == EMBEDDED:
             object.__setattr__(self, "draft", "auto")
-        if self.max_context is not None and self.max_context < 1:
-            raise ConfigError(f"max_context is {self.max_context}; it must be at least 1.")
+        for name in ("max_context", "max_requests", "max_batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction is {self.memory_fraction}; it lies above 0 and is at most 1.")
 
@@ -170,10 +178,16 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     path, kept_for = _target_path(options, ops)
     source = open_checkpoint(path)
     allowed = model_spec(source.config, source.folder).max_position
-    max_context = options.max_context or min(_DEFAULT_CONTEXT, allowed)
+    usual_context, usual_requests, usual_tokens = _GPU_DEFAULTS if device.type == "cuda" else _CPU_DEFAULTS
+    max_context = options.max_context or min(usual_context, allowed)
     positions = min(allowed, max(_USUAL_POSITIONS, max_context + _DRAFTED_POSITIONS))
     target = load_target(source, dtype, device, positions, kept_for, seat.ranks)
-    config = dataclasses.replace(options.engine, max_context=max_context)
+    config = dataclasses.replace(
+        options.engine,
+        max_context=max_context,
+        max_requests=options.max_requests or usual_requests,
+        max_batch_tokens=options.max_batch_tokens or usual_tokens,
+    )
     has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
     draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
     config, memory_line = _with_pages(options, target, draft, config, options.tree or default_shape(draft, ops))
@@ -192,7 +206,8 @@ def _follow(options: LoadOptions, seat: Seat) -> None:
     assert isinstance(num_pages, int)
     draft = parts.draft if isinstance(parts.draft, Eagle3Draft) else None
     shape = options.tree or default_shape(draft, parts.ops)
-    follow(channel, build_other_rank(parts.target, draft, shape, (num_pages, parts.config.page_size), parts.ops))
+    config = dataclasses.replace(parts.config, num_pages=num_pages)
+    follow(channel, build_other_rank(parts.target, draft, shape, config, parts.ops, channel))
 
 
 def _lead(options: LoadOptions, seat: Seat) -> Loaded:
@@ -272,17 +287,13 @@ def _with_pages(
         return dataclasses.replace(config, num_pages=pages_that_fit(room, models, config, extra_slots)), ""
     if device.type != "cuda":
         return config, ""
-    plan = plan_pages(target, eagle, config, extra_slots, DEFAULT_FRACTION)
-    return dataclasses.replace(config, num_pages=plan.num_pages), f" ({plan})"
+    plan = plan_pages(target, eagle, config, extra_slots, DEFAULT_FRACTION, shorten=options.max_context is None)
+    return dataclasses.replace(config, num_pages=plan.num_pages, max_context=plan.max_context), f" ({plan})"
 
 
 def _warm_up(engine: Engine) -> tuple[str, ...]:
-    """Make decoding ready and return a line on what that took, if it took anything."""
-    costs = engine.warm_up()
-    if not costs:
-        return ()
-    seconds, nbytes = sum(cost.seconds for cost in costs), sum(cost.nbytes for cost in costs)
-    return (f"graphs: {len(costs)} captured in {seconds:.1f} s, {nbytes / 2**20:.0f} MiB",)
+    """Make decoding ready and return lines on what that took, if it took anything."""
+    return tuple(engine.warm_up())
 
 
 def _total_memory(device: torch.device) -> int:

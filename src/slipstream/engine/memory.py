@@ -14,7 +14,8 @@ from slipstream.models.moe import Experts
 from slipstream.models.target import Target
 
 DEFAULT_FRACTION = 0.85
-_RUNTIME_BYTES = 1 << 30  # kernels' code, their scratch space, and what captured graphs keep beside activations
+_RUNTIME_BYTES = 3 << 30  # kernels' code, their scratch space, and what captured graphs keep beside activations
+_LEAST_PAGES = 64  # fewer are no context worth having
 
 
 class OutOfMemoryError(SlipstreamError):
@@ -29,6 +30,7 @@ class MemoryPlan:
     reserve: int
     page_bytes: int
     num_pages: int
+    max_context: int
 
     def __str__(self) -> str:
         """Say it in one line, for people."""
@@ -39,11 +41,19 @@ class MemoryPlan:
 
 
 def plan_pages(
-    target: Target, draft: Eagle3Draft | None, config: EngineConfig, extra_slots: int, fraction: float
+    target: Target,
+    draft: Eagle3Draft | None,
+    config: EngineConfig,
+    extra_slots: int,
+    fraction: float,
+    shorten: bool = False,
 ) -> MemoryPlan:
     """Return the plan for a GPU whose weights are loaded: a fraction of what is free, less what a step needs.
 
     Never more pages than `max_requests` whole contexts can use.
+
+    Args:
+        shorten: nobody asked for this context, so where memory cannot hold it a shorter one will do.
     """
     device = target.embed_tokens.device
     torch.cuda.empty_cache()
@@ -51,7 +61,11 @@ def plan_pages(
     reserve = activation_bytes(target, config, extra_slots + 1) + _RUNTIME_BYTES
     page_bytes = bytes_per_page([target, *([draft] if draft is not None else [])], config)
     fitting = int((free * fraction - reserve) // page_bytes)
-    needed = config.pages_for(config.max_context + extra_slots)
+    max_context = config.max_context
+    needed = config.pages_for(max_context + extra_slots)
+    if shorten and _LEAST_PAGES <= fitting < needed:
+        max_context = fitting * config.page_size - extra_slots
+        needed = fitting
     if fitting < needed:
         raise ConfigError(
             f"{free / 2**30:.1f} GiB are free on {device} beside the weights; of {fraction:.0%} of that, less "
@@ -59,7 +73,7 @@ def plan_pages(
             f"max_context {config.max_context} needs {needed}. Lower max_context or max_batch_tokens, end other "
             "programs on this GPU, or raise the memory fraction."
         )
-    return MemoryPlan(free, reserve, page_bytes, min(fitting, config.max_requests * needed))
+    return MemoryPlan(free, reserve, page_bytes, min(fitting, config.max_requests * needed), max_context)
 
 
 def pages_that_fit(room: float, models: Sequence[Target | Eagle3Draft], config: EngineConfig, extra_slots: int) -> int:

@@ -4,7 +4,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from slipstream.engine.request import FinishReason
+from slipstream.executors.interface import TokenLogprob
 from slipstream.speculation.statistics import AcceptanceStats
+
+__all__ = ["Detokenizer", "Emission", "EmittedToken", "StopMatcher", "TokenLogprob"]
 
 
 class Detokenizer(Protocol):
@@ -17,14 +20,6 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """Return what is still held back."""
         ...
-
-
-class TokenLogprob(NamedTuple):
-    """A token's log probability under the target itself (before penalties and temperature), and the likeliest ones."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class EmittedToken(NamedTuple):

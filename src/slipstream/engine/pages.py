@@ -34,10 +34,6 @@ class PageAllocator:
         """Pages some request holds."""
         return self.num_pages - self.num_available
 
-    def num_unheld(self, pages: Sequence[int]) -> int:
-        """Return how many of these pages nobody holds: holding them leaves so many fewer to allocate."""
-        return sum(self._holders[page] == 0 for page in pages)
-
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` pages for one holder, or None (and change nothing) if there are not so many."""
         if count > self.num_available:

@@ -28,9 +28,10 @@ class FinishReason(enum.Enum):
 class Request:
     """One prompt being answered.
 
-    `tokens` is prompt and answer together. The first `num_committed` have their keys in the cache; the rest (at least
-    one while it runs) are still to be computed. `page_keys` names the request's first pages for the
-    prefix cache, and `text_key` the text up to the end of the last of them.
+    `tokens` is prompt and answer together, as far as it was read. The first `num_committed` have their keys in the
+    cache; the executor was told to compute `num_sent`, and `num_unread` of its steps will each give at least one more
+    token. `row` is its place in the executor's batch while it runs there, and `epoch` tells apart who had it when.
+    `page_keys` names its first pages for the prefix cache, and `text_key` the text up to the end of the last of them.
     """
 
     request_id: int
@@ -41,7 +42,12 @@ class Request:
     speculate: bool = True
     tokens: list[int] = field(default_factory=list)
     num_committed: int = 0
+    num_sent: int = 0
+    num_unread: int = 0
+    row: int | None = None
+    epoch: int = 0
     pages: list[int] = field(default_factory=list)
+    num_pages_sent: int = 0
     num_registered: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     text_key: bytes = b""
@@ -64,14 +70,19 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
-    def num_pending(self) -> int:
-        """Known tokens whose keys are not in the cache yet."""
-        return len(self.tokens) - self.num_committed
+    def decodes(self) -> bool:
+        """Whether its next token follows from the last one: nothing else is to be computed."""
+        return self.num_unread > 0 or len(self.tokens) - self.num_sent == 1
+
+    @property
+    def least_length(self) -> int:
+        """Tokens it has at least, those not read yet included."""
+        return len(self.tokens) + self.num_unread
 
     def restart(self) -> None:
         """Give up the cache: everything known is to be computed again."""
         self.pages = []
-        self.num_committed = 0
+        self.num_committed = self.num_sent = self.num_unread = 0
         self.num_registered = 0
         self.status = Status.WAITING
         self.num_preempted += 1

@@ -19,10 +19,9 @@ _PAGES_AT_A_TIME = 256
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A request's part of a step: compute tokens [start, start + num_tokens); `emits` if that reaches the last one."""
+    """A request's part of a step: its next `num_tokens`; `emits` if they reach the last one known to the executor."""
 
     request: Request
-    start: int
     num_tokens: int
     emits: bool
     drafts: bool
@@ -46,7 +45,7 @@ class Scheduler:
     """Owns the queues and the pages of every request.
 
     Args:
-        leaving: told of a request about to give its pages back, and of how many positions others may take up again.
+        leaving: told of a request about to give its pages back.
         two_forms: the target computes the tokens of prompts in another form than those of answers (`page_keys.py`).
     """
 
@@ -55,7 +54,7 @@ class Scheduler:
         config: EngineConfig,
         pages: PageAllocator,
         needs: DraftNeeds,
-        leaving: Callable[[int, int], None] = lambda request_id, num_reusable: None,
+        leaving: Callable[[Request], None] = lambda request: None,
         two_forms: bool = False,
     ) -> None:
         self._config = config
@@ -90,19 +89,31 @@ class Scheduler:
         if pages is None or len(self._running) >= self._config.max_requests:
             raise RequestError("There is no room to start this request at once; give the engine more pages.")
         self._waiting.remove(request)
-        request.pages, request.num_committed, request.status = pages, len(request.tokens) - 1, Status.RUNNING
+        request.pages, request.status = pages, Status.RUNNING
+        request.num_committed = request.num_sent = len(request.tokens) - 1
         self._running.append(request)
 
-    def plan(self) -> list[Scheduled]:
-        """Choose this step's work and reserve its pages; running requests go first, the oldest before the newest."""
-        budget = self._config.max_batch_tokens
+    def start_over(self) -> None:
+        """Preempt every running request: the executor will run them another way."""
+        for request in reversed(list(self._running)):
+            self._preempt(request)
+
+    def plan(self, budget: int | None = None) -> list[Scheduled]:
+        """Choose this step's work and reserve its pages; running requests go first, the oldest before the newest.
+
+        Requests that decode take part in every step; what is left of the budget goes to prompts.
+
+        Args:
+            budget: tokens of the step; None takes as many as a step may have.
+        """
+        budget = self._config.max_batch_tokens if budget is None else budget
         planned: list[Scheduled] = []
         for request in list(self._running):
-            if budget <= 0:
-                break
             if request.status is not Status.RUNNING:  # preempted for an older one in this very loop
                 continue
-            work = self._fit(request, budget, planned)
+            if budget <= 0 and not request.decodes:
+                continue
+            work = self._fit(request, max(budget, 1), planned)
             if work is not None:
                 planned.append(work)
                 budget -= work.num_tokens
@@ -115,36 +126,14 @@ class Scheduler:
             budget -= admitted.num_tokens
         return planned
 
-    def would_admit(self) -> bool:
-        """Tell whether a plan made now would start a waiting request."""
-        budget = self._config.max_batch_tokens - len(self._running)
-        if not self._waiting or budget <= 0 or len(self._running) >= self._config.max_requests:
-            return False
-        request = self._waiting[0]
-        cached = self._cached_prefix(request)
-        start = len(cached) * self._config.page_size
-        slots = start + min(len(request.tokens) - start, budget) + self._needs.extra_slots
-        missing = max(0, self._config.pages_for(slots) - len(cached))
-        return missing + self._pages.num_unheld(cached) <= self._pages.num_available
-
-    def reserve_ahead(self, num_slots: int) -> bool:
-        """Reserve pages for so many slots past each running request's last token; False if they are not to be had."""
-        for request in self._running:
-            missing = self._config.pages_for(len(request.tokens) + num_slots) - len(request.pages)
-            if missing > 0:
-                if missing > self._pages.num_available:
-                    return False
-                self._reserve(request, missing)
-        return True
-
-    def reserve_answers(self, num_tokens: int, num_drafted: int) -> bool:
-        """Reserve pages for so many more tokens of every running request, or what it may still say, and a chain after
-        them; False, and nothing reserved, if they are not to be had.
+    def reserve_answers(self, num_tokens: int) -> bool:
+        """Reserve pages for so many more tokens of every running request, or as many as its answer may have; False,
+        and nothing reserved, if they are not to be had.
         """
         missing = {}
         for request in self._running:
-            more = min(num_tokens, self.num_wanted(request))
-            slots = min(len(request.tokens) + more + num_drafted, self._config.max_context + self._needs.extra_slots)
+            most = min(len(request.prompt) + request.params.max_tokens, self._config.max_context)
+            slots = min(len(request.tokens) + num_tokens, most + self._needs.extra_slots)
             missing[request.request_id] = max(0, self._config.pages_for(slots) - len(request.pages))
         if sum(missing.values()) > self._pages.num_available:
             return False
@@ -152,16 +141,17 @@ class Scheduler:
             self._reserve(request, missing[request.request_id])
         return True
 
-    def num_wanted(self, request: Request) -> int:
-        """Return how many tokens a request may still emit."""
-        room = self._config.max_context - len(request.tokens)
-        return min(request.params.max_tokens - request.num_output, room)
-
     def commit(self, request: Request, num_tokens: int, emitted: list[int]) -> None:
-        """Record that `num_tokens` more have their keys in the cache and `emitted` were added to the answer."""
-        request.num_committed += num_tokens
+        """Record what a step gave: `num_tokens` known ones have their keys in the cache, and `emitted` follow them.
+
+        Of the emitted tokens all but the last have theirs, too.
+        """
+        request.num_committed += num_tokens + max(len(emitted) - 1, 0)
         request.tokens.extend(emitted)
-        assert request.num_committed < len(request.tokens) or not emitted
+        if emitted:
+            request.num_unread -= 1
+            request.num_sent = len(request.tokens) - (request.num_unread == 0)
+        assert request.num_committed < len(request.tokens), "the last token is always left to compute"
         if self._config.prefix_cache:
             self._register_pages(request)
 
@@ -181,14 +171,20 @@ class Scheduler:
         for request in self._running:
             assert request.status is Status.RUNNING
             assert request.num_committed <= len(request.pages) * self._config.page_size, "committed past the pages"
-            assert request.num_pending >= 1, "a running request has nothing to compute"
+            assert request.num_committed < len(request.tokens), "a running request has nothing to compute"
+            assert request.num_committed <= request.num_sent <= len(request.tokens), "sent is between done and known"
         for request in self._waiting:
             assert request.status is Status.WAITING
             assert not request.pages, "a waiting request holds pages"
 
     def _fit(self, request: Request, budget: int, planned: list[Scheduled]) -> Scheduled | None:
-        """Plan a running request's next chunk, preempting newer requests while pages are short."""
+        """Plan a running request's next chunk, preempting newer requests while pages are short.
+
+        None if all it may say is on its way already.
+        """
         work = self._chunk(request, budget)
+        if work is None:
+            return None
         missing = self._missing_pages(work)
         while missing > self._pages.num_available:
             victim = self._running[-1]
@@ -197,39 +193,62 @@ class Scheduler:
             if victim is request:
                 return None
         self._reserve(request, missing)
-        return work
+        return self._sent(work)
 
     def _admit(self, request: Request, budget: int) -> Scheduled | None:
         """Start a waiting request on cached pages where it can, if its first chunk's pages are to be had."""
         cached = self._cached_prefix(request)
         self._pages.hold(cached)
         request.pages = list(cached)
-        request.num_committed = len(cached) * self._config.page_size
+        request.num_committed = request.num_sent = len(cached) * self._config.page_size
         work = self._chunk(request, budget)
+        assert work is not None, "nothing of a waiting request is on its way"
         missing = self._missing_pages(work)
         if missing > self._pages.num_available:
             self._pages.release(cached)
-            request.pages, request.num_committed = [], 0
+            request.pages, request.num_committed, request.num_sent = [], 0, 0
             return None
         request.num_registered = len(cached)
         request.num_cached = request.num_committed
         request.status = Status.RUNNING
         self._running.append(request)
         self._reserve(request, missing)
+        return self._sent(work)
+
+    def _chunk(self, request: Request, budget: int) -> Scheduled | None:
+        wanted = request.params.max_tokens - request.num_output - request.num_unread
+        if wanted <= 0 or request.least_length >= self._config.max_context:
+            return None
+        pending = len(request.tokens) - request.num_sent if request.num_unread == 0 else 1
+        num_tokens = min(pending, budget)
+        emits = num_tokens == pending
+        # Every node must lie within the context: the model has no positions beyond it.
+        most_length = len(request.tokens) + request.num_unread * self._needs.max_nodes
+        fits = most_length + self._needs.extra_slots <= self._config.max_context
+        drafts = emits and request.speculate and self._needs.max_nodes > 1 and wanted > 1 and fits
+        return Scheduled(request, num_tokens, emits, drafts)
+
+    def _sent(self, work: Scheduled) -> Scheduled:
+        """Take note that a step computes this."""
+        request = work.request
+        request.num_sent = min(request.num_sent + work.num_tokens, len(request.tokens))
+        request.num_unread += work.emits
         return work
 
-    def _chunk(self, request: Request, budget: int) -> Scheduled:
-        num_tokens = min(request.num_pending, budget)
-        emits = num_tokens == request.num_pending
-        wanted = request.params.max_tokens - request.num_output
-        # Every node must lie within the context: the model has no positions beyond it.
-        fits = len(request.tokens) + self._needs.extra_slots <= self._config.max_context
-        drafts = emits and request.speculate and self._needs.max_nodes > 1 and wanted > 1 and fits
-        return Scheduled(request, request.num_committed, num_tokens, emits, drafts)
-
     def _missing_pages(self, work: Scheduled) -> int:
-        slots = work.start + work.num_tokens + (self._needs.extra_slots if work.drafts else 0)
-        return max(0, self._config.pages_for(slots) - len(work.request.pages))
+        """Return how many pages a step may need beyond those its request has.
+
+        A step whose output was not read yet may have given as many tokens as a tree is deep, and one; and whether the
+        next one drafts is then not known here.
+        """
+        request = work.request
+        extra = self._needs.extra_slots if work.drafts or (request.num_unread and request.speculate) else 0
+        if request.num_unread == 0:
+            slots = request.num_sent + work.num_tokens + extra
+        else:
+            slots = len(request.tokens) + request.num_unread * self._needs.max_nodes + extra
+        slots = min(slots, self._config.max_context + extra)
+        return max(0, self._config.pages_for(slots) - len(request.pages))
 
     def _reserve(self, request: Request, count: int) -> None:
         pages = self._pages.allocate(count)
@@ -243,7 +262,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         self._running.remove(request)
-        self._leaving(request.request_id, request.num_registered * self._config.page_size)
+        self._leaving(request)
         self._pages.release(request.pages)
 
     def _cached_prefix(self, request: Request) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from slipstream.engine.config import DeviceCycle, EngineConfig
+from slipstream.engine.config import CudaGraphs, EngineConfig
 from slipstream.engine.loading import LoadOptions
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.kernels import KernelChoice
@@ -30,11 +30,11 @@ class Settings(TypedDict, total=False):
     memory_fraction: float | None
     page_size: int
     num_pages: int | None
-    max_requests: int
-    max_batch_tokens: int
+    max_requests: int | None
+    max_batch_tokens: int | None
     prefix_cache: bool
     borrowed_tokens: int
-    device_cycle: DeviceCycle
+    cuda_graphs: CudaGraphs
     tp: int
     ep: int
     draft_tp: int
@@ -83,7 +83,7 @@ def load_options(
     if not isinstance(tree, TreeShape | None):
         raise ConfigError(f"tree is {_named(tree)}; give a TreeShape, such as TreeShape(depth=5, width=4, budget=16).")
     _check(settings, get_type_hints(Settings), "LLM", "setting", ConfigError)
-    engine = {field.name for field in fields(EngineConfig)} - {"max_context"}  # the loader decides that one
+    engine = {field.name for field in fields(EngineConfig)} - {field.name for field in fields(LoadOptions)}
     split = {field.name for field in fields(Topology)}
     return LoadOptions(
         model,

@@ -2,27 +2,27 @@
 
 import logging
 from dataclasses import dataclass, field
-from typing import Literal
 
+from slipstream.executors.interface import Phase
 from slipstream.speculation.statistics import AcceptanceStats
 
 logger = logging.getLogger(__name__)
 
 _SUSPICIOUS_PASSES, _SUSPICIOUS_RATE = 200, 0.03
 
-Phase = Literal["draft", "verify", "host"]
-
 
 @dataclass
 class EngineStats:
     """Counts since the engine was built.
 
-    `phase_seconds` is the time the engine's thread spent drafting, checking, and on its own bookkeeping. Of a cycle
-    on the device only the sum is known; it is shared between draft and verify by the bytes of weights each reads.
+    `phase_seconds` is the time spent on prompts, drafting, checking, and the engine's own bookkeeping. On a GPU it is
+    the device's own time; prompts that share a pass with drafts count as verify.
     """
 
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
-    phase_seconds: dict[Phase, float] = field(default_factory=lambda: {"draft": 0.0, "verify": 0.0, "host": 0.0})
+    phase_seconds: dict[Phase, float] = field(
+        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "host": 0.0}
+    )
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -7,13 +7,14 @@ from typing import Literal, get_args
 import torch
 
 from slipstream.errors import KernelError
-from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows, CycleOps
+from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows, StepOps
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.ops import (
     AttentionBatch,
     Borrowed,
     ChainOps,
     ChainStart,
+    CompiledOps,
     Cut,
     Ending,
     KvLayer,
@@ -22,7 +23,17 @@ from slipstream.kernels.ops import (
 )
 from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.kernels.rounds import Follower, Hurry, Onward, RoundModels, RoundOps, RoundResult, RoundStart
+from slipstream.kernels.rounds import (
+    Follower,
+    Hurry,
+    MaskFiller,
+    Onward,
+    RoundModels,
+    RoundOps,
+    RoundResult,
+    RoundStart,
+)
+from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.kernels.threads import torch_threads
 
 __all__ = [
@@ -34,13 +45,14 @@ __all__ = [
     "ChainPlaces",
     "ChainRows",
     "ChainStart",
+    "CompiledOps",
     "Cut",
-    "CycleOps",
     "Ending",
     "Follower",
     "Hurry",
     "KernelChoice",
     "KvLayer",
+    "MaskFiller",
     "Onward",
     "Ops",
     "RoundModels",
@@ -48,9 +60,14 @@ __all__ = [
     "RoundResult",
     "RoundStart",
     "RowSampling",
-    "cycle_ops",
+    "SampleRows",
+    "Sampled",
+    "SamplingState",
+    "StepOps",
+    "TokenMasks",
     "one_pool",
     "select",
+    "step_ops",
 ]
 
 KernelChoice = Literal["auto", "cpu", "triton", "reference"]
@@ -99,9 +116,9 @@ def _triton(device: torch.device, choice: KernelChoice) -> Ops:
     return TritonOps(device)
 
 
-def cycle_ops(ops: Ops) -> CycleOps:
-    """Return what does a cycle's bookkeeping beside a backend: the backend itself, or torch."""
-    return ops if isinstance(ops, CycleOps) else TorchChains(ops)
+def step_ops(ops: Ops) -> StepOps:
+    """Return what does a step's bookkeeping beside a backend: the backend itself, or torch."""
+    return ops if isinstance(ops, StepOps) else TorchChains(ops)
 
 
 def one_pool(ops: Ops) -> AbstractContextManager[None]:

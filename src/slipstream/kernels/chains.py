@@ -1,4 +1,4 @@
-"""The bookkeeping of a cycle as operations on tensors: where chains lie, what is drafted next, what is accepted.
+"""The bookkeeping of a step as operations on tensors: where chains lie, what is drafted next, what is accepted.
 
 Shape letters: R rows, N nodes of a row's chain (the root and what is drafted behind it), P pages of a row, V draft
 vocabulary, K = N - 1 drafted tokens, E = N + 1 values handed out per row.
@@ -15,7 +15,7 @@ from slipstream.kernels.ops import RowSampling
 
 @dataclass(frozen=True)
 class ChainRows:
-    """The batch of a cycle, int64 [R] each unless said; `slipstream.engine.cycle.CycleState` says what they mean.
+    """The batch of a step, int64 [R] each unless said; `executors.cuda_graph.state.Loaded` says what they mean.
 
     Args:
         temperature_R: float32.
@@ -33,7 +33,7 @@ class ChainRows:
 
 @dataclass(frozen=True)
 class ChainPlaces:
-    """Where the nodes of a cycle lie, the root at each row's committed end; contiguous, written by `place_chains`.
+    """Where the nodes of a step lie, the root at each row's committed end; contiguous, written by `place_chains`.
 
     Args:
         chain_RN: the tokens; `place_chains` writes the roots, the drafts follow.
@@ -79,7 +79,7 @@ class ChainPlaces:
 
 @dataclass(frozen=True)
 class ChainOutcome:
-    """What a cycle came to; contiguous, int64 unless said, written by `accept_chains`.
+    """What a step came to; contiguous, int64 unless said, written by `accept_chains`.
 
     Args:
         emitted_RN: the tokens each row emits; those past its last mean nothing.
@@ -105,8 +105,8 @@ class ChainOutcome:
 
 
 @runtime_checkable
-class CycleOps(Protocol):
-    """A backend that does a cycle's bookkeeping in a kernel or two, specified by `reference.chains.TorchChains`."""
+class StepOps(Protocol):
+    """A backend that does a step's bookkeeping in a kernel or two, specified by `reference.chains.TorchChains`."""
 
     def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
         """Write where the next nodes lie; a row not in use starts over, so that it never leaves its first page."""
@@ -124,8 +124,9 @@ class CycleOps(Protocol):
     ) -> None:
         """Keep what agrees of each chain, write what came of it, and move roots and committed ends on.
 
-        Drafted tokens are kept up to the first that is not the target's token before it. With thresholds as many are
-        kept as a 32-bit number of the row's seed and position lies below, whatever the target says (int64 [K],
-        falling; none is the rule).
+        Drafted tokens are kept up to the first that is not the target's token before it. Where the target's token after
+        the last one kept is below 0, nothing could be chosen: the row emits what was kept, and goes on from there; the
+        outcome says -1 after it. Where thresholds are not negative (int64 [K], falling), as many are kept as a 32-bit
+        number of the row's seed and position lies below, whatever the target says; a first one below 0 is the rule.
         """
         ...

@@ -7,6 +7,7 @@ V vocabulary, L rows of logits.
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from slipstream.checkpoint.spec import RoutingSpec
+from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 
@@ -189,8 +191,17 @@ class Ops(Protocol):
         """
         ...
 
-    def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
-        """Return the token of each row: argmax(logits / T + gumbel(seed, position)), at T = 0 argmax(logits)."""
+    def sample(
+        self, logits_LV: Tensor, rows: SampleRows, state: SamplingState, masks: TokenMasks | None = None
+    ) -> Sampled:
+        """Return each row's token by its slot's settings, as `slipstream.kernels.sampling` defines it."""
+        ...
+
+    def count(self, state: SamplingState, slot_R: Tensor, tokens_RN: Tensor, counts_R: Tensor) -> None:
+        """Add the first `counts` tokens of each row to what its slot has said, where penalties look back on it.
+
+        All are int64; tokens below 0 are none.
+        """
         ...
 
     def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: "RowSampling") -> Tensor:
@@ -203,6 +214,15 @@ class Ops(Protocol):
         The log-probabilities are of the softmax over the perturbed row. For drafting, which only proposes: a backend
         may round the noise of the rule.
         """
+        ...
+
+
+@runtime_checkable
+class CompiledOps(Protocol):
+    """A backend whose kernels are compiled when they are first needed, and may be before."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Have kernels compiled side by side instead of launched, for as long as this lasts; tokens are 0 meanwhile."""
         ...
 
 

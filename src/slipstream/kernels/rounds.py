@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import Borrowed, Cut
+from slipstream.kernels.sampling import Sampled, SamplingState
 
 
 @dataclass(frozen=True)
@@ -92,29 +93,52 @@ class Onward:
     hurry: Hurry | None = None
 
 
+class MaskFiller(Protocol):
+    """Says what grammars leave, in the middle of each round: when it is drafted and before it is checked."""
+
+    def __call__(
+        self, emitted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]], words_MW: Tensor
+    ) -> Sequence[Sequence[int]] | None:
+        """Write masks, and return which of them each request's nodes have: the root, then its drafted tokens.
+
+        None ends the call before this round. What it raises is raised once the call has ended, before this round too.
+
+        Args:
+            emitted: what each request has emitted since the call began.
+            drafted: the tokens that are checked after each root.
+            words_MW: int32, a bit for each token, to write to: a mask for every node there can be, and the last, which
+                leaves nothing. A node's mask may be any of them, or -1 for none.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class RoundStart:
     """Requests at the beginning of a round, each with one token to compute: its last, the root.
 
     Args:
         lengths: keys before the root.
+        sampling: how tokens are sampled; what is emitted is counted where penalties look back on it.
+        slots: each request's in `sampling`.
         limits: how many tokens may be drafted after the root.
         followers: None for a request the draft does not follow; all others have the same room.
         follow: let the draft follow at the end of this round; otherwise it does so when it next drafts.
         borrowed: as for chains.
         onward: how rounds follow this one; None: none does.
+        masks: makes the masks of requests with a grammar; None if nobody has one.
     """
 
     pages: Sequence[Sequence[int]]
     roots: Sequence[int]
     lengths: Sequence[int]
-    temperatures: Sequence[float]
-    seeds: Sequence[int]
+    sampling: SamplingState
+    slots: Sequence[int]
     limits: Sequence[int]
     followers: Sequence[Follower | None]
     follow: bool = True
     borrowed: Sequence[Borrowed | None] = ()
     onward: Onward | None = None
+    masks: MaskFiller | None = None
 
 
 @dataclass(frozen=True)
@@ -122,14 +146,20 @@ class RoundResult:
     """What became of each request in a round: its emitted tokens, how many drafted ones were checked, and their scores.
 
     Args:
+        tokens: nothing for a request that has none to choose from at its root; where that happens further on, it is met
+            again when that node is the root.
         scores: cumulative log-probabilities of the drafted tokens, whether checked or not; none if nobody might draft.
         seconds: what drafting, checking and following took.
+        sampled: the emitted tokens with log probabilities, for requests that want them; None if nobody does.
+        places: where in `sampled` each request's begin.
     """
 
     tokens: Sequence[Sequence[int]]
     checked: Sequence[int]
     scores: Sequence[Sequence[float]]
     seconds: tuple[float, float, float]
+    sampled: Sampled | None = None
+    places: Sequence[int] = ()
 
     def of(self, rows: Sequence[int]) -> "RoundResult":
         """Return what became of some of the requests."""
@@ -138,6 +168,8 @@ class RoundResult:
             [self.checked[row] for row in rows],
             [self.scores[row] for row in rows],
             self.seconds,
+            self.sampled,
+            [self.places[row] for row in rows],
         )
 
 

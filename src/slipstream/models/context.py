@@ -98,6 +98,7 @@ class PagedContext:
 
     Args:
         ending: the tokens whose outputs are wanted; None wants all.
+        beside: what the tokens after those of `batch` see, where a pass is over two batches.
     """
 
     ops: Ops
@@ -107,6 +108,7 @@ class PagedContext:
     kv: KvCache
     prompt_rows: Sequence[bool] = ()
     ending: Ending | None = None
+    beside: AttentionBatch | None = None
 
     def attend(
         self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | None
@@ -114,7 +116,14 @@ class PagedContext:
         """Write keys and values into their slots, then attend over the pages."""
         layer = self.kv.layers[layer_index]
         self.ops.write_kv(layer, k_TGd, v_TGd, self.slots_T)
-        return self.ops.attention(q_THd, layer, self.batch, scale, window)
+        if self.beside is None:
+            return self.ops.attention(q_THd, layer, self.batch, scale, window)
+        first = len(self.batch.kv_index_T)
+        outputs = (
+            self.ops.attention(q_THd[:first], layer, self.batch, scale, window),
+            self.ops.attention(q_THd[first:], layer, self.beside, scale, window),
+        )
+        return torch.cat(outputs)
 
     def attend_latent(self, layer_index: int, q_THd: Tensor, latent_TC: Tensor, up: LatentUp) -> Tensor:
         """Write latents into their slots, then attend: tokens of prompts in the expanded form, others absorbed.
@@ -122,6 +131,7 @@ class PagedContext:
         The two round differently, so which one a token takes depends on nothing but the token: with and without a
         draft, whole or in chunks, its bits are the same where the kernels' are.
         """
+        assert self.beside is None, "latents of prompts are attended to in a pass of their own"
         layer = self.kv.layers[layer_index]
         latent_T1C = latent_TC.unsqueeze(-2)
         self.ops.write_kv(layer, latent_T1C, latent_T1C[..., : up.spec.kv_rank], self.slots_T)

@@ -73,20 +73,6 @@ class Ranks:
         """Return the ranks' columns side by side, [L, V], on every rank."""
         return x_LW if self.size == 1 else torch.cat(self._all(x_LW), dim=-1)
 
-    def best(self, logits_LW: Tensor, sampling: RowSampling, ops: Ops) -> Tensor:
-        """Return the token the one rule chooses in each row, int64 [L], without bringing the logits together.
-
-        Each rank finds its best under the noise every rank would use; the highest of them wins, the lowest token id
-        where they tie, as in a row that was never split.
-        """
-        width = logits_LW.shape[-1]
-        token_ids_W = torch.arange(self.rank * width, (self.rank + 1) * width, device=logits_LW.device)
-        best = ops.perturb(logits_LW, token_ids_W, sampling).max(dim=-1)
-        values_NL = torch.stack(self._all(best.values))
-        entries_NL = torch.stack(self._all(best.indices))
-        winner_L = values_NL.argmax(dim=0)  # the first of equals: the lowest rank, whose ids are the lowest
-        return entries_NL.gather(0, winner_L[None])[0] + winner_L * width
-
     def top_k(self, logits_LW: Tensor, token_ids_V: Tensor, sampling: RowSampling, ops: Ops, k: int) -> "TopK":
         """Return what `Ops.top_k` returns for whole rows; `token_ids_V` names the tokens of all ranks' entries."""
         if self.size == 1:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import RopeSpec
 
+_BEYOND = 128  # positions past the last: steps in flight may compute so far before an end of the context is seen
+
 
 class Rotary(nn.Module):
     """A table of cosines and sines, looked up by position, so that a position's bits never depend on its neighbours."""
@@ -17,9 +19,9 @@ class Rotary(nn.Module):
     def __init__(self, spec: RopeSpec, max_position: int) -> None:
         super().__init__()
         self._spec = spec
-        self._max_position = max_position
+        self._max_position = max_position + _BEYOND
         if torch.get_default_device().type == "meta":  # whoever loads the weights checks their sizes first, then fills
-            shape = (max_position, spec.rotary_dim // 2)
+            shape = (self._max_position, spec.rotary_dim // 2)
             self.register_buffer("cos_Pr", torch.empty(shape), persistent=False)
             self.register_buffer("sin_Pr", torch.empty(shape), persistent=False)
         else:

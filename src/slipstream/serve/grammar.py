@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.serve.errors import HttpError
@@ -38,6 +38,7 @@ class GrammarCompiler:
         source, ends = tokenizer.to_json(), tokenizer.eos_token_ids
         self._tokenizer = _readable(source, vocab_size, ends)  # holds Python's lock for a second: not later
         self._trials = Trials(source, vocab_size, ends)
+        self._executor = LLExecutor()  # threads that make the masks of a step
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._under_way: dict[bytes, asyncio.Task[Verdict]] = {}
         self._light = ThreadPoolExecutor(1, "schema")
@@ -56,7 +57,7 @@ class GrammarCompiler:
         if sum(self._open.values()) + verdict.num_bytes > MAX_HELD_BYTES:
             raise busy()
         matcher = await self._built(verdict, tokenizer, source)
-        grammar = CompiledGrammar(matcher, self._vocab_size, field)
+        grammar = CompiledGrammar(matcher, self._vocab_size, field, self._executor)
         self._open[grammar] = verdict.num_bytes
         return grammar
 
@@ -132,11 +133,12 @@ def _readable(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
 class CompiledGrammar:
     """A request's compiled grammar; its answers share it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, field: str) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, field: str, executor: LLExecutor) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._field = field
+        self._executor = executor
 
     def start(self) -> GrammarState:
         """Return a fresh matcher."""
-        return Matcher(self._matcher, self._vocab_size, self._field)
+        return Matcher(self._matcher, self._vocab_size, self._field, self._executor)

@@ -63,7 +63,7 @@ class DraftedPass:
         levels: how many levels the draft ran over.
         draft_s: what proposing took.
         check_s: from the proposal to the target's verdict.
-        cycle_s: the whole round.
+        round_s: the whole round.
         follow_s: what letting the draft follow took.
     """
 
@@ -71,7 +71,7 @@ class DraftedPass:
     levels: int
     draft_s: float
     check_s: float
-    cycle_s: float
+    round_s: float
     follow_s: float = 0.0
 
     @property
@@ -135,12 +135,12 @@ class _Plain:
 
     requests: _Mean = field(default_factory=_Mean)
     check_s: _Mean = field(default_factory=_Mean)
-    cycle_s: _Mean = field(default_factory=_Mean)
+    round_s: _Mean = field(default_factory=_Mean)
 
-    def add(self, num_requests: int, check_s: float, cycle_s: float) -> None:
+    def add(self, num_requests: int, check_s: float, round_s: float) -> None:
         self.requests.add(num_requests, _PLAIN_MEMORY)
         self.check_s.add(check_s, _PLAIN_MEMORY)
-        self.cycle_s.add(cycle_s, _PLAIN_MEMORY)
+        self.round_s.add(round_s, _PLAIN_MEMORY)
 
 
 @dataclass
@@ -148,7 +148,7 @@ class _Drafted:
     """Running means over passes that drafted.
 
     `gain` is what they would have gained over plain passes had they been cut as today, in tokens, by what rows and
-    levels cost; `emitted` and `cycle_s` are what passes gave and took since drafting last rested.
+    levels cost; `emitted` and `round_s` are what passes gave and took since drafting last rested.
     """
 
     rows: _Mean = field(default_factory=_Mean)
@@ -158,12 +158,12 @@ class _Drafted:
     other_s: _Mean = field(default_factory=_Mean)
     gain: _Mean = field(default_factory=_Mean)
     emitted: _Mean = field(default_factory=_Mean)
-    cycle_s: _Mean = field(default_factory=_Mean)
+    round_s: _Mean = field(default_factory=_Mean)
 
     def add(self, seen: DraftedPass, check_s: float) -> None:
         self.rows.add(seen.rows - len(seen.chains), _MEMORY)
         self.check_s.add(check_s, _MEMORY)
-        other_s = seen.cycle_s - seen.draft_s - seen.check_s - seen.follow_s
+        other_s = seen.round_s - seen.draft_s - seen.check_s - seen.follow_s
         for mean, seconds in (
             (self.level_s, seen.draft_s / seen.levels),
             (self.follow_s, seen.follow_s),
@@ -188,7 +188,7 @@ class _Costs:
     rows_squared: float = 0.0
     check_s: float = 0.0
     rows_check_s: float = 0.0
-    cycle_s: float = 0.0
+    round_s: float = 0.0
     emitted: float = 0.0
     row_s: float = 0.0
     plain: _Plain = field(default_factory=_Plain)
@@ -203,22 +203,22 @@ class _Costs:
         if self.resting and self.probing == 0:
             self._make_way(len(seen.chains))
         rows, emitted = seen.rows, seen.emitted
-        check_s, cycle_s = self._usual(seen, rows)
+        check_s, round_s = self._usual(seen, rows)
         self.weight = _MEMORY * self.weight + 1
         self.rows = _MEMORY * self.rows + rows
         self.rows_squared = _MEMORY * self.rows_squared + rows**2
         self.check_s = _MEMORY * self.check_s + check_s
         self.rows_check_s = _MEMORY * self.rows_check_s + rows * check_s
-        self.cycle_s = _MEMORY * self.cycle_s + cycle_s
+        self.round_s = _MEMORY * self.round_s + round_s
         self.emitted = _MEMORY * self.emitted + emitted
         self.passes += 1
         if seen.levels:
             self.drafted.add(seen, check_s)
             if self.passes > _LEARNING_PASSES and not self.resting:
                 self.drafted.emitted.add(emitted, _MEMORY)
-                self.drafted.cycle_s.add(cycle_s, _MEMORY)
+                self.drafted.round_s.add(round_s, _MEMORY)
         else:
-            self.plain.add(len(seen.chains), check_s, cycle_s - seen.follow_s)
+            self.plain.add(len(seen.chains), check_s, round_s - seen.follow_s)
         variance = self.rows_squared / self.weight - (self.rows / self.weight) ** 2
         if variance > _MIN_VARIANCE:
             covariance = self.rows_check_s / self.weight - self.rows * self.check_s / self.weight**2
@@ -232,37 +232,37 @@ class _Costs:
         self.rows_squared *= share
         self.check_s *= share
         self.rows_check_s *= share
-        self.cycle_s *= share
+        self.round_s *= share
         self.emitted *= share
         self.drafted.make_way(_MANY_REST_WEIGHT if num_requests >= _MANY else _REST_WEIGHT)
 
     def _usual(self, seen: DraftedPass, rows: int) -> tuple[float, float]:
         """Return what a pass took to check and as a whole; one that lost its core for a while says nothing of rows."""
         if not self.weight:
-            return seen.check_s, seen.cycle_s
+            return seen.check_s, seen.round_s
         more_s = self.row_s * (rows - self.rows / self.weight)
         factor = 2.0 if self.passes < _LEARNING_PASSES else 1.5
         check_s = factor * max(self.check_s / self.weight + more_s, rows * self.row_s)
-        return min(seen.check_s, check_s), min(seen.cycle_s, factor * max(self.cycle_s / self.weight + more_s, check_s))
+        return min(seen.check_s, check_s), min(seen.round_s, factor * max(self.round_s / self.weight + more_s, check_s))
 
     def rate(self, num_requests: int) -> float:
         """Return tokens a second: as it goes now, or without drafting if that gives more."""
-        now = self.emitted / self.cycle_s
-        if not self.plain.cycle_s.weight:
+        now = self.emitted / self.round_s
+        if not self.plain.round_s.weight:
             return now
         return max(now, num_requests / self.plain_s(num_requests))
 
     def plain_s(self, num_requests: int) -> float:
         """Return what a pass without drafts takes."""
-        return self.plain.cycle_s.value + self.row_s * (num_requests - self.plain.requests.value)
+        return self.plain.round_s.value + self.row_s * (num_requests - self.plain.requests.value)
 
     def gain(self, num_requests: int) -> float:
         """Return what drafting gains over a plain pass, in tokens a request: by its costs, or by the clock if less."""
         drafted = self.drafted
         by_costs = drafted.gain.value / num_requests
-        if drafted.cycle_s.weight < _MEASURED_PASSES or not self.plain.cycle_s.weight:
+        if drafted.round_s.weight < _MEASURED_PASSES or not self.plain.round_s.weight:
             return by_costs
-        rate = drafted.emitted.value / drafted.cycle_s.value
+        rate = drafted.emitted.value / drafted.round_s.value
         return min(by_costs, rate * self.plain_s(num_requests) / num_requests - 1)
 
     def learn_gain(self, seen: DraftedPass, cut: Cut) -> None:
@@ -273,7 +273,7 @@ class _Costs:
             plain_s = plain.check_s.value + row_s * (requests - plain.requests.value)
             row_s = max(row_s, (drafted.check_s.value - plain_s) / drafted.rows.value)
         levels, checked, kept = seen.within(cut)
-        more_s = max(drafted.other_s.value - (plain.cycle_s.value - plain.check_s.value), 0.0)
+        more_s = max(drafted.other_s.value - (plain.round_s.value - plain.check_s.value), 0.0)
         spent_s = checked * row_s + levels * drafted.level_s.value + drafted.follow_s.value + more_s
         if not drafted.gain.weight:
             drafted.gain = _Mean(_HOPE * requests, _HOPE_WEIGHT / math.sqrt(requests))
@@ -293,7 +293,7 @@ class _Costs:
         elif not gains and not self.resting and self.probing is None:
             self.resting, self.probe_from = True, self.passes + self.probe_after
         if self.resting:
-            self.drafted.emitted, self.drafted.cycle_s = _Mean(), _Mean()
+            self.drafted.emitted, self.drafted.round_s = _Mean(), _Mean()
 
     @property
     def probing(self) -> int | None:

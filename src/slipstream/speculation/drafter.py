@@ -93,6 +93,14 @@ class Drafter(Protocol):
         """
         ...
 
+    def lose_page(self, page: int) -> None:
+        """Drop what is kept about a page's content: it is given to somebody else."""
+        ...
+
+    def pretend(self, request_id: int, length: int) -> None:
+        """Take a request's first `length` tokens for observed (measurements)."""
+        ...
+
     def reshape(self, shape: TreeShape) -> None:
         """Propose trees of another shape from now on; ConfigError if that is not a shape this drafter can grow."""
         ...
@@ -120,6 +128,12 @@ class NoDrafter:
 
     def forget(self, request_id: int, num_reusable: int = 0) -> None:
         """Keep nothing."""
+
+    def lose_page(self, page: int) -> None:
+        """Keep nothing."""
+
+    def pretend(self, request_id: int, length: int) -> None:
+        """Need nothing."""
 
     def reshape(self, shape: TreeShape) -> None:
         """Refuse: there is nothing to shape."""
@@ -167,6 +181,12 @@ class NgramDrafter:
     def forget(self, request_id: int, num_reusable: int = 0) -> None:
         """Drop the request's index."""
         self._indexes.pop(request_id, None)
+
+    def lose_page(self, page: int) -> None:
+        """Keep nothing of pages."""
+
+    def pretend(self, request_id: int, length: int) -> None:
+        """Need nothing: the text itself is the index."""
 
     def reshape(self, shape: TreeShape) -> None:
         """Draft chains of another length."""

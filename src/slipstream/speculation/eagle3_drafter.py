@@ -178,10 +178,6 @@ class Eagle3Drafter:
         last = self._last.get(request_id)
         return last is not None and last.length == length
 
-    def last_slots(self, request_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return feedback [R, D] and logits [R, V] of requests the draft knows."""
-        return self._stacked([self._last[request_id] for request_id in request_ids])
-
     def begin_rounds(self, pages: Mapping[int, Sequence[int]]) -> tuple[list[Follower], Reach]:
         """Start rounds that run as one call; return what follows each request, and how far drafting pays.
 
@@ -289,7 +285,7 @@ class Eagle3Drafter:
 
 def _chains_of(result: RoundResult) -> list[DraftedChain]:
     outcomes = zip(result.scores, result.checked, result.tokens, strict=True)
-    return [DraftedChain(scores, checked, len(tokens) - 1) for scores, checked, tokens in outcomes]
+    return [DraftedChain(scores, checked, max(len(tokens) - 1, 0)) for scores, checked, tokens in outcomes]
 
 
 def _late_run(follower: Follower, length: int) -> LateRun:

@@ -1,8 +1,15 @@
-"""What sampling asks of a grammar: which tokens may come next, along any path of a tree. No grammar package here."""
+"""What sampling asks of a grammar: which tokens may come next, along any path of a tree. No grammar package here.
 
+Shape letters: M masks, W = ceil(V / 32) words of a mask, V vocabulary. Bit `t % 32` of word `t // 32` is token `t`.
+"""
+
+import itertools
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -33,3 +40,88 @@ class Grammar(Protocol):
     def start(self) -> GrammarState:
         """Return the state of an answer that has not begun."""
         ...
+
+
+@dataclass(frozen=True)
+class DraftedAnswer:
+    """An answer, and the tree drafted for it.
+
+    Args:
+        tokens: of every node, parents before children; node 0 is the root, which the state has taken in.
+        parents: of every node; the root's is not read.
+    """
+
+    state: GrammarState
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+    def path(self, node: int) -> list[int]:
+        """Return the drafted tokens from the root's child down to a node."""
+        path: list[int] = []
+        while node > 0:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return path[::-1]
+
+
+@dataclass
+class FilledMasks:
+    """Which mask belongs to which node; nodes are numbered through all answers, in their order.
+
+    Args:
+        rows: the mask of every node; -1 where any token may be chosen, since the path to the node breaks the grammar.
+        failed: what went wrong at nodes whose mask could not be made; it concerns their own answer only.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    failed: dict[int, Exception] = field(default_factory=dict)
+
+
+@runtime_checkable
+class BatchedState(Protocol):
+    """A state whose kind makes the masks of many answers in one call."""
+
+    @classmethod
+    def fill_masks(cls, answers: Sequence[DraftedAnswer], words_MW: Tensor) -> FilledMasks:
+        """Do what `fill_masks` of this module does, for answers whose states are all of this kind."""
+        ...
+
+
+def fill_masks(answers: Sequence[DraftedAnswer], words_MW: Tensor) -> FilledMasks:
+    """Write the masks of all nodes of all answers; leaves the states as they were.
+
+    Args:
+        words_MW: int32, contiguous, on the CPU; a row for every node or more. Rows that no node has are undefined.
+    """
+    filled = FilledMasks()
+    for kind, group in itertools.groupby(answers, lambda answer: type(answer.state)):
+        batch, first = list(group), len(filled.rows)
+        part_MW = words_MW[first : first + sum(len(answer.tokens) for answer in batch)]
+        part = kind.fill_masks(batch, part_MW) if issubclass(kind, BatchedState) else fill_singly(batch, part_MW)
+        filled.rows += [row + first if row >= 0 else row for row in part.rows]
+        filled.failed.update({node + first: error for node, error in part.failed.items()})
+    return filled
+
+
+def fill_singly(answers: Sequence[DraftedAnswer], words_MW: Tensor) -> FilledMasks:
+    """Do what `fill_masks` does with one call of `allowed` for each node."""
+    filled = FilledMasks()
+    for answer in answers:
+        for node in range(len(answer.tokens)):
+            row = len(filled.rows)
+            filled.rows.append(-1)
+            try:
+                allowed_V = answer.state.allowed(answer.path(node))
+            except Exception as error:  # noqa: BLE001 (a request's own data may fail that request only)
+                filled.failed[row] = error
+                continue
+            if allowed_V is not None:
+                words_MW[row] = _packed(allowed_V, words_MW.shape[1])
+                filled.rows[row] = row
+    return filled
+
+
+def _packed(allowed_V: Tensor, num_words: int) -> Tensor:
+    bits = np.zeros(32 * num_words, dtype=bool)
+    bits[: len(allowed_V)] = allowed_V.numpy()
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))

@@ -81,17 +81,6 @@ class SamplingParams:
                 raise RequestError(f"logit_bias for token {token} is {bias}; it must lie between -100 and 100.")
 
     @property
-    def shapes_logits(self) -> bool:
-        """Tell whether anything beyond temperature and noise changes the logits."""
-        return (
-            self.truncates
-            or self.counts_tokens
-            or bool(self.logit_bias)
-            or self.min_tokens > 0
-            or self.grammar is not None
-        )
-
-    @property
     def truncates(self) -> bool:
         """Tell whether unlikely tokens are ruled out; without temperature that cannot change the best one."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -1,5 +1,6 @@
 """Acceptance statistics: drafted and accepted counts by position, for a request and for an engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -20,7 +21,7 @@ class AcceptanceStats:
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def record(self, nodes_by_depth: list[int], emitted: int, accepted: int, first: bool) -> None:
+    def record(self, nodes_by_depth: Sequence[int], emitted: int, accepted: int, first: bool) -> None:
         """Count one target pass.
 
         Args:

@@ -126,6 +126,10 @@ class TreeBatch:
         parents_RN = torch.where(node_N[None, :] < sizes_R[:, None], node_N - 1, -1)
         return TreeBatch(tokens_RN.reshape(len(chains), longest), parents_RN, sizes_R)
 
+    def to(self, device: torch.device) -> "TreeBatch":
+        """Return the trees on another device."""
+        return TreeBatch(self.tokens_RN.to(device), self.parents_RN.to(device), self.sizes_R.to(device))
+
     def replace(self, rows: list[int], trees: "TreeBatch") -> "TreeBatch":
         """Return these trees with some rows taken from another batch."""
         num_nodes = max(self.tokens_RN.shape[1], trees.tokens_RN.shape[1])

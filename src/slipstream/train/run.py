@@ -15,6 +15,8 @@ from slipstream.checkpoint.hub import EMBEDDED
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.checkpoint.writer import refuse_foreign
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.engine import Engine
 from slipstream.engine.loading import Loaded, LoadOptions, load
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
@@ -299,6 +301,8 @@ def split_target(name: str, recipe: Recipe, device: torch.device, tp: int) -> Lo
             device=str(device),
             dtype=dtype_name(target_dtype(recipe.train.target_dtype, device)),
             max_context=config.max_context,
+            max_requests=config.max_requests,
+            max_batch_tokens=config.max_batch_tokens,
             engine=config,
             topology=Topology(tp=tp),
         )
@@ -312,9 +316,12 @@ def packed_engine(name: str, device: torch.device) -> OpenEngine | None:
     """
     if device.type != "cpu" or (name != EMBEDDED and not name.endswith(".gguf")):
         return None
-    return lambda config: (
-        load(LoadOptions(name, "none", device="cpu", max_context=config.max_context, engine=config)).engine
-    )
+
+    def opened(config: EngineConfig) -> Engine:
+        sizes = {name: getattr(config, name) for name in ("max_context", "max_requests", "max_batch_tokens")}
+        return load(LoadOptions(name, "none", device="cpu", **sizes, engine=config)).engine
+
+    return opened
 
 
 def _rotary_length(recipe: Recipe) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.engine.channel import Leader
 from slipstream.engine.loading import Loaded
-from slipstream.engine.mirror import Held
 from slipstream.errors import ConfigError
+from slipstream.executors.channel import Leader
+from slipstream.executors.eager import EagerExecutor
 from slipstream.models.layers import Embedding, Linear
 from slipstream.models.moe import Experts
 from slipstream.models.target import Hidden, Target
@@ -32,8 +32,8 @@ class _Pass:
     text_BT: Tensor
     captured: tuple[int, ...]
 
-    def run(self, held: Held) -> Hidden:
-        return self.over(held.runner.model)
+    def run(self, executor: EagerExecutor) -> Hidden:
+        return self.over(executor.runner.model)
 
     def over(self, part: Target) -> Hidden:
         device = part.embed_tokens.device
@@ -46,8 +46,8 @@ class _Pass:
 class _Head:
     """The target's whole head, brought together once."""
 
-    def run(self, held: Held) -> Tensor:
-        return self.over(held.runner.model)
+    def run(self, executor: EagerExecutor) -> Tensor:
+        return self.over(executor.runner.model)
 
     def over(self, part: Target) -> Tensor:
         assert part.lm_head.weight is not None, "training reads dense weights"

@@ -2,13 +2,14 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.library import FORMATS, NativeBatch, NativeKv
-from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, Ops
 
 _FORMATS = {torch.float32: FORMATS["f32"], torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["f16"]}
 
@@ -72,3 +73,23 @@ def describe_kv(layers: Sequence[KvLayer]) -> "ctypes.Array[NativeKv]":
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).contiguous()
+
+
+def run_apart(
+    ops: Ops,
+    layers: Sequence[Layer],
+    hidden_TD: Tensor,
+    ctx: Any,  # a PagedContext, which lives above kernels
+    captured_layers: Sequence[int],
+    embedding_TD: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Apply blocks to one batch and then to the one beside it: the library reads one a call."""
+    first = len(ctx.batch.kv_index_T)
+    outputs, captured = [], []
+    for rows, batch in ((slice(0, first), ctx.batch), (slice(first, None), ctx.beside)):
+        own = replace(ctx, positions_T=ctx.positions_T[rows], slots_T=ctx.slots_T[rows], batch=batch, beside=None)
+        embedding = None if embedding_TD is None else embedding_TD[rows]
+        hidden, states = ops.run_layers(layers, hidden_TD[rows], own, captured_layers, embedding)
+        outputs.append(hidden)
+        captured.append(states)
+    return torch.cat(outputs), [torch.cat(states) for states in zip(*captured, strict=True)]

@@ -8,9 +8,10 @@ from typing import Literal
 
 from slipstream.errors import KernelError
 from slipstream.kernels.cpu.arena import Arena
+from slipstream.kernels.cpu.slots import MaskCallback, NativeSampleCall, NativeSampleOut, NativeSlots
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 9
+ABI = 11
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -242,8 +243,13 @@ class NativeRounds(Structure):
         ("ends", c_void_p),
         ("end_starts", c_void_p),
         ("hurry", c_void_p),
-        ("temperature", c_void_p),
-        ("seed", c_void_p),
+        ("sampling", NativeSlots),
+        ("sampling_slots", c_void_p),
+        ("fill_masks", MaskCallback),
+        ("words", c_void_p),
+        ("mask_rows", c_void_p),
+        ("masks", c_int64),
+        ("num_words", c_int64),
         ("limits", c_void_p),
         ("borrowed", c_void_p),
         ("feedback", c_void_p),
@@ -254,6 +260,7 @@ class NativeRounds(Structure):
         ("checked", c_void_p),
         ("kept", c_void_p),
         ("emitted", c_void_p),
+        ("scored", NativeSampleOut),
         ("seconds", c_void_p),
         ("ran", c_void_p),
         ("patience", c_double),
@@ -283,7 +290,7 @@ _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
     "slip_rms_norm": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_float),
     "slip_silu_mul": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32),
     "slip_rotate": (c_void_p, POINTER(NativeRotation), c_void_p, c_void_p),
-    "slip_choose": (c_void_p, c_void_p, c_int64, c_int64, POINTER(NativeSampling), c_void_p),
+    "slip_sample": (c_void_p, POINTER(NativeSampleCall), c_int64, c_void_p, POINTER(NativeSampleOut)),
     "slip_perturb": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, POINTER(NativeSampling), c_void_p),
     "slip_top_k": (
         c_void_p,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.errors import KernelError
-from slipstream.kernels.cpu.batch import describe_batch, describe_kv, kv_is_plain
+from slipstream.kernels.cpu.batch import describe_batch, describe_kv, kv_is_plain, run_apart
 from slipstream.kernels.cpu.draft import DraftCache, describe_chain
 from slipstream.kernels.cpu.library import (
     Isa,
@@ -21,6 +21,7 @@ from slipstream.kernels.cpu.library import (
     check,
 )
 from slipstream.kernels.cpu.rounds import RoundCache, RoundsCall
+from slipstream.kernels.cpu.sampling import sample
 from slipstream.kernels.cpu.stack import StackCache
 from slipstream.kernels.cpu.weights import (
     PANEL_FORMATS,
@@ -43,6 +44,7 @@ from slipstream.kernels.ops import (
 from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.rounds import RoundModels, RoundResult, RoundStart
+from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.kernels.threads import torch_threads
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
@@ -246,6 +248,8 @@ class CpuOps:
         if isinstance(stack, str):
             self._say_once(f"Blocks run one by one, which is slower: {stack}.")
             return self._reference.run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)
+        if getattr(ctx, "beside", None) is not None:
+            return run_apart(self, layers, hidden_TD, ctx, captured_layers, embedding_TD)
         hidden = hidden_TD.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         embedding = None if embedding_TD is None else _float_rows(embedding_TD).contiguous()
         captured = [torch.empty_like(hidden) for _ in captured_layers]
@@ -287,17 +291,15 @@ class CpuOps:
         check(self._library.slip_rounds(self._handle, described.native, call.native, described.vocab))
         return call.results()
 
-    def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
-        """Take the argmax of perturbed logits: the reference's tokens."""
-        logits = logits_LV.float().contiguous()
-        sampling = (temperature_L.float().contiguous(), seed_L.contiguous(), position_L.contiguous())
-        out_L = torch.empty(logits.shape[0], dtype=torch.int64)
-        check(
-            self._library.slip_choose(
-                self._handle, logits.data_ptr(), *logits.shape, _sampling(sampling), out_L.data_ptr()
-            )
-        )
-        return out_L
+    def sample(
+        self, logits_LV: Tensor, rows: SampleRows, state: SamplingState, masks: TokenMasks | None = None
+    ) -> Sampled:
+        """Return each row's token, and log probabilities where its slot wants them."""
+        return sample(self._engine, logits_LV, rows, state, masks)
+
+    def count(self, state: SamplingState, slot_R: Tensor, tokens_RN: Tensor, counts_R: Tensor) -> None:
+        """Add emitted tokens to what the slots have said."""
+        self._reference.count(state, slot_R, tokens_RN, counts_R)
 
     def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling) -> Tensor:
         """Add the noise of (seed, position, token id) to logits / T; rows at T = 0 stay as they are."""

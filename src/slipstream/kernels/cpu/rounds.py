@@ -11,13 +11,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCache, describe_borrowed, readable_ends
 from slipstream.kernels.cpu.library import NativeRoundModels, NativeRounds
+from slipstream.kernels.cpu.slots import MaskCallback, NativeSampleOut, describe_slots
 from slipstream.kernels.cpu.stack import DescribedStack, StackCache
 from slipstream.kernels.cpu.weights import weight_address
 from slipstream.kernels.ops import Cut
-from slipstream.kernels.rounds import Follower, Onward, RoundModels, RoundResult, RoundStart
+from slipstream.kernels.rounds import Follower, MaskFiller, Onward, RoundModels, RoundResult, RoundStart
+from slipstream.kernels.sampling import MAX_TOP, Sampled, num_words
 
 
 class DescribedModels:
@@ -82,26 +85,13 @@ class RoundsCall:
 
     def __init__(self, start: RoundStart, page_size: int, depth: int, cut: Cut) -> None:
         requests = len(start.roots)
-        columns = max((len(pages) for pages in start.pages), default=0)
-        table = [page for pages in start.pages for page in (*pages, *([0] * (columns - len(pages))))]
         onward = start.onward or Onward(1, 0.0, [1 + depth] * requests, [()] * requests)
         rounds = onward.rounds
-        ends = [token for tokens in onward.ends for token in tokens]
+        columns = max((len(pages) for pages in start.pages), default=0)
         self._depth = depth
-        self._inputs: tuple[ctypes.Array[Any], ...] = (
-            (c_int32 * len(table))(*table),
-            (c_int64 * requests)(*(page_size * len(pages) for pages in start.pages)),
-            (c_int64 * requests)(*start.roots),
-            (c_int64 * requests)(*start.lengths),
-            (c_int64 * requests)(*onward.wanted),
-            (c_int64 * len(ends))(*ends),
-            (c_int32 * (requests + 1))(*accumulate((len(tokens) for tokens in onward.ends), initial=0)),
-        )
-        self._sampled: tuple[ctypes.Array[Any], ...] = (
-            (c_float * requests)(*start.temperatures),
-            (c_int64 * requests)(*start.seeds),
-            (c_int32 * requests)(*start.limits),
-        )
+        self._inputs = _inputs(start, onward, page_size, columns)
+        self._slots, self._limits = (c_int64 * requests)(*start.slots), (c_int32 * requests)(*start.limits)
+        self._masks = _Masks(self, start.masks, requests, depth, start.sampling.vocab_size)
         self._followers = tuple(_pointers(part, start.followers) for part in range(3))
         self._borrowed = describe_borrowed(start.borrowed)
         late = (0 if follower is None else follower.late for follower in start.followers)
@@ -110,6 +100,11 @@ class RoundsCall:
         self._scores = (c_float * (rounds * requests * depth))()
         self._checked, self._kept = (c_int32 * (rounds * requests))(), (c_int32 * (rounds * requests))()
         self._emitted = (c_int64 * (rounds * requests * (depth + 1)))()
+        self._scored = not start.sampling.scored_slots.isdisjoint(start.slots)
+        places = len(self._emitted) if self._scored else 0
+        self._logprob, self._top_logprobs = torch.empty(places), torch.empty(places, MAX_TOP)
+        self._top_ids = torch.empty(places, MAX_TOP, dtype=torch.int64)
+        scored = (part.data_ptr() for part in (self._logprob, self._top_ids, self._top_logprobs))
         self._seconds = (c_double * (3 * rounds))()
         self._ran = (c_int32 * 1)()
         outputs: tuple[ctypes.Array[Any], ...] = (
@@ -118,15 +113,18 @@ class RoundsCall:
             self._checked,
             self._kept,
             self._emitted,
-            self._seconds,
-            self._ran,
         )
         self.native = NativeRounds(
             *(ctypes.addressof(array) for array in self._inputs),
             None if onward.hurry is None else onward.hurry.address,
-            *(ctypes.addressof(array) for array in self._sampled),
+            describe_slots(start.sampling),
+            ctypes.addressof(self._slots),
+            *self._masks.native,
+            ctypes.addressof(self._limits),
             None if self._borrowed is None else ctypes.addressof(self._borrowed),
             *(ctypes.addressof(array) for array in (*self._followers, *outputs)),
+            NativeSampleOut(None, *scored),
+            *(ctypes.addressof(array) for array in (self._seconds, self._ran)),
             onward.patience_s,
             columns,
             requests,
@@ -140,27 +138,97 @@ class RoundsCall:
         )
         self._start = start
 
+    def fill_masks(self, fill: MaskFiller, number: int, words_MW: Tensor) -> Sequence[Sequence[int]] | None:
+        """Let masks be made for a round, which is drafted."""
+        requests, place = len(self._start.roots), self._depth + 1
+        emitted: list[list[int]] = [[] for _ in range(requests)]
+        for before in range(number):
+            for request, tokens in enumerate(self._tokens(before)):
+                emitted[request] += tokens
+        first = number * requests
+        drafted = [self._emitted[at * place : at * place + self._checked[at]] for at in range(first, first + requests)]
+        return fill(emitted, drafted, words_MW)
+
     def results(self) -> list[RoundResult]:
         """Return what the call left, round by round, and tell the followers how late they are."""
+        self._masks.raise_failure()
         for follower, late in zip(self._start.followers, self._late, strict=True):
             if follower is not None:
                 follower.late = late
         return [self._round(number) for number in range(self._ran[0])]
 
+    def _tokens(self, number: int) -> list[list[int]]:
+        """Return what each request emitted in a round."""
+        place, first = self._depth + 1, number * len(self._start.roots)
+        kept = self._kept[first : first + len(self._start.roots)]
+        return [self._emitted[at * place : at * place + count + 1] for at, count in enumerate(kept, start=first)]
+
     def _round(self, number: int) -> RoundResult:
         depth, requests = self._depth, len(self._start.roots)
         first, last = number * requests, (number + 1) * requests
-        emitted = self._emitted[first * (depth + 1) : last * (depth + 1)]
-        starts = range(0, len(emitted), depth + 1)
         scores = self._scores[first * depth : last * depth] if any(self._start.limits) else []
         return RoundResult(
-            tokens=[
-                emitted[start : start + kept + 1] for start, kept in zip(starts, self._kept[first:last], strict=True)
-            ],
+            tokens=self._tokens(number),
             checked=self._checked[first:last],
             scores=[scores[row * depth : (row + 1) * depth] for row in range(requests)],
             seconds=(self._seconds[3 * number], self._seconds[3 * number + 1], self._seconds[3 * number + 2]),
+            sampled=self._sampled() if self._scored else None,
+            places=range(first * (depth + 1), last * (depth + 1), depth + 1),
         )
+
+    def _sampled(self) -> Sampled:
+        tokens = torch.frombuffer(self._emitted, dtype=torch.int64)
+        return Sampled(tokens, self._logprob, self._top_ids, self._top_logprobs)
+
+
+class _Masks:
+    """The masks of a call's rounds, and the way back into Python to have them made."""
+
+    def __init__(self, call: RoundsCall, fill: MaskFiller | None, requests: int, depth: int, vocab: int) -> None:
+        self._failure: Exception | None = None
+        self.native: tuple[Any, ...] = (MaskCallback(), None, None, 0, 0)
+        if fill is None:
+            return
+        nodes = requests * (depth + 1)
+        self._words_MW = torch.zeros(nodes + 1, num_words(vocab), dtype=torch.int32)
+        self._rows = (c_int64 * nodes)()
+
+        def filled(number: int) -> int:
+            try:
+                rows = call.fill_masks(fill, number, self._words_MW)
+            except Exception as error:  # noqa: BLE001 (C++ lies between here and whoever handles it)
+                self._failure = error
+                return 1
+            if rows is None:
+                return 1
+            for at, own in enumerate(rows):
+                self._rows[at * (depth + 1) : at * (depth + 1) + len(own)] = list(own)
+            return 0
+
+        self._callback = MaskCallback(filled)
+        shape = self._words_MW.shape
+        self.native = (self._callback, self._words_MW.data_ptr(), ctypes.addressof(self._rows), *shape)
+
+    def raise_failure(self) -> None:
+        """Raise what making masks raised."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def _inputs(start: RoundStart, onward: Onward, page_size: int, columns: int) -> "tuple[ctypes.Array[Any], ...]":
+    """Return the pages, roots and lengths of requests, and where their answers end, in the library's order."""
+    requests = len(start.roots)
+    table = [page for pages in start.pages for page in (*pages, *([0] * (columns - len(pages))))]
+    ends = [token for tokens in onward.ends for token in tokens]
+    return (
+        (c_int32 * len(table))(*table),
+        (c_int64 * requests)(*(page_size * len(pages) for pages in start.pages)),
+        (c_int64 * requests)(*start.roots),
+        (c_int64 * requests)(*start.lengths),
+        (c_int64 * requests)(*onward.wanted),
+        (c_int64 * len(ends))(*ends),
+        (c_int32 * (requests + 1))(*accumulate((len(tokens) for tokens in onward.ends), initial=0)),
+    )
 
 
 def _pointers(part: int, followers: Sequence[Follower | None]) -> "ctypes.Array[c_void_p]":

@@ -1,4 +1,4 @@
-"""A cycle's bookkeeping with torch alone: the specification of `slipstream.kernels.chains.CycleOps`."""
+"""A step's bookkeeping with torch alone: the specification of `slipstream.kernels.chains.StepOps`."""
 
 import torch
 from torch import Tensor
@@ -45,21 +45,24 @@ class TorchChains:
         """Keep what agrees of each chain, write what came of it, and move roots and committed ends on."""
         num_rows, num_nodes = chain_RN.shape
         drafted_RK = chain_RN[:, 1:]
-        if len(thresholds_K):
-            word_R = scattered(rows.seed_R, rows.committed_R + 1)
-            accepted_R = (word_R[:, None] < thresholds_K).sum(1)
-        else:
-            accepted_R = (chosen_RN[:, :-1] == drafted_RK).long().cumprod(1).sum(1)
+        word_R = scattered(rows.seed_R, rows.committed_R + 1)
+        simulated_R = (word_R[:, None] < thresholds_K).sum(1)
+        agreeing_R = (chosen_RN[:, :-1] == drafted_RK).long().cumprod(1).sum(1)
+        accepted_R = torch.where((thresholds_K >= 0).any(), simulated_R, agreeing_R)
         accepted_R = accepted_R * (rows.committed_R < rows.drafts_until_R)
         node_N = torch.arange(num_nodes, device=chain_RN.device)
         kept_RN = node_N < accepted_R[:, None]
         emitted_RN = torch.where(kept_RN, torch.cat([drafted_RK, chosen_RN[:, -1:]], 1), chosen_RN)
-        counts_R = (accepted_R + 1) * rows.active_R
-        rows.root_R.copy_(emitted_RN.gather(1, accepted_R[:, None])[:, 0])
+        last_R = emitted_RN.gather(1, accepted_R[:, None])[:, 0]
+        chosen_R = last_R >= 0
+        counts_R = (accepted_R + chosen_R) * rows.active_R
+        kept_R = emitted_RN.gather(1, (accepted_R[:, None] - 1).clamp(min=0))[:, 0]
+        before_R = torch.where(accepted_R > 0, kept_R, rows.root_R)
+        rows.root_R.copy_(torch.where(chosen_R, last_R, before_R))
         outcome.last_index_R.copy_(rows.committed_R + accepted_R)
         outcome.last_keys_R.copy_(rows.committed_R + accepted_R + 1)
         rows.committed_R.add_(counts_R)
-        outcome.emitted_RN.copy_(emitted_RN)
+        outcome.emitted_RN.copy_(emitted_RN.clamp(min=0))
         outcome.last_R.copy_(torch.arange(num_rows, device=chain_RN.device) * num_nodes + accepted_R)
         outcome.out_RE[:, 0] = counts_R
         outcome.out_RE[:, 1:] = emitted_RN

@@ -11,8 +11,10 @@ from slipstream.errors import KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, ended
 from slipstream.kernels.reference.attention import as_kept, attention, latent_attention
 from slipstream.kernels.reference.experts import choose_experts, experts
-from slipstream.kernels.reference.noise import NOISE_MAX, NOISE_MIN, gumbel
+from slipstream.kernels.reference.noise import gumbel
 from slipstream.kernels.reference.packed import PACKED_LINEARS, PACKED_ROWS
+from slipstream.kernels.reference.sampling import count, sample
+from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 
@@ -139,21 +141,15 @@ class ReferenceOps:
                 seen[applied] = hidden_TD
         return ended(hidden_TD, ctx), [seen[k] for k in captured_layers]
 
-    def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
-        """Take the argmax of perturbed logits; only tokens that could still win are given their noise."""
-        greedy_L = logits_LV.argmax(-1)
-        warm_L = temperature_L > 0
-        if not bool(warm_L.any()):
-            return greedy_L
-        scaled_LV = logits_LV[warm_L].float() / temperature_L[warm_L, None]
-        reach = NOISE_MAX - NOISE_MIN + 0.05
-        row, token = (scaled_LV >= scaled_LV.amax(-1, keepdim=True) - reach).nonzero(as_tuple=True)
-        noise = gumbel(seed_L[warm_L][row], position_L[warm_L][row], token)
-        scores_LV = torch.full_like(scaled_LV, -torch.inf)
-        scores_LV[row, token] = scaled_LV[row, token] + noise
-        chosen_L = greedy_L.clone()
-        chosen_L[warm_L] = scores_LV.argmax(-1)
-        return chosen_L
+    def sample(
+        self, logits_LV: Tensor, rows: SampleRows, state: SamplingState, masks: TokenMasks | None = None
+    ) -> Sampled:
+        """Return each row's token, and log probabilities where its slot wants them."""
+        return sample(logits_LV, rows, state, masks)
+
+    def count(self, state: SamplingState, slot_R: Tensor, tokens_RN: Tensor, counts_R: Tensor) -> None:
+        """Add emitted tokens to what the slots have said."""
+        count(state, slot_R, tokens_RN, counts_R)
 
     def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling) -> Tensor:
         """Add the noise of (seed, position, token id) to logits / T; rows at T = 0 stay as they are."""

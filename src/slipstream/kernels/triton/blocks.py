@@ -8,7 +8,7 @@ Modules lie a package higher than kernels, so blocks are read by the attributes 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,10 @@ class Blocks:
         """Return whose queries each layer attends with: everybody's, but for the last where the pass has an ending."""
         ending: Ending | None = getattr(ctx, "ending", None)
         whole = layers if ending is None else layers[:-1]
-        every = _Queries(ctx.batch, self._walks(whole, hidden_TD.dtype, ctx.batch, len(hidden_TD), ctx.kv))
+        num_tokens = len(ctx.batch.kv_index_T)
+        every = _Queries(ctx.batch, self._walks(whole, hidden_TD.dtype, ctx.batch, num_tokens, ctx.kv))
+        if ctx.beside is not None:
+            every = replace(every, beside=ctx.beside)
         if ending is None:
             return [every] * len(layers)
         walks = self._walks(layers[-1:], hidden_TD.dtype, ending.batch, len(ending.rows_L), ctx.kv)
@@ -143,10 +146,19 @@ class Blocks:
             q = norm_rope.rope_and_write(qkv, write, qk_norm, rows.dtype, self._products.dependent)
         if queries.rows_L is not None:
             q, residual_TD = take_rows(queries.rows_L, q, residual_TD, self._products.dependent)
-        leaves = len(q) < self._launch.config.serial_from
+        leaves = len(q) < self._launch.config.serial_from and queries.beside is None
         maxima = self._room_for_maxima(_weight(own.o_proj), len(q), heads[0] if leaves else 0)
         scale, window = shape.head_dim**-0.5, shape.window
-        out = attention(q, kv, queries.batch, scale, window, self._launch, maxima, queries.walks)
+        if queries.beside is None:
+            out = attention(q, kv, queries.batch, scale, window, self._launch, maxima, queries.walks)
+        else:
+            first = len(queries.batch.kv_index_T)
+            out = torch.cat(
+                [
+                    attention(q[:first], kv, queries.batch, scale, window, self._launch, None, queries.walks),
+                    attention(q[first:], kv, queries.beside, scale, window, self._launch),
+                ]
+            )
         return _Unprojected(out.flatten(1), maxima), residual_TD
 
     def _normed(self, state: "_State", norm: Norm, weight: Weight) -> tuple[Tensor, Rows]:
@@ -213,11 +225,13 @@ class _Queries:
     Args:
         walks: see `walks_of`.
         rows_L: which tokens of the pass; None is all.
+        beside: what the tokens after those of `batch` see, where a pass is over two batches.
     """
 
     batch: AttentionBatch
     walks: Walks | None
     rows_L: Tensor | None = None
+    beside: AttentionBatch | None = None
 
 
 @dataclass(frozen=True)

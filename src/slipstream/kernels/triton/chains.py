@@ -1,4 +1,4 @@
-"""A cycle's bookkeeping as two kernels: where the nodes of all rows lie, and what is accepted of their chains."""
+"""A step's bookkeeping as two kernels: where the nodes of all rows lie, and what is accepted of their chains."""
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN202, PLR0913
@@ -53,8 +53,7 @@ def _scattered(seed, position):
 @triton.jit
 def _accept_kernel(
     committed_ptr, root_ptr, active_ptr, seed_ptr, until_ptr, chain_ptr, chosen_ptr, thresholds_ptr, emitted_ptr,
-    last_ptr, last_index_ptr, last_keys_ptr, out_ptr, num_nodes, num_thresholds,
-    NODES: tl.constexpr, SIMULATED: tl.constexpr, PDL: tl.constexpr,
+    last_ptr, last_index_ptr, last_keys_ptr, out_ptr, num_nodes, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Accept one row's chain, and move the row on."""
     wait_for_inputs(PDL)
@@ -64,21 +63,24 @@ def _accept_kernel(
     committed = tl.load(committed_ptr + row)
     emitted = tl.load(chosen_ptr + row * num_nodes + node, mask=real, other=0)
     drafted = tl.load(chain_ptr + row * num_nodes + node + 1, mask=drafts, other=0)
-    if SIMULATED:
-        threshold = tl.load(thresholds_ptr + node, mask=node < num_thresholds, other=-1)
-        accepted = tl.sum((_scattered(tl.load(seed_ptr + row), committed + 1) < threshold).to(tl.int32), 0)
-    else:
-        accepted = tl.min(tl.where((emitted == drafted) & drafts, num_nodes, node), 0)
+    accepted = tl.min(tl.where((emitted == drafted) & drafts, num_nodes, node), 0)
+    if NODES > 1:
+        threshold = tl.load(thresholds_ptr + node, mask=drafts, other=-1)
+        simulates = tl.max(threshold, 0) >= 0
+        below = tl.sum((_scattered(tl.load(seed_ptr + row), committed + 1) < threshold).to(tl.int32), 0)
+        accepted = tl.where(simulates, below, accepted)
     accepted = tl.where(committed < tl.load(until_ptr + row), accepted, 0)
-    if SIMULATED:
-        emitted = tl.where(node < accepted, drafted, emitted)
-    count = (accepted + 1).to(tl.int64) * tl.load(active_ptr + row)
-    tl.store(root_ptr + row, tl.sum(tl.where(node == accepted, emitted, 0), 0))
+    emitted = tl.where(node < accepted, drafted, emitted)
+    last = tl.sum(tl.where(node == accepted, emitted, 0), 0)
+    kept = tl.sum(tl.where(node == accepted - 1, emitted, 0), 0)
+    before = tl.where(accepted > 0, kept, tl.load(root_ptr + row))
+    count = (accepted + (last >= 0).to(tl.int32)).to(tl.int64) * tl.load(active_ptr + row)
+    tl.store(root_ptr + row, tl.where(last >= 0, last, before))
     tl.store(committed_ptr + row, committed + count)
     tl.store(last_ptr + row, (row * num_nodes + accepted).to(tl.int64))
     tl.store(last_index_ptr + row, committed + accepted)
     tl.store(last_keys_ptr + row, (committed + accepted + 1).to(tl.int32))
-    tl.store(emitted_ptr + row * num_nodes + node, emitted, mask=real)
+    tl.store(emitted_ptr + row * num_nodes + node, tl.maximum(emitted, 0), mask=real)
     tl.store(out_ptr + row * (num_nodes + 1), count)
     tl.store(out_ptr + row * (num_nodes + 1) + 1 + node, emitted, mask=real)
 
@@ -98,14 +100,12 @@ def accept_chains(
     rows: ChainRows, tokens_RN: tuple[Tensor, Tensor], thresholds_K: Tensor, outcome: ChainOutcome, dependent: bool
 ) -> None:
     """Keep what agrees of each chain; `tokens_RN` are the chains and the target's tokens, both contiguous."""
-    (num_rows, num_nodes), num_thresholds = tokens_RN[0].shape, len(thresholds_K)
-    assert num_thresholds < num_nodes, "no more is accepted than was drafted"
+    num_rows, num_nodes = tokens_RN[0].shape
+    assert len(thresholds_K) == num_nodes - 1, "every drafted token has a threshold"
     _accept_kernel[(num_rows,)](
         rows.committed_R, rows.root_R, rows.active_R, rows.seed_R, rows.drafts_until_R, *tokens_RN, thresholds_K,
         outcome.emitted_RN, outcome.last_R, outcome.last_index_R, outcome.last_keys_R, outcome.out_RE, num_nodes,
-        num_thresholds,
-        NODES=triton.next_power_of_2(num_nodes), SIMULATED=num_thresholds > 0, PDL=dependent, num_warps=1,
-        **launch_options(dependent),
+        NODES=triton.next_power_of_2(num_nodes), PDL=dependent, num_warps=1, **launch_options(dependent),
     )  # fmt: skip
 
 
@@ -120,12 +120,8 @@ def variants(architecture: str) -> list[Variant]:
     }  # fmt: skip
     names = (*whole, "until", "chain", "chosen", "thresholds", "emitted", "last", "last_index", "out")
     accept = {f"{name}_ptr": "*i64" for name in names}
-    accept |= {"last_keys_ptr": "*i32", "num_nodes": "i32", "num_thresholds": "i32"}
+    accept |= {"last_keys_ptr": "*i32", "num_nodes": "i32"}
     return [
         Variant("places of chains", _place_kernel, place, {"NODES": 4, "PDL": False}, 1, 2),
-        *(
-            Variant(f"accepted chains{', simulated' if simulated else ''}", _accept_kernel, accept,
-                    {"NODES": 4, "SIMULATED": simulated, "PDL": False}, 1, 2)
-            for simulated in (False, True)
-        ),
+        Variant("accepted chains", _accept_kernel, accept, {"NODES": 4, "PDL": False}, 1, 2),
     ]  # fmt: skip

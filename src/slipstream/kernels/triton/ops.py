@@ -1,7 +1,8 @@
 """The Triton backend: kernels for NVIDIA and AMD GPUs behind the contract, and for tests on CPU tensors interpreted."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,9 @@ from slipstream.errors import KernelError
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, ended
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.kernels.triton import chains, norm_rope, router, sample
+from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
+from slipstream.kernels.triton import chains, norm_rope, router, sample, sampling
+from slipstream.kernels.triton.ahead import compiling_ahead
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.blocks import Blocks
 from slipstream.kernels.triton.experts import experts
@@ -53,6 +56,7 @@ class TritonOps:
         self._latent_blocks = LatentBlocks(self._products, moe or MoeOptions())
         self._reference = ReferenceOps(device)
         self._said: set[str] = set()
+        self._compiling = False
 
     @property
     def promise(self) -> str:
@@ -170,10 +174,16 @@ class TritonOps:
             return self._reference.run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)
         return self._blocks.run(layers, hidden_TD, ctx, captured_layers, embedding_TD)
 
-    def choose(self, logits_LV: Tensor, temperature_L: Tensor, seed_L: Tensor, position_L: Tensor) -> Tensor:
-        """Take the argmax of perturbed logits: the reference's tokens."""
-        sampling = RowSampling(temperature_L.float(), seed_L, position_L)
-        return sample.choose(_unit_stride(logits_LV), sampling, self._dependent)
+    def sample(
+        self, logits_LV: Tensor, rows: SampleRows, state: SamplingState, masks: TokenMasks | None = None
+    ) -> Sampled:
+        """Return each row's token, and log probabilities where its slot wants them."""
+        sampled = sampling.sample(_unit_stride(logits_LV), rows, state, masks, self._dependent)
+        return replace(sampled, tokens_L=sampled.tokens_L.zero_()) if self._compiling else sampled
+
+    def count(self, state: SamplingState, slot_R: Tensor, tokens_RN: Tensor, counts_R: Tensor) -> None:
+        """Add emitted tokens to what the slots have said."""
+        sampling.count(state, slot_R, tokens_RN, counts_R, self._dependent)
 
     def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling) -> Tensor:
         """Add the noise of (seed, position, token id) to logits / T; rows at T = 0 stay as they are."""
@@ -187,12 +197,13 @@ class TritonOps:
         return sample.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
 
     def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
-        """Write where a cycle's nodes lie."""
+        """Write where a step's nodes lie."""
         chains.place_chains(rows, places, page_size, self._dependent)
 
     def propose(self, logits_RV: Tensor, token_ids_V: Tensor, sampling: RowSampling, out_R: Tensor) -> Tensor:
         """Return the token drafted for each row, and write it to `out_R` too."""
-        return sample.propose(_unit_stride(logits_RV), token_ids_V, sampling, out_R, self._dependent)
+        token_R = sample.propose(_unit_stride(logits_RV), token_ids_V, sampling, out_R, self._dependent)
+        return token_R.zero_() if self._compiling else token_R
 
     def accept_chains(
         self, rows: ChainRows, chain_RN: Tensor, chosen_RN: Tensor, thresholds_K: Tensor, outcome: ChainOutcome
@@ -200,6 +211,19 @@ class TritonOps:
         """Keep what agrees of each chain, write what came of it, and move the rows on."""
         tokens_RN = (chain_RN.contiguous(), chosen_RN.contiguous())
         chains.accept_chains(rows, tokens_RN, thresholds_K, outcome, self._dependent)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Have kernels compiled side by side instead of launched; tokens are 0 meanwhile."""
+        if self._device.type == "cpu":  # interpreted
+            yield
+            return
+        self._compiling = True
+        try:
+            with compiling_ahead():
+                yield
+        finally:
+            self._compiling = False
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:

@@ -1,10 +1,10 @@
-"""The one rule on the device: hash noise, temperature and argmax over a vocabulary in two stages; and a draft's best k.
+"""A draft's best tokens on the device: hash noise, temperature and the best k of a vocabulary, in two stages.
 
 The noise is that of `slipstream.kernels.reference.noise`: Philox4x32-10, and logarithms in float64.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202, PLR0913, SIM108
+# ruff: noqa: ANN001, ANN202, PLR0913
 
 import torch
 import triton
@@ -47,12 +47,12 @@ def _gumbel(seed, position, token):
 
 
 @triton.jit
-def _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride, HAS_IDS: tl.constexpr):
+def _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride):
     """Return logits / T + noise of entries [n] of a row, at T = 0 the logits; -inf past the vocabulary."""
     logits = _logits(logits_ptr, row, entry, V, stride)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        logits = _perturbed(logits, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V, HAS_IDS)
+        logits = _perturbed(logits, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V)
     return logits
 
 
@@ -63,12 +63,9 @@ def _logits(logits_ptr, row, entry, V, stride):
 
 
 @triton.jit
-def _perturbed(logits, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V, HAS_IDS: tl.constexpr):
+def _perturbed(logits, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V):
     """Return logits / T + noise."""
-    if HAS_IDS:
-        token = tl.load(ids_ptr + entry, mask=entry < V, other=0).to(tl.int32)
-    else:
-        token = entry
+    token = tl.load(ids_ptr + entry, mask=entry < V, other=0).to(tl.int32)
     noise = _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), token)
     return tl.div_rn(logits, tl.zeros_like(logits) + temperature) + noise
 
@@ -83,7 +80,7 @@ def _better(value, at, score, entry):
 @triton.jit
 def _best_of_blocks_kernel(
     logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, value_ptr, entry_ptr, V, stride,
-    BLOCK: tl.constexpr, TAKEN: tl.constexpr, HAS_IDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, TAKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Leave the best value and entry of TAKEN blocks side by side, as `_best_of_block_kernel` does of one.
 
@@ -98,7 +95,7 @@ def _best_of_blocks_kernel(
         for block in range(TAKEN):
             entry = first + block * BLOCK
             score = _logits(logits_ptr, row, entry, V, stride)
-            score = _perturbed(score, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V, HAS_IDS)
+            score = _perturbed(score, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V)
             value, at = _better(value, at, score, entry)
     else:
         for block in tl.static_range(TAKEN):
@@ -113,14 +110,14 @@ def _best_of_blocks_kernel(
 @triton.jit
 def _best_of_block_kernel(
     logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, value_ptr, entry_ptr, sums_ptr, V, stride,
-    BLOCK: tl.constexpr, K: tl.constexpr, HAS_IDS: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, K: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Leave a block's K best values and entries, ties to the lowest entry, and its maximum and sum of exponentials."""
     wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cell = row * tl.num_programs(1) + block
     entry = block * BLOCK + tl.arange(0, BLOCK)
-    score = _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride, HAS_IDS)
+    score = _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride)
     if SUMS:
         top = tl.max(score, 0)
         tl.store(sums_ptr + cell, tl.sum(tl.exp(score - top), 0))
@@ -177,13 +174,8 @@ def _perturb_kernel(
     wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     entry = block * BLOCK + tl.arange(0, BLOCK)
-    score = _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride, True)
+    score = _scores(logits_ptr, ids_ptr, temperature_ptr, seed_ptr, position_ptr, row, entry, V, stride)
     tl.store(out_ptr + row * V + entry, score, mask=entry < V)
-
-
-def choose(logits_LV: Tensor, sampling: RowSampling, dependent: bool) -> Tensor:
-    """Return the token of each row, int64 [L]."""
-    return _best(logits_LV, None, sampling, 1, None, dependent)[1][:, 0]
 
 
 def top_k(
@@ -210,12 +202,12 @@ def perturb(logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, depen
 
 
 def _best(
-    logits_LV: Tensor, token_ids_V: Tensor | None, sampling: RowSampling, k: int, tokens_L: Tensor | None,
+    logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int, tokens_L: Tensor | None,
     dependent: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return scores and entries of each row's best; where `tokens_L` takes the best one's token, tokens for entries."""
     num_rows, vocab = logits_LV.shape
-    with_sums = token_ids_V is not None and tokens_L is None
+    with_sums = tokens_L is None
     device, num_blocks = logits_LV.device, triton.cdiv(vocab, _BLOCK)
     several = k == 1 and not with_sums and num_rows * num_blocks >= _MANY_BLOCKS
     if several:
@@ -225,20 +217,20 @@ def _best(
     sums = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     scores_LK = torch.empty(num_rows, k, dtype=torch.float32, device=device)
     best_LK = torch.empty(num_rows, k, dtype=torch.int64, device=device)
-    ids, copies = best_LK if token_ids_V is None else token_ids_V, best_LK if tokens_L is None else tokens_L
-    drawn = (logits_LV, ids, sampling.temperature_L, sampling.seed_L, sampling.position_L, values, entries)
+    copies = best_LK if tokens_L is None else tokens_L
+    drawn = (logits_LV, token_ids_V, sampling.temperature_L, sampling.seed_L, sampling.position_L, values, entries)
     if several:
         _best_of_blocks_kernel[(num_rows, num_blocks)](
-            *drawn, vocab, logits_LV.stride(0), BLOCK=_BLOCK, TAKEN=_TAKEN, HAS_IDS=token_ids_V is not None,
-            PDL=dependent, num_warps=8, **launch_options(dependent),
+            *drawn, vocab, logits_LV.stride(0), BLOCK=_BLOCK, TAKEN=_TAKEN, PDL=dependent,
+            num_warps=8, **launch_options(dependent),
         )  # fmt: skip
     else:
         _best_of_block_kernel[(num_rows, num_blocks)](
-            *drawn, sums, vocab, logits_LV.stride(0), BLOCK=_BLOCK, K=k, HAS_IDS=token_ids_V is not None,
-            SUMS=with_sums, PDL=dependent, num_warps=8, **launch_options(dependent),
+            *drawn, sums, vocab, logits_LV.stride(0), BLOCK=_BLOCK, K=k, SUMS=with_sums,
+            PDL=dependent, num_warps=8, **launch_options(dependent),
         )  # fmt: skip
     _best_of_all_kernel[(num_rows,)](
-        values, entries, sums, ids, scores_LK, best_LK, copies, num_blocks, copies.stride(0),
+        values, entries, sums, token_ids_V, scores_LK, best_LK, copies, num_blocks, copies.stride(0),
         BLOCKS=triton.next_power_of_2(num_blocks * k), K=k, SUMS=with_sums, TOKENS=tokens_L is not None, PDL=dependent,
         num_warps=4, **launch_options(dependent),
     )  # fmt: skip
@@ -246,7 +238,7 @@ def _best(
 
 
 def variants(architecture: str) -> list[Variant]:
-    """List what ships: the rule, a draft's best one and best ten, and the perturbed row."""
+    """List what ships: a draft's best one and best ten, and the perturbed row."""
     rows = {
         "logits_ptr": "*bf16", "ids_ptr": "*i64", "temperature_ptr": "*fp32", "seed_ptr": "*i64",
         "position_ptr": "*i64",
@@ -257,19 +249,15 @@ def variants(architecture: str) -> list[Variant]:
         "out_entry_ptr": "*i64", "copy_ptr": "*i64", "num_blocks": "i32", "copy_stride": "i32",
     }  # fmt: skip
     shipped = []
-    for k, ids, tokens in ((1, False, False), (1, True, True), (10, True, False)):
-        fixed = {"K": k, "SUMS": ids and not tokens, "PDL": False}
-        name = f"best {k}{' of a draft' if ids else ''}"
+    for k, tokens in ((1, True), (10, False)):
+        fixed = {"K": k, "SUMS": not tokens, "PDL": False}
         shipped += [
-            Variant(f"{name}, blocks", _best_of_block_kernel, block, {"BLOCK": _BLOCK, "HAS_IDS": ids, **fixed}, 8, 2),
-            Variant(f"{name}, rows", _best_of_all_kernel, final,
+            Variant(f"best {k}, blocks", _best_of_block_kernel, block, {"BLOCK": _BLOCK, **fixed}, 8, 2),
+            Variant(f"best {k}, rows", _best_of_all_kernel, final,
                     {"BLOCKS": 64 * triton.next_power_of_2(k), "TOKENS": tokens, **fixed}, 4, 2),
         ]  # fmt: skip
     several = {name: kind for name, kind in block.items() if name != "sums_ptr"}
-    shipped += [
-        Variant(f"best 1{' of a draft' if ids else ''}, several blocks", _best_of_blocks_kernel, several,
-                {"BLOCK": _BLOCK, "TAKEN": _TAKEN, "HAS_IDS": ids, "PDL": False}, 8, 2)
-        for ids in (False, True)
-    ]  # fmt: skip
+    taken = {"BLOCK": _BLOCK, "TAKEN": _TAKEN, "PDL": False}
+    shipped.append(Variant("best 1, several blocks", _best_of_blocks_kernel, several, taken, 8, 2))
     perturbed = {**rows, "out_ptr": "*fp32", "V": "i32", "stride": "i32"}
     return [*shipped, Variant("perturb", _perturb_kernel, perturbed, {"BLOCK": _BLOCK, "PDL": False}, 8, 2)]

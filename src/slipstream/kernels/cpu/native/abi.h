@@ -101,6 +101,44 @@ struct Sampling {
     const int64_t* position;
 };
 
+// How a request's tokens are sampled: a record of ../../sampling.py's SamplingState.
+struct Slot {
+    int64_t seed, uses, top_k, min_until, num_top;
+    double temperature, top_p, min_p, repetition, frequency, presence, unused;
+};
+
+struct SlotTable {
+    const Slot* slots;
+    int32_t* said;        // [slots, vocab]: 2 * (times emitted) + (is in the prompt)
+    const float* bias;    // [slots, vocab]
+    const int32_t* ends;  // [slots, end_words], a bit a token
+    int64_t num_slots;
+    int64_t vocab;
+    int64_t end_words;
+};
+
+// Rows of logits to sample from.
+struct SampleCall {
+    SlotTable state;
+    const int64_t* slot;
+    const int64_t* position;  // of the token being chosen
+    const int64_t* path;      // [rows, depth], drafted tokens on the way to a row; -1: none
+    const int32_t* words;     // [masks, num_words], which tokens grammars leave
+    const int64_t* mask_row;  // -1: none; null: nobody has one
+    int64_t num_words;
+    int64_t rows;
+    int64_t depth;
+};
+
+constexpr int kMaxTop = 20;
+
+struct SampleOut {
+    int64_t* tokens;
+    float* logprob;
+    int64_t* top_ids;     // [rows, kMaxTop]
+    float* top_logprobs;  // [rows, kMaxTop]
+};
+
 // A table of embeddings [rows, width]: dense rows, or panels of a GGUF format.
 struct Embedding {
     const void* rows;
@@ -177,8 +215,15 @@ struct Rounds {
     const int64_t* ends;     // tokens that end answers, request after request
     const int32_t* end_starts;  // [requests + 1], into `ends`
     const int32_t* hurry;    // end with the round under way once it is not 0; null: nobody asks
-    const float* temperature;
-    const int64_t* seed;
+    SlotTable sampling;      // what is emitted is added to what slots with penalties have said
+    const int64_t* sampling_slots;
+    // Writes the masks of a round, counted from 0, to `words` and each node's to `mask_rows`, once what is drafted lies in
+    // `emitted`; anything but 0 ends the call before this round. Null: nobody has a grammar.
+    int32_t (*fill_masks)(int32_t round);
+    int32_t* words;          // [masks, num_words]
+    int64_t* mask_rows;      // [requests, depth + 1]; -1: none
+    int64_t masks;
+    int64_t num_words;
     const int32_t* limits;   // tokens to draft at most, up to `depth`
     const Borrowed* borrowed;  // [requests]; null: nobody has any
     float* const* feedback;  // what the draft left at the request's last slot, replaced; null: it does not follow
@@ -187,8 +232,9 @@ struct Rounds {
     int32_t* late;                 // how many, replaced
     float* scores;           // [rounds, requests, depth], cumulative log-probability; -inf for tokens not drafted
     int32_t* checked;        // [rounds, requests], drafted tokens that came before the target
-    int32_t* kept;           // [rounds, requests], and those of them it agreed to
+    int32_t* kept;           // [rounds, requests], and those of them it agreed to; -1: not even the root has a token
     int64_t* emitted;        // [rounds, requests, depth + 1]: those, and the target's own
+    SampleOut scored;        // of the emitted tokens, [rounds, requests, depth + 1]; `tokens` is not used
     double* seconds;         // [rounds, 3]: for drafting, for checking, for following
     int32_t* ran;            // how many rounds there were
     double patience;         // seconds after which no other round is begun, by what the last one took

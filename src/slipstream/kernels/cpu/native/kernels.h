@@ -3,7 +3,7 @@
 #include "layers.h"
 #include "panels.h"
 #include "pointwise.h"
-#include "sample.h"
+#include "sampling.h"
 #include "table.h"
 
 namespace slip {
@@ -95,7 +95,7 @@ namespace slip {
 namespace SLIP_NAMESPACE {
 
 const Table& table() {
-    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, choose, perturb, top_k, draft_chain, run_rounds};
+    static const Table functions{linear, attention, run_layers, rms_norm, silu_mul, rotate, sample, perturb, top_k, draft_chain, run_rounds};
     return functions;
 }
 

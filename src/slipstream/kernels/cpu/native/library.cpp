@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 
 #include "abi.h"
 #include "pool.h"
@@ -88,8 +89,20 @@ bool valid(const Chain& c, const Stack& stack, int64_t vocab) {
     return true;
 }
 
+// Tell whether rows to sample from name slots and masks there are.
+bool valid(const SampleCall& call, int64_t num_masks) {
+    for (int64_t row = 0; row < call.rows; ++row) {
+        if (call.slot[row] < 0 || call.slot[row] >= call.state.num_slots) return false;
+        if (call.mask_row && call.mask_row[row] >= num_masks) return false;
+    }
+    return true;
+}
+
 // The first round is looked at here; before each further one the call looks at what has changed.
 bool valid(const Rounds& r, const RoundModels& m, int64_t vocab) {
+    if (r.sampling.vocab != m.ends->head.n) return false;
+    for (int i = 0; i < r.requests; ++i)
+        if (r.sampling_slots[i] < 0 || r.sampling_slots[i] >= r.sampling.num_slots) return false;
     if (r.requests < 0 || r.page_size < 1 || r.depth < 0 || r.rounds < 1 || !valid(r.borrowed, r.requests, vocab)) return false;
     for (int i = 0; i < r.requests; ++i) {
         if (r.lengths[i] < 0 || r.roots[i] < 0 || r.roots[i] >= vocab || r.limits[i] < 0 || r.limits[i] > r.depth) return false;
@@ -109,7 +122,7 @@ bool valid(const Rounds& r, const RoundModels& m, int64_t vocab) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 9; }
+SLIP_EXPORT int32_t slip_abi() { return 11; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)
@@ -140,6 +153,8 @@ SLIP_EXPORT void slip_engine_destroy(void* engine) { delete static_cast<Engine*>
     try {                                              \
         body;                                          \
         return 0;                                      \
+    } catch (const std::out_of_range&) {               \
+        return 2;                                      \
     } catch (const std::exception&) {                  \
         return 1;                                      \
     }
@@ -171,8 +186,10 @@ SLIP_EXPORT int32_t slip_rotate(void* engine, const Rotation* rotation, const fl
     SLIP_CALL(e.table.rotate(e.pool, *rotation, x, y))
 }
 
-SLIP_EXPORT int32_t slip_choose(void* engine, const float* logits, int64_t rows, int64_t vocab, const Sampling* sampling, int64_t* out) {
-    SLIP_CALL(e.table.choose(e.pool, e.rooms.call, logits, rows, vocab, *sampling, out))
+// The logits may be overwritten.
+SLIP_EXPORT int32_t slip_sample(void* engine, const SampleCall* call, int64_t num_masks, float* logits, const SampleOut* out) {
+    if (!valid(*call, num_masks)) return 2;
+    SLIP_CALL(e.table.sample(e.pool, e.rooms.call, *call, logits, *out))
 }
 
 SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling* sampling, float* out) {

@@ -3,6 +3,7 @@
 // are those of the parts.
 #pragma once
 #include <chrono>
+#include <stdexcept>
 
 #include "chain.h"
 
@@ -34,9 +35,12 @@ class RoundWork {
         take_room();
     }
 
-    void run() {
+    // Tells whether there was a round: whoever makes masks may end the call before it.
+    bool run(int number) {
         const double began = now();
         draft();
+        if (r_.fill_masks) fill_masks(number);
+        if (stopped_) return false;
         const double drafted = now();
         check();
         accept();
@@ -46,6 +50,7 @@ class RoundWork {
         r_.seconds[0] = drafted - began;
         r_.seconds[1] = checked - drafted;
         r_.seconds[2] = now() - checked;
+        return true;
     }
 
     static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -68,9 +73,16 @@ class RoundWork {
             hidden_ = room.take<float>(static_cast<int64_t>(rows) * width);
             normed_ = room.take<float>(static_cast<int64_t>(rows) * width);
             logits_ = room.take<float>(static_cast<int64_t>(held) * m_.ends->head.n);
-            temperature_ = room.take<float>(rows);
-            seed_ = room.take<int64_t>(rows);
+            temperature_ = room.take<float>(requests);
+            seed_ = room.take<int64_t>(requests);
             position_ = room.take<int64_t>(rows);
+            slot_ = room.take<int64_t>(rows);
+            path_ = room.take<int64_t>(static_cast<int64_t>(rows) * r_.depth);
+            mask_row_ = room.take<int64_t>(rows);
+            off_path_ = room.take<uint8_t>(rows);
+            logprob_ = room.take<float>(held);
+            top_ids_ = room.take<int64_t>(static_cast<int64_t>(held) * kMaxTop);
+            top_logprobs_ = room.take<float>(static_cast<int64_t>(held) * kMaxTop);
             chosen_ = room.take<int64_t>(rows);
             who_ = room.take<int32_t>(requests);
             captured_ = room.take<float>(features * rows);
@@ -96,6 +108,8 @@ class RoundWork {
     int64_t slot(int request, int64_t index) const {
         return static_cast<int64_t>(pages(request)[index / r_.page_size]) * r_.page_size + index % r_.page_size;
     }
+
+    const Slot& slot_of(int request) const { return r_.sampling.slots[r_.sampling_slots[request]]; }
 
     // What the draft's head reads of a stream; also what is fed back, where that is fed after the norm.
     void draft_normed(const float* stream, float* out, int rows) {
@@ -124,8 +138,8 @@ class RoundWork {
             copy_row(chain_hidden_ + static_cast<int64_t>(at) * width, r_.feedback[i], width);
             std::memcpy(chain_pages_ + at * r_.page_table_stride, pages(i), sizeof(int32_t) * static_cast<size_t>(r_.page_table_stride));
             position_[at] = r_.lengths[i];
-            temperature_[at] = r_.temperature[i];
-            seed_[at] = r_.seed[i];
+            temperature_[at] = static_cast<float>(slot_of(i).temperature);
+            seed_[at] = slot_of(i).seed;
             if (r_.borrowed) chain_borrowed_[at] = r_.borrowed[i];
         }
         const float* normed = chain_hidden_;
@@ -163,6 +177,12 @@ class RoundWork {
         rows.tokens[row] = token;
     }
 
+    void fill_masks(int number) {
+        stopped_ = r_.fill_masks(number) != 0;
+        for (int64_t at = 0; !stopped_ && at < static_cast<int64_t>(r_.requests) * (r_.depth + 1); ++at)
+            if (r_.mask_rows[at] >= r_.masks) throw std::out_of_range("a mask that is not there");
+    }
+
     // The target's token at every root and every drafted token.
     void check() {
         int count = 0;
@@ -172,9 +192,10 @@ class RoundWork {
             checked_.lengths[i] = static_cast<int32_t>(r_.lengths[i] + 1 + r_.checked[i]);
             for (int node = 0; node <= r_.checked[i]; ++node, ++count) {
                 add_row(checked_, count, i, r_.lengths[i] + node, node ? drafted[node - 1] : r_.roots[i]);
-                temperature_[count] = r_.temperature[i];
-                seed_[count] = r_.seed[i];
+                slot_[count] = r_.sampling_slots[i];
                 position_[count] = r_.lengths[i] + 1 + node;  // of the token being chosen
+                mask_row_[count] = r_.fill_masks ? r_.mask_rows[static_cast<int64_t>(i) * (r_.depth + 1) + node] : -1;
+                for (int level = 0; level < r_.depth; ++level) path_[static_cast<int64_t>(count) * r_.depth + level] = level < node ? drafted[level] : -1;
             }
         }
         checked_.starts[r_.requests] = count;
@@ -186,7 +207,30 @@ class RoundWork {
         for (int row = 0; row < count; row += kHeadRows) {
             const int rows = count - row < kHeadRows ? count - row : kHeadRows;
             linear(pool_, rooms_.call, ends.head, normed_ + static_cast<int64_t>(row) * width, width, rows, logits_);
-            choose(pool_, rooms_.call, logits_, rows, ends.head.n, {temperature_ + row, seed_ + row, position_ + row}, chosen_ + row);
+            const SampleCall call{r_.sampling, slot_ + row, position_ + row, path_ + static_cast<int64_t>(row) * r_.depth, r_.words,
+                                  mask_row_ + row, r_.num_words, rows, r_.depth};
+            sample_tokens(pool_, rooms_.call, call, logits_, chosen_ + row);
+            score(call, row);
+        }
+    }
+
+    // The log probabilities of the tokens on the way that the target goes, where they are wanted.
+    void score(const SampleCall& call, int row) {
+        int request = 0;
+        for (int at = row; at < row + call.rows; ++at) {
+            while (at >= checked_.starts[request + 1]) ++request;
+            const bool root = at == checked_.starts[request];
+            off_path_[at] = !root && (off_path_[at - 1] || chosen_[at - 1] != checked_.tokens[at]);
+        }
+        score_tokens(pool_, rooms_.call, call, logits_, off_path_ + row, {chosen_ + row, logprob_, top_ids_, top_logprobs_});
+        request = 0;
+        for (int at = row; at < row + call.rows; ++at) {
+            while (at >= checked_.starts[request + 1]) ++request;
+            if (off_path_[at] || slot_of(request).num_top < 0) continue;
+            const int64_t to = static_cast<int64_t>(request) * (r_.depth + 1) + at - checked_.starts[request];
+            r_.scored.logprob[to] = logprob_[at - row];
+            std::memcpy(r_.scored.top_ids + to * kMaxTop, top_ids_ + static_cast<int64_t>(at - row) * kMaxTop, sizeof(int64_t) * kMaxTop);
+            std::memcpy(r_.scored.top_logprobs + to * kMaxTop, top_logprobs_ + static_cast<int64_t>(at - row) * kMaxTop, sizeof(float) * kMaxTop);
         }
     }
 
@@ -195,8 +239,13 @@ class RoundWork {
             const int first = checked_.starts[i];
             int kept = 0;
             while (kept < r_.checked[i] && chosen_[first + kept] == checked_.tokens[first + kept + 1]) ++kept;
+            if (chosen_[first + kept] < 0) --kept;  // nothing may follow: the last token that may is the root of another round
             r_.kept[i] = kept;
-            for (int node = 0; node <= kept; ++node) r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + node] = chosen_[first + node];
+            int32_t* said = slot_of(i).uses & PENALTIES ? r_.sampling.said + r_.sampling_slots[i] * r_.sampling.vocab : nullptr;
+            for (int node = 0; node <= kept; ++node) {
+                r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + node] = chosen_[first + node];
+                if (said) said[chosen_[first + node]] += 2;
+            }
         }
     }
 
@@ -268,7 +317,10 @@ class RoundWork {
     RowsRoom checked_, followed_;
     float *hidden_, *normed_, *logits_, *temperature_, *captured_, **captured_out_, *features_, *stream_, *embedding_;
     float *chain_hidden_, *chain_normed_, *chain_logits_, *chain_scores_;
-    int64_t *seed_, *position_, *chosen_, *chain_tokens_;
+    float *logprob_, *top_logprobs_;
+    int64_t *seed_, *position_, *slot_, *path_, *mask_row_, *top_ids_, *chosen_, *chain_tokens_;
+    uint8_t* off_path_;
+    bool stopped_ = false;
     Borrowed* chain_borrowed_;
     int32_t *who_, *chain_pages_;
 };
@@ -304,6 +356,9 @@ class RoundsWork {
         one.checked += before;
         one.kept += before;
         one.emitted += before * (r_.depth + 1);
+        one.scored.logprob += before * (r_.depth + 1);
+        one.scored.top_ids += before * (r_.depth + 1) * kMaxTop;
+        one.scored.top_logprobs += before * (r_.depth + 1) * kMaxTop;
         one.seconds += 3 * n;
         return one;
     }
@@ -313,6 +368,10 @@ class RoundsWork {
         bool goes_on = true;
         for (int i = 0; i < r_.requests; ++i) {
             const int count = done.kept[i] + 1;
+            if (count == 0) {
+                goes_on = false;
+                continue;
+            }
             const int64_t* tokens = done.emitted + static_cast<int64_t>(i) * (r_.depth + 1);
             roots_[i] = tokens[count - 1];
             lengths_[i] += count;
@@ -352,7 +411,7 @@ static void run_rounds(Pool& pool, Rooms& rooms, const RoundModels& models, cons
     for (int n = 0; n < rounds.rounds; ++n) {
         const double start = RoundWork::now();
         const Rounds one = work.round(n);
-        RoundWork(pool, rooms, models, one).run();
+        if (!RoundWork(pool, rooms, models, one).run(n)) return;
         *rounds.ran = n + 1;
         const double end = RoundWork::now();
         const bool hurry = rounds.hurry && *const_cast<const volatile int32_t*>(rounds.hurry) != 0;

@@ -3,6 +3,8 @@
 // The noise of every token is first approximated in single precision; only tokens that come within the approximation's
 // error of the best are given their noise in double precision, so the token is that of the exact rule.
 #pragma once
+#include <type_traits>
+
 #include "abi.h"
 #include "pool.h"
 #include "scratch.h"
@@ -13,8 +15,9 @@ namespace slip {
 namespace SLIP_NAMESPACE {
 
 constexpr int kLanes = 64;
-constexpr float kNoiseReach = 22.875f + 3.131f + 0.05f;
+constexpr float kNoiseMax = 22.9f;
 constexpr int kSegment = 4096;
+SLIP_INLINE int64_t num_segments(int64_t vocab) { return (vocab + kSegment - 1) / kSegment; }
 
 // Sixteen 32-bit words, and the two halves of their products with a constant.
 #if SLIP_ISA == 2
@@ -112,13 +115,11 @@ static void words_of(const int64_t* tokens, int64_t position, int64_t seed, uint
     }
 }
 
-// The words of tokens first .. first + 63; `first` is a multiple of 4.
-static void words_from(int64_t first, int64_t position, int64_t seed, uint32_t* words) {
-    uint32_t counters[16], four[64];
+// The words of tokens first .. first + 63, those of tokens 4 i + lane at [16 lane + i]; `first` is a multiple of 4.
+static void words_from(int64_t first, int64_t position, int64_t seed, uint32_t* four) {
+    uint32_t counters[16];
     for (int i = 0; i < 16; ++i) counters[i] = static_cast<uint32_t>((first >> 2) + i);
     philox16(counters, position, seed, four);
-    for (int i = 0; i < 16; ++i)
-        for (int lane = 0; lane < 4; ++lane) words[4 * i + lane] = four[16 * lane + i];
 }
 
 SLIP_INLINE float exact_noise(uint32_t word) {
@@ -184,31 +185,59 @@ struct Row {
     int64_t position;
 };
 
-// Fill words and rough scores of up to 64 tokens from `at`, a multiple of 64.
-SLIP_INLINE void rough_scores(const Row& row, int64_t at, int count, uint32_t* words, float* scores) {
+// Rough scores of up to 64 tokens from `at` on, whose words are given.
+SLIP_INLINE void rough_scores(const Row& row, int64_t at, int count, const uint32_t* words, float* scores) {
     float scaled[kLanes];
     if (count == kLanes)
         for (int i = 0; i < kLanes; ++i) scaled[i] = row.logits[at + i] / row.temperature;
     else
         for (int i = 0; i < kLanes; ++i) scaled[i] = i < count ? row.logits[at + i] / row.temperature : -__builtin_inff();
-    words_from(at, row.position, row.seed, words);
     for (int i = 0; i < kLanes; ++i) scores[i] = scaled[i] + rough_noise(words[i]);
 }
 
-static Best best_of_span(const Row& row, int64_t begin, int64_t end, float floor) {
+// The score of one token.
+static float exact_score(const Row& row, int64_t token) {
+    uint32_t counters[16] = {static_cast<uint32_t>(token >> 2)}, words[64];
+    philox16(counters, row.position, row.seed, words);
+    return row.logits[token] / row.temperature + exact_noise(words[16 * (token & 3)]);
+}
+
+// No noise of these words is larger: -log(-log u) <= -log(1 - u), and 1 - u is at least a power of two.
+SLIP_INLINE float most_noise(const uint32_t* four) {
+    uint32_t most = 0;
+    for (int i = 0; i < kLanes; ++i) most = four[i] > most ? four[i] : most;
+    return 0.693148f * static_cast<float>(most == ~0u ? 33 : __builtin_clz(~most) + 1);
+}
+
+struct KeepAll {
+    bool operator()(int64_t) const { return true; }
+};
+
+// The best of the tokens that `keeps` lets pass, if it reaches `sure`. Most blocks cannot, by their highest logit and the
+// largest of their words.
+template <class Keeps>
+static Best best_of_span(const Row& row, int64_t begin, int64_t end, float sure, const Keeps& keeps) {
     uint32_t words[kSegment];
     float scores[kSegment], tops[kSegment / kLanes];
     float top = -__builtin_inff();
     for (int64_t at = begin; at < end; at += kLanes) {
         const int count = static_cast<int>(end - at < kLanes ? end - at : kLanes);
+        const float scaled = top_of(row.logits, at, at + count) / row.temperature + rough_margin(sure);
+        tops[(at - begin) / kLanes] = -__builtin_inff();
+        if (!(scaled + kNoiseMax >= sure)) continue;
+        uint32_t four[kLanes];
+        words_from(at, row.position, row.seed, four);
+        if (!(scaled + most_noise(four) >= sure)) continue;
+        uint32_t* w = words + (at - begin);
         float* s = scores + (at - begin);
-        if (top_of(row.logits, at, at + count) / row.temperature < floor) {
-            tops[(at - begin) / kLanes] = -__builtin_inff();
-            continue;
-        }
-        rough_scores(row, at, count, words + (at - begin), s);
+        for (int i = 0; i < 16; ++i)
+            for (int lane = 0; lane < 4; ++lane) w[4 * i + lane] = four[16 * lane + i];
+        rough_scores(row, at, count, w, s);
+        if constexpr (!std::is_same_v<Keeps, KeepAll>)
+            for (int i = 0; i < count; ++i) s[i] = keeps(at + i) ? s[i] : -__builtin_inff();
         const float best = tops[(at - begin) / kLanes] = top_of(s, 0, kLanes);
         top = best > top ? best : top;
+        sure = best - rough_margin(best) > sure ? best - rough_margin(best) : sure;
     }
     Best best{-__builtin_inff(), begin};
     const float bar = top - 2.0f * rough_margin(top);
@@ -224,15 +253,12 @@ static Best best_of_span(const Row& row, int64_t begin, int64_t end, float floor
     return best;
 }
 
-static void choose(Pool& pool, Scratch& scratch, const float* logits, int64_t rows, int64_t vocab, const Sampling& s, int64_t* out) {
-    if (rows == 0 || vocab == 0) return;
-    const int64_t segments = (vocab + kSegment - 1) / kSegment;
-    Best* best = nullptr;
-    for (int pass = 0; pass < 2; ++pass) {
-        scratch.begin(pass == 1);
-        best = scratch.take<Best>(rows * segments);
-    }
+// The rule over rows that are not to be skipped. `best` has room for each row's segments. Where nothing is above -inf, the
+// token is `nothing`.
+static void choose_rows(Pool& pool, Best* best, const float* logits, int64_t rows, int64_t vocab, const Sampling& s, const uint8_t* skip, int64_t nothing, int64_t* out) {
+    const int64_t segments = num_segments(vocab);
     const int items = static_cast<int>(rows * segments);
+    const auto skipped = [&](int64_t row) { return skip && skip[row]; };
     const auto combine = [&](int64_t row) {
         Best winner = best[row * segments];
         for (int64_t i = 1; i < segments; ++i)
@@ -242,23 +268,28 @@ static void choose(Pool& pool, Scratch& scratch, const float* logits, int64_t ro
     pool.run(3, [&](Team& team) {
         team.share(items, 1, [&](int item, int) {
             const int64_t row = item / segments, begin = item % segments * kSegment;
+            if (skipped(row)) return;
             best[item] = largest(logits + row * vocab, begin, begin + kSegment < vocab ? begin + kSegment : vocab);
         });
         bool warm = false;
-        for (int64_t row = 0; row < rows; ++row) warm |= s.temperature[row] > 0.0f;
+        for (int64_t row = 0; row < rows; ++row) warm |= !skipped(row) && s.temperature[row] > 0.0f;
         if (!warm) return;
         team.share(static_cast<int>(rows), 64, [&](int begin, int end) {
-            for (int row = begin; row < end; ++row) out[row] = combine(row).index;
+            for (int row = begin; row < end; ++row)
+                if (!skipped(row)) out[row] = combine(row).index;
         });
         team.share(items, 1, [&](int item, int) {
             const int64_t row = item / segments, begin = item % segments * kSegment;
-            if (!(s.temperature[row] > 0.0f)) return;
+            if (skipped(row) || !(s.temperature[row] > 0.0f)) return;
             const Row view{logits + row * vocab, s.temperature[row], s.seed[row], s.position[row]};
-            const float floor = view.logits[out[row]] / view.temperature - kNoiseReach;
-            best[item] = best_of_span(view, begin, begin + kSegment < vocab ? begin + kSegment : vocab, floor);
+            best[item] = best_of_span(view, begin, begin + kSegment < vocab ? begin + kSegment : vocab, exact_score(view, out[row]), KeepAll());
         });
     });
-    for (int64_t row = 0; row < rows; ++row) out[row] = combine(row).index;
+    for (int64_t row = 0; row < rows; ++row) {
+        if (skipped(row)) continue;
+        const Best winner = combine(row);
+        out[row] = winner.score == -__builtin_inff() ? nothing : winner.index;
+    }
 }
 
 static void perturb(Pool& pool, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling& s, float* out) {

@@ -39,7 +39,7 @@ struct Table {
     void (*rms_norm)(Pool&, const float* x, int64_t stride, const float* weight, float* y, int64_t rows, int width, float eps);
     void (*silu_mul)(Pool&, const float* x, int64_t stride, float* y, int64_t rows, int width);
     void (*rotate)(Pool&, const Rotation&, const float* x, float* y);
-    void (*choose)(Pool&, Scratch&, const float* logits, int64_t rows, int64_t vocab, const Sampling&, int64_t* out);
+    void (*sample)(Pool&, Scratch&, const SampleCall&, float* logits, const SampleOut&);
     void (*perturb)(Pool&, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling&, float* out);
     void (*top_k)(Pool&, Scratch&, const TopK&, const float* logits, const int64_t* ids, const Sampling&, float* scores, int64_t* entries);
     void (*draft_chain)(Pool&, Scratch& scratch, Scratch& own, const Stack&, const Draft&, const Chain&);

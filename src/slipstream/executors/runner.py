@@ -1,16 +1,14 @@
 """Runs the target: one pass over a batch, logits for the rows that need them, and keys moved to where they stay."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from slipstream.engine.batch import Batch
-from slipstream.errors import RankLostError
+from slipstream.executors.batch import Batch
 from slipstream.kernels import Ops
 from slipstream.models.context import KvCache, page_table, paged_context
 from slipstream.models.target import Hidden, Target
-from slipstream.speculation.choose import Chosen, Row, choose
 
 
 class Runner:
@@ -47,11 +45,6 @@ class Runner:
         """Where the target lives."""
         return self._kv.layers[0].keys_SGd.device
 
-    @property
-    def two_forms(self) -> bool:
-        """Whether the tokens of prompts are computed in another form than those of answers: over latents."""
-        return self._model.spec.mla is not None
-
     def forward(self, batch: Batch, pages: Sequence[Sequence[int]]) -> Hidden:
         """Run the target over a batch, writing its keys."""
         table_RP = page_table(pages, batch.token_ids_T.device)
@@ -59,13 +52,9 @@ class Runner:
         hidden: Hidden = self._model(batch.token_ids_T, ctx, self._captured_layers)
         return hidden
 
-    def choose(self, hidden: Hidden, rows_L: Tensor, rows: Sequence[Row]) -> Chosen:
-        """Return the target's token at some rows of the pass."""
-        return choose(self.logits(hidden, rows_L), rows, self._ops)
-
     def logits(self, hidden: Hidden, rows: Tensor | Sequence[int]) -> Tensor:
-        """Return logits of some rows of the pass, in float32: those of this rank's part of the vocabulary."""
-        return self._model.logits(hidden.last_TD[rows], self._ops).float()
+        """Return logits of some rows of the pass, in float32, over the whole vocabulary; every rank has them."""
+        return self._model.ranks.join(self._model.logits(hidden.last_TD[rows], self._ops)).float()
 
     def keep(self, pages: Sequence[int], root: int, nodes: Sequence[int]) -> None:
         """Move the keys of accepted nodes next to the root's, in path order.
@@ -82,6 +71,3 @@ class Runner:
         slots = slots.to(self._kv.layers[0].keys_SGd.device)
         for layer in self._kv.layers:
             self._ops.move_kv(layer, slots[:, 0], slots[:, 1])
-
-    def when_lost(self, callback: Callable[[RankLostError], None]) -> None:
-        """Never call back: one rank has no other to lose."""

@@ -1,4 +1,4 @@
-"""Cycles that stay on the device give the tokens, the statistics and the state that ordinary steps give."""
+"""Captured steps give the tokens, the statistics and the state that eager ones give."""
 
 import itertools
 import random
@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.graphs import CycleLauncher, key_bounds, row_buckets
 from slipstream.engine.request import FinishReason
-from slipstream.engine.runner import Runner
 from slipstream.errors import ConfigError, StepError
+from slipstream.executors.cuda_graph.capture import key_bounds, row_buckets
+from slipstream.executors.cuda_graph.executor import GraphExecutor
+from slipstream.executors.runner import Runner
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 from tiny import OPS, VOCAB, engine_of, follower_draft, run, tiny_draft, tiny_target
@@ -53,9 +54,9 @@ requests = st.lists(
 )
 
 
-def cycling(draft, length=3, **config) -> Engine:
-    """Return an engine whose decoding runs as cycles."""
-    return engine_of(TARGET, DRAFTS[draft], TreeShape.chain(length), **{"device_cycle": "on", **config})
+def captured(draft, length=3, **config) -> Engine:
+    """Return an engine whose decoding runs as captured steps."""
+    return engine_of(TARGET, DRAFTS[draft], TreeShape.chain(length), **{"cuda_graphs": "on", **config})
 
 
 def drive(engine: Engine, work: list, order: random.Random) -> dict[int, list]:
@@ -85,7 +86,7 @@ def drive(engine: Engine, work: list, order: random.Random) -> dict[int, list]:
     prefix_cache=st.booleans(),
     order=st.randoms(use_true_random=False),
 )
-def test_cycles_give_the_tokens_of_ordinary_steps(
+def test_captured_steps_give_the_tokens_of_eager_ones(
     work, draft, length, page_size, pages, max_requests, prefix_cache, order
 ):
     config = {
@@ -95,17 +96,17 @@ def test_cycles_give_the_tokens_of_ordinary_steps(
         "max_requests": max_requests,
         "prefix_cache": prefix_cache,
     }
-    ordinary = drive(cycling(draft, length, device_cycle="off", **config), work, random.Random(0))
-    ahead = drive(cycling(draft, length, **config), work, order)
-    tokens = [[[token for token, _ in answer] for answer in run.values()] for run in (ordinary, ahead)]
+    eager = drive(captured(draft, length, cuda_graphs="off", **config), work, random.Random(0))
+    ahead = drive(captured(draft, length, **config), work, order)
+    tokens = [[[token for token, _ in answer] for answer in run.values()] for run in (eager, ahead)]
     assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("simulated", [(), (0.8, 0.5, 0.3)])
 @pytest.mark.parametrize("draft", sorted(DRAFTS))
-def test_even_the_statistics_are_those_of_ordinary_steps(draft, simulated):
+def test_even_the_statistics_are_those_of_eager_steps(draft, simulated):
     work = [([i, 2, 3], SamplingParams(max_tokens=20 + 3 * i, temperature=0.5 * (i % 2)), i, i != 3) for i in range(5)]
-    engines = [cycling(draft, device_cycle="off"), cycling(draft)]
+    engines = [captured(draft, cuda_graphs="off"), captured(draft)]
     for engine in engines:
         engine.simulate_acceptance(simulated)
     answers = [drive(engine, work, random.Random(0)) for engine in engines]
@@ -113,12 +114,12 @@ def test_even_the_statistics_are_those_of_ordinary_steps(draft, simulated):
     assert engines[0].stats.acceptance == engines[1].stats.acceptance
 
 
-def test_decoding_really_runs_as_cycles(monkeypatch):
-    engine = cycling("follower")
+def test_decoding_really_runs_as_captured_steps(monkeypatch):
+    engine = captured("follower")
     engine.add([1, 2, 3], SamplingParams(max_tokens=40), 0)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "forward", lambda *_: pytest.fail("an ordinary step ran"))
+        patch.setattr(Runner, "forward", lambda *_: pytest.fail("an eager step ran"))
         while engine.has_work:
             engine.step()
             engine.check_invariants()
@@ -130,7 +131,7 @@ def test_a_request_aborted_in_flight_frees_its_pages_and_leaves_the_others_alone
     prompts = [[4, 5, 6], [7, 8, 9], [10, 11, 12]]
     params = SamplingParams(max_tokens=40)
     expected = run(engine_of(TARGET), prompts, [params] * 3, [0, 1, 2])
-    engine = cycling("follower", num_pages=60)
+    engine = captured("follower", num_pages=60)
     ids = [engine.add(p, params, i) for i, p in enumerate(prompts)]
     answers = {i: [] for i in ids}
 
@@ -143,7 +144,7 @@ def test_a_request_aborted_in_flight_frees_its_pages_and_leaves_the_others_alone
     steps(4)
     assert engine.abort(ids[1])
     engine.check_invariants()
-    late = engine.add([20, 21, 22], params, 3)  # takes the pages the aborted request's last cycle still writes behind
+    late = engine.add([20, 21, 22], params, 3)  # takes the pages the aborted request's last step still writes behind
     answers[late] = []
     steps(60)
     assert not engine.has_work
@@ -153,13 +154,13 @@ def test_a_request_aborted_in_flight_frees_its_pages_and_leaves_the_others_alone
 
 
 @pytest.mark.parametrize("draft", ["none", "follower"])
-def test_requests_survive_preemption_while_cycles_run(draft):
+def test_requests_survive_preemption_while_captured_steps_run(draft):
     work = [([i, i + 1, i + 2], SamplingParams(max_tokens=30, temperature=0.7), i, True) for i in range(4)]
     engine = build_engine(
         TARGET,
         DRAFTS[draft],
         TreeShape.chain(3),
-        EngineConfig(max_context=40, page_size=4, num_pages=14, max_batch_tokens=32, device_cycle="on"),
+        EngineConfig(max_context=40, page_size=4, num_pages=14, max_batch_tokens=32, cuda_graphs="on"),
         OPS,
     )
     expected = drive(engine_of(TARGET), work, random.Random(0))
@@ -168,10 +169,10 @@ def test_requests_survive_preemption_while_cycles_run(draft):
     assert engine.stats.preemptions > 0
 
 
-def test_a_prefix_written_by_cycles_serves_later_requests_and_their_draft():
+def test_a_prefix_written_by_captured_steps_serves_later_requests_and_their_draft():
     lengths = []
     for mode in ("off", "on"):
-        engine = cycling("follower", device_cycle=mode)
+        engine = captured("follower", cuda_graphs=mode)
         (first,) = run(engine, [[1, 2, 3]], [SamplingParams(max_tokens=40)], [0])
         (again,) = run(engine, [[1, 2, 3, *first[:30]]], [SamplingParams(max_tokens=10)], [0])
         assert again == first[30:]
@@ -180,10 +181,10 @@ def test_a_prefix_written_by_cycles_serves_later_requests_and_their_draft():
     assert lengths[0] == lengths[1]
 
 
-def test_the_tree_may_change_while_a_cycle_is_in_flight():
+def test_the_tree_may_change_while_a_step_is_in_flight():
     params = SamplingParams(max_tokens=60, temperature=0.8)
     (expected,) = run(engine_of(TARGET), [[1, 2, 3]], [params], [5])
-    engine = cycling("follower", num_pages=100)
+    engine = captured("follower", num_pages=100)
     engine.add([1, 2, 3], params, 5)
     tokens = []
     shapes = [TreeShape.chain(5), TreeShape(depth=2, width=2), TreeShape.chain(1), TreeShape.chain(4)]
@@ -197,7 +198,7 @@ def test_the_tree_may_change_while_a_cycle_is_in_flight():
 
 def test_a_stop_token_inside_an_accepted_chain_ends_the_answer_there():
     (plain,) = run(engine_of(TARGET), [[1, 2, 3]], [GREEDY], [0])
-    engine = cycling("follower", 5)
+    engine = captured("follower", 5)
     engine.add([1, 2, 3], GREEDY, 0, end_tokens=[plain[7]])
     emissions = []
     while engine.has_work:
@@ -206,13 +207,13 @@ def test_a_stop_token_inside_an_accepted_chain_ends_the_answer_there():
     assert emissions[-1].finish_reason is FinishReason.STOP
 
 
-def test_a_failing_cycle_ends_its_requests_and_the_engine_lives_on(monkeypatch):
-    engine = cycling("follower")
+def test_a_failing_captured_step_ends_its_requests_and_the_engine_lives_on(monkeypatch):
+    engine = captured("follower")
     doomed = engine.add([1, 2, 3], GREEDY, 0)
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(CycleLauncher, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
+        patch.setattr(GraphExecutor, "_launch", lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
         with pytest.raises(StepError, match="boom") as error:
             engine.step()
     assert error.value.request_ids == (doomed,)
@@ -227,29 +228,29 @@ def test_a_chain_over_a_sliding_window_is_exact():
     windowed = tiny_target(sliding_window=9)
     prompts, params = [list(range(20)), [3, 4, 5]], [SamplingParams(max_tokens=20)] * 2
     expected = run(engine_of(windowed), prompts, params, [0, 0])
-    engine = engine_of(windowed, follower_draft(windowed), device_cycle="on")
+    engine = engine_of(windowed, follower_draft(windowed), cuda_graphs="on")
     assert run(engine, prompts, params, [0, 0]) == expected
 
 
 def test_batches_are_made_in_few_sizes_up_to_the_largest():
     assert row_buckets(1) == (1,)
-    assert row_buckets(40) == (1, 2, 4, 8, 16, 24, 32, 40)
+    assert row_buckets(40) == (1, 2, 4, 8, 16, 32, 40)
     assert row_buckets(300)[-1] == 300
 
 
 def test_bounds_on_keys_end_at_the_context():
     assert key_bounds(1000) == (1000,)
     assert key_bounds(4096) == (4096,)
-    assert key_bounds(20000) == (4096, 16384, 20000)
+    assert key_bounds(50000) == (4096, 32768, 50000)
 
 
-def test_a_context_that_outgrows_its_cycle_goes_on_in_a_larger_one(monkeypatch):
-    monkeypatch.setattr("slipstream.engine.graphs._FEW_KEYS", 8)
+def test_a_context_that_outgrows_its_step_goes_on_in_a_larger_one(monkeypatch):
+    monkeypatch.setattr("slipstream.executors.cuda_graph.capture._FEW_KEYS", 8)
     work = [([i, 2, 3], SamplingParams(max_tokens=60, temperature=0.7), i, True) for i in range(3)]
-    answers = [drive(cycling("follower", device_cycle=mode), work, random.Random(0)) for mode in ("off", "on")]
+    answers = [drive(captured("follower", cuda_graphs=mode), work, random.Random(0)) for mode in ("off", "on")]
     assert answers[0] == answers[1]
 
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ConfigError, match="auto, on, off"):
-        EngineConfig(device_cycle="sometimes")
+        EngineConfig(cuda_graphs="sometimes")

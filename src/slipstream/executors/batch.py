@@ -1,7 +1,7 @@
 """From a plan and its trees to the tensors of one pass.
 
-Each request brings the tokens of its chunk, then the drafted nodes of its tree. The last token of an emitting chunk
-is the tree's root. Node i of a tree lies i places after the root in the order of keys; its rotary position is the
+Each row of the batch brings the tokens of its chunk, then the drafted nodes of its tree. The last token of an emitting
+chunk is the tree's root. Node i of a tree lies i places after the root in the order of keys; its rotary position is the
 root's plus its depth.
 
 Shape letters: T query tokens, L rows of logits.
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.engine.scheduler import Scheduled
+from slipstream.executors.interface import Work
+from slipstream.executors.rows import Row
 from slipstream.models.context import QueryTokens
 from slipstream.speculation.tree import Tree
 
@@ -23,8 +24,8 @@ class Batch:
     """One pass over the target.
 
     Args:
-        first_rows: for each planned request, the row of its first query token.
-        logit_rows_L: rows whose logits are wanted: root and nodes of each emitting request, in order.
+        first_rows: for each planned row of the batch, where its first query token lies.
+        logit_rows_L: rows whose logits are wanted: root and nodes of each that emits, in order.
     """
 
     token_ids_T: Tensor
@@ -32,16 +33,9 @@ class Batch:
     first_rows: list[int]
     logit_rows_L: Tensor
 
-    def to(self, device: torch.device) -> "Batch":
-        """Return the batch on another device."""
-        q = self.queries
-        moved = (q.kv_index_T.to(device), q.positions_T.to(device), q.ancestors_T.to(device))
-        queries = QueryTokens(q.counts, *moved, q.prompt_rows)
-        return Batch(self.token_ids_T.to(device), queries, self.first_rows, self.logit_rows_L.to(device))
 
-
-def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.device) -> Batch:
-    """Lay out the pass. `trees` has a tree for each emitting request, in the order of the plan."""
+def build_batch(planned: Sequence[tuple[Row, Work]], trees: Sequence[Tree], device: torch.device) -> Batch:
+    """Lay out the pass. `trees` has a tree for each row that emits, in order."""
     tokens: list[int] = []
     index: list[int] = []
     positions: list[int] = []
@@ -51,14 +45,14 @@ def build_batch(plan: Sequence[Scheduled], trees: Sequence[Tree], device: torch.
     first_rows: list[int] = []
     logit_rows: list[int] = []
     next_tree = iter(trees)
-    for work in plan:
+    for row, work in planned:
         first_rows.append(len(tokens))
-        end = work.start + work.num_tokens
-        tokens += work.request.tokens[work.start : end]
-        index += range(work.start, end)
-        positions += range(work.start, end)
+        start, end = row.num_committed, row.num_committed + work.num_tokens
+        tokens += row.tokens[start:end]
+        index += range(start, end)
+        positions += range(start, end)
         ancestors += [-1] * work.num_tokens
-        prompt_rows += [i < len(work.request.prompt) for i in range(work.start, end)]
+        prompt_rows += [i < row.joined.num_prompt for i in range(start, end)]
         if work.emits:
             tree = next(next_tree)
             root = len(tokens) - 1

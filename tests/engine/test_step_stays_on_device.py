@@ -1,12 +1,15 @@
-"""A cycle asks the host for nothing: every operation of it could be captured in a CUDA graph."""
+"""A step asks the host for nothing: every operation of its parts could be captured in a CUDA graph."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from slipstream.engine.cycle import Cycle, CycleKind, CycleModels, CycleState
+from slipstream.executors.cuda_graph.state import Loaded, StepModels
+from slipstream.executors.cuda_graph.step import Step, StepKind
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache
+from slipstream.speculation.sampling import SamplingParams
+from step_parts import buffers_of, run_step
 from tiny import DEVICE, tiny_draft, tiny_target
 
 TARGET = tiny_target()
@@ -32,31 +35,33 @@ class KernelsThatMayAsk(ReferenceOps):
         with _disable_current_modes():
             return super().attention(*args)
 
-    def choose(self, *args):
+    def sample(self, *args):
         with _disable_current_modes():
-            return super().choose(*args)
+            return super().sample(*args)
 
     def top_k(self, *args):
         with _disable_current_modes():
             return super().top_k(*args)
 
 
-@pytest.mark.parametrize("kind", [CycleKind(4, 0), CycleKind(4, 3), CycleKind(4, 3, (0.8, 0.5, 0.2)), CycleKind(4, 1)])
-def test_a_cycle_asks_the_host_for_nothing(kind):
-    kv, draft_kv = (KvCache.allocate(model.kv_shape, 12, 4, torch.float32, DEVICE) for model in (TARGET, DRAFT))
-    models = CycleModels(KernelsThatMayAsk(DEVICE), TARGET, kv, (1, 2, 4), DRAFT, draft_kv)
-    state = CycleState.allocate(models, 4, 6)
-    state.pages_RP[:3] = torch.arange(6, dtype=torch.int32)
-    state.active_R[:3] = 1
-    state.committed_R[:3] = torch.tensor([2, 5, 9])
-    state.drafts_until_R[:] = 100
-    cycle = Cycle(models, state, kind)
+WARM = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5, logprobs=3)
+
+
+@pytest.mark.parametrize(("num_drafted", "simulated"), [(0, ()), (3, ()), (3, (0.8, 0.5, 0.2)), (1, ())])
+def test_a_step_asks_the_host_for_nothing(num_drafted, simulated):
+    kv, draft_kv = (KvCache.allocate(model.kv_shape, 25, 4, torch.float32, DEVICE) for model in (TARGET, DRAFT))
+    models = StepModels(KernelsThatMayAsk(DEVICE), TARGET, kv, (1, 2, 4), DRAFT, draft_kv)
+    buffers = buffers_of(models, 4, 6, num_drafted + 1, simulated)
+    for place, committed in enumerate((2, 5, 9)):
+        buffers.state.load(place, Loaded(committed, 7, 3, 100, place, 0.8), range(6 * place, 6 * place + 6))
+        buffers.sampling.load(place, WARM, 3, (1, 2), (), ())
+    step = Step(models, buffers, StepKind(4, num_drafted, 24))
     with torch.inference_mode(), Captured():
-        cycle.run()
-        cycle.run()
-    assert (cycle.out_RE[:3, 0] >= 1).all()
-    assert cycle.out_RE[3, 0] == 0, "a row not in use emits nothing"
-    assert state.committed_R[3] == 0
+        run_step(step)
+        run_step(step)
+    assert (step.out_RE[:3, 0] >= 1).all()
+    assert step.out_RE[3, 0] == 0, "a place not in use emits nothing"
+    assert buffers.state.rows.committed_R[3] == 0
 
 
 def test_the_check_itself_catches_a_value_read_by_the_host():

@@ -1,0 +1,1 @@
+"""Executors: what runs a planned step, on whatever device, behind one interface."""

@@ -1,0 +1,1 @@
+"""Decoding with the batch on the device: steps captured in CUDA graphs, the host one step behind."""

@@ -1,0 +1,307 @@
+"""The captured executor: decoding rows live on the device, a step is a few graph launches, the host is one step behind.
+
+A row joins the batch when its prompt's last part has been computed and leaves it when its request does; nobody else's
+state moves. Parts of prompts run between two steps. Rows that need what graphs cannot do (log probabilities of a
+prompt, trees) run eagerly, alone.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from slipstream.executors.choice import NodeMasks
+from slipstream.executors.cuda_graph.capture import Stopwatch
+from slipstream.executors.cuda_graph.flight import Decoding, Flight, goes_on
+from slipstream.executors.cuda_graph.prepared import Prepared
+from slipstream.executors.cuda_graph.prompts import Part
+from slipstream.executors.cuda_graph.state import Loaded, StepModels
+from slipstream.executors.cuda_graph.step import StepBuffers, StepKind
+from slipstream.executors.cuda_graph.transfer import Arrival, download, upload
+from slipstream.executors.eager import EagerExecutor
+from slipstream.executors.interface import StepInput, StepOutput, Work
+from slipstream.executors.rows import Row
+from slipstream.executors.runner import Runner
+from slipstream.speculation.drafter import Drafter, NoDrafter
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.simulate import thresholds
+from slipstream.speculation.tree import Tree, TreeShape
+
+_MOST_DRAFTED = 15
+"""Chains are captured up to this length."""
+
+
+class GraphExecutor(EagerExecutor):
+    """Runs decoding rows ahead of the host; one step at work, one being read."""
+
+    def __init__(self, runner: Runner, drafter: Drafter, num_rows: int, max_context: int) -> None:
+        super().__init__(runner, drafter, num_rows + 1)  # the last slot is nobody's
+        eagle = drafter if isinstance(drafter, Eagle3Drafter) else None
+        self._models = StepModels(
+            runner.ops,
+            runner.model,
+            runner.kv,
+            runner.captured_layers,
+            None if eagle is None else eagle.draft,
+            None if eagle is None else eagle.kv,
+        )
+        self._eagle, self._max_context = eagle, max_context
+        most_nodes = 1 if eagle is None else _MOST_DRAFTED + 1
+        self._buffers = StepBuffers.allocate(self._models, self._chooser.state, max_context, most_nodes)
+        self._state = self._buffers.state
+        self._prepared = Prepared(self._models, self._buffers, max_context)
+        self._simulated: tuple[float, ...] = ()
+        self._flights: deque[Flight] = deque()
+        self._watches: deque[Stopwatch] = deque()
+        self._places: dict[int, int] = {}
+        self._free = list(range(num_rows))
+        self._sent: dict[int, int] = {}  # tokens of each row whose computing was begun
+        self._masked = False
+
+    @staticmethod
+    def supports(runner: Runner, drafter: Drafter) -> bool:
+        """Tell whether steps can run so: the target is whole on one device, and the drafter a draft."""
+        return runner.model.ranks.size == 1 and isinstance(drafter, NoDrafter | Eagle3Drafter)
+
+    @property
+    def lookahead(self) -> int:
+        """One step, while chains are drafted; trees are drafted from the host."""
+        return 0 if self._chain_length is None else 1
+
+    @property
+    def in_flight(self) -> int:
+        """Steps not collected yet."""
+        return len(self._flights)
+
+    @property
+    def _chain_length(self) -> int | None:
+        """How long the drafter's chains are, 0 without a draft; None if it grows trees."""
+        if self._eagle is None:
+            return 0
+        shape = self._eagle.shape
+        is_chain = shape.width == 1 and not shape.paths and shape.is_chain and shape.depth <= _MOST_DRAFTED
+        return shape.depth if is_chain else None
+
+    def reshape(self, shape: TreeShape) -> bool:
+        """Draft trees of another shape; rows start over where chains become trees, or trees chains."""
+        before = self._chain_length
+        self._drafter.reshape(shape)
+        return (before is None) != (self._chain_length is None)
+
+    def reset(self) -> None:
+        """Forget every row and every step in flight."""
+        super().reset()
+        self._flights.clear()
+        for place in self._places.values():
+            self._state.unload(place)
+        self._free = list(range(len(self._state.active_R) - 1))
+        self._places.clear()
+        self._sent.clear()
+
+    def warm_up(self) -> list[str]:
+        """Capture what decoding can need with the present tree, before the first request."""
+        if self._chain_length is None:
+            return []
+        with torch.inference_mode():
+            return self._prepared.warm_up(self._chain_length)
+
+    def submit(self, step: StepInput) -> None:
+        """Launch the step."""
+        with torch.inference_mode():
+            self._take_in(step)
+            self._simulate(step.simulated)
+            self._seconds = {"draft": 0.0, "verify": 0.0}
+            flight = Flight(Stopwatch(self.device), {work.row: place for place, work in enumerate(step.work)})
+            alone: list[tuple[Row, Work]] = []
+            beginning: list[tuple[Row, Work]] = []
+            decoding: list[Row] = []
+            for work in step.work:
+                row = self._rows[work.row]
+                if row.failure is not None or self._is_eager(row):
+                    alone.append((row, work))
+                elif row.number in self._places:
+                    decoding.append(row)
+                else:
+                    beginning.append((row, work))
+            self._launch(decoding, beginning, flight)
+            self._flights.append(flight)
+            flight.finished = self._run([(row, work) for row, work in alone if goes_on(row)], step)
+            flight.seconds = self._seconds
+
+    def collect(self) -> StepOutput:
+        """Read the oldest step in flight."""
+        flight = self._flights.popleft()
+        flight.land()
+        seconds = dict(flight.seconds)
+        self._watches.append(flight.watch)
+        while self._watches and self._watches[0].over:  # what came last of a step may still run
+            for phase, taken in self._watches.popleft().read().items():
+                seconds[phase] = seconds.get(phase, 0.0) + taken
+        outputs = sorted(flight.finished, key=lambda output: flight.order[output.row])
+        return StepOutput(outputs, seconds)
+
+    def _is_eager(self, row: Row) -> bool:
+        return self._chain_length is None or row.joined.params.prompt_logprobs is not None
+
+    def _take_in(self, step: StepInput) -> None:
+        """Follow the changes of the batch, on the device too."""
+        for left in step.left:
+            self._sent.pop(left.row, None)
+            place = self._places.pop(left.row, None)
+            if place is not None:
+                self._state.unload(place)
+                heapq.heappush(self._free, place)
+        super()._take_in(step)
+        added = []
+        for number, pages in step.pages.items():
+            if number in self._places:
+                first = len(self._rows[number].pages) - len(pages)
+                added += [(self._places[number], first + column, page) for column, page in enumerate(pages)]
+        self._state.add_pages(added)
+        for joined in step.joined:
+            row = self._rows[joined.row]
+            self._sent[joined.row] = row.num_committed
+            if joined.computed and not self._is_eager(row):
+                self._places[row.number] = heapq.heappop(self._free)
+                self._state.imagine(self._load(row, row.num_committed, row.tokens[-1]))
+
+    def _load(self, row: Row, committed: int, root: int) -> int:
+        """Give a row its place in the decoding batch."""
+        joined, place = row.joined, self._places[row.number]
+        until = self._drafts_until(row, self._chain_length or 0)
+        loaded = Loaded(committed, root, joined.seed, until, joined.row, joined.params.temperature)
+        self._state.load(place, loaded, row.pages)
+        return place
+
+    def _drafts_until(self, row: Row, num_drafted: int) -> int:
+        """Return the length from which a drafted token could not be emitted any more; 0 if the row never drafts."""
+        if not row.joined.speculate or not num_drafted:
+            return 0
+        return min(row.joined.num_prompt + row.joined.params.max_tokens - 2, self._max_context - num_drafted)
+
+    def _launch(self, decoding: Sequence[Row], beginning: Sequence[tuple[Row, Work]], flight: Flight) -> None:
+        """Launch a step of the decoding batch, and parts of prompts, in one pass of the target where that can be."""
+        prepared, watch = self._prepared, flight.watch
+        kind = self._kind(decoding) if decoding else None  # before rows that begin have places
+        ending = [row for row, work in beginning if work.emits]
+        masks = self._first_masks(ending)
+        parts = self._parts(beginning, masks)
+        size = prepared.padded_size(parts)
+        mixed = kind is not None and size is not None and prepared.mixes(kind)
+        words_MW = None if masks is None else masks.words_MW
+        if size is not None:
+            prepared.prompts(size).prompts.fill(parts, words_MW)
+        if kind is not None:
+            self._decode(decoding, kind, size if mixed else None, flight)
+        if parts:
+            watch.mark("verify" if mixed else "prefill")
+            for (row, _), part in zip(beginning, parts, strict=True):
+                if part.place is not None:
+                    self._load(row, part.end, 0)
+            if size is None:
+                flight.first = prepared.as_they_come.run(parts, words_MW)
+            else:
+                if not mixed:
+                    prepared.prompts(size).compute()
+                flight.first = prepared.prompts(size).finish()
+            flight.parts = list(beginning)
+            if masks is not None:
+                flight.unmasked |= {(ending[at].number, 0): error for at, error in masks.failed.items()}
+        watch.mark(None)
+
+    def _decode(self, decoding: Sequence[Row], kind: StepKind, size: int | None, flight: Flight) -> None:
+        """Launch one step of the decoding batch, with a padded prompt batch beside it if there is one."""
+        launches, watch = self._prepared.step(kind), flight.watch
+        verify = launches.verify if size is None else self._prepared.mixed(kind, size)
+        watch.mark("draft")
+        launches.draft()
+        followed = [row for row in decoding if row.grammar is not None]
+        chain = Arrival((launches.step.chain_RN,)) if followed else None
+        watch.mark("verify")
+        verify()
+        flight.unmasked = self._mask(followed, chain, kind.num_drafted)
+        launches.choose()
+        length = kind.num_drafted
+        flight.rows = [Decoding(row, self._places[row.number], self._drafts_until(row, length)) for row in decoding]
+        flight.num_drafted = length
+        flight.out = Arrival((launches.step.out_RE,))
+        if any(row.joined.params.logprobs is not None for row in decoding):
+            assert launches.step.sampled is not None, "it was chosen when it was made ready"
+            flight.logprobs = download(launches.step.sampled)
+        if launches.extend is not None:
+            watch.mark("draft")
+            launches.extend()
+
+    def _kind(self, decoding: Sequence[Row]) -> StepKind:
+        """Return the kind of step that fits the batch; rows far back move up where a smaller one would do."""
+        size = self._prepared.num_rows(len(self._places))
+        for number, place in list(self._places.items()):
+            if place >= size:
+                self._places[number] = heapq.heappop(self._free)
+                self._state.move(place, self._places[number])
+                heapq.heappush(self._free, place)
+        assert self._chain_length is not None
+        num_drafted = self._chain_length if any(row.joined.speculate for row in decoding) else 0
+        ahead = (len(self._flights) + 1) * (num_drafted + 1)
+        longest = max(len(self._rows[number].tokens) for number in self._places) + ahead
+        return StepKind(size, num_drafted, self._prepared.max_keys(longest))
+
+    def _simulate(self, rates: tuple[float, ...]) -> None:
+        """Let rates decide what is kept of drafts, or the target again."""
+        if rates != self._simulated:
+            self._simulated = rates
+            most = len(self._buffers.thresholds_K)
+            values = [*thresholds(rates)[:most], *[0 if rates else -1] * (most - len(rates))]
+            upload(values, self._buffers.thresholds_K)
+
+    def _mask(
+        self, followed: Sequence[Row], chain: Arrival | None, num_drafted: int
+    ) -> dict[tuple[int, int], Exception]:
+        """Bring up what grammars leave at the drafted nodes, made while the target's pass runs; return what failed."""
+        row_L = self._buffers.masks.row_L
+        if not followed or chain is None:
+            if self._masked:
+                row_L.fill_(-1)
+                self._masked = False
+            return {}
+        for flight in self._flights:  # grammars stand where the last step left them
+            flight.land()
+        (chain_RN,) = chain.wait()
+        rows = chain_RN.tolist()
+        nodes = list(range(num_drafted + 1))
+        trees = [
+            Tree(rows[self._places[row.number]], [n - 1 for n in nodes], nodes, [-1] * len(nodes)) for row in followed
+        ]
+        masks = self._chooser.masks(followed, trees)
+        assert masks is not None, "these rows have grammars"
+        at = torch.full((len(row_L),), -1, dtype=torch.int64)
+        for index, row in enumerate(followed):
+            first = self._places[row.number] * len(nodes)
+            at[first : first + len(nodes)] = torch.tensor(masks.row_L[index * len(nodes) : (index + 1) * len(nodes)])
+        upload(masks.words_MW, self._buffers.masks.words_MW[: len(masks.words_MW)])
+        upload(at, row_L)
+        self._masked = True
+        return {(followed[node // len(nodes)].number, node % len(nodes)): error for node, error in masks.failed.items()}
+
+    def _parts(self, beginning: Sequence[tuple[Row, Work]], masks: NodeMasks | None) -> list[Part]:
+        """Return the parts of prompts to compute; rows whose text ends with theirs have a place from now on."""
+        parts: list[Part] = []
+        seen = 0
+        for row, work in beginning:
+            start = self._sent[row.number]
+            end = self._sent[row.number] = start + work.num_tokens
+            place, mask = None, -1
+            if work.emits:
+                place = self._places[row.number] = heapq.heappop(self._free)
+                mask = -1 if masks is None else masks.row_L[seen]
+                seen += 1
+            tokens, followers = row.tokens[start:end], row.tokens[start + 1 : end + 1]
+            number, num_prompt = row.number, row.joined.num_prompt
+            parts.append(Part(tokens, followers, start, row.pages, number, num_prompt, place, mask))
+        return parts
+
+    def _first_masks(self, ending: Sequence[Row]) -> NodeMasks | None:
+        """Return what grammars leave after whole prompts."""
+        trees = [Tree([row.tokens[-1]], [-1], [0], [-1]) for row in ending]
+        return self._chooser.masks(ending, trees)

@@ -1,0 +1,205 @@
+"""Every kind of step and of prompt batch, ready to be launched: kernels compiled, graphs captured, once and for all.
+
+Making something ready runs it, so the batch is empty meanwhile. What traffic can need is made ready before the first
+request; what was not foreseen (another length of chains) when it is first needed.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from slipstream.executors.cuda_graph.capture import Capturer, key_bounds, row_buckets
+from slipstream.executors.cuda_graph.prompts import PADDED_SIZES, Mixed, PaddedPrompts, Part, Prompts, fits_padded
+from slipstream.executors.cuda_graph.state import StepModels
+from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
+from slipstream.executors.cuda_graph.transfer import Arrival, download
+from slipstream.kernels import CompiledOps
+
+_LONG_PROMPTS = (640, 2048, 8192)
+"""Lengths of prompts between which the kernels for long ones change."""
+
+
+@dataclass(frozen=True)
+class StepLaunches:
+    """The parts of one kind of step, ready to be launched.
+
+    Args:
+        mixed: the target's pass with a padded prompt batch beside it, by the size of that.
+    """
+
+    step: Step
+    draft: Callable[[], None]
+    verify: Callable[[], None]
+    choose: Callable[[], None]
+    extend: Callable[[], None] | None
+    mixed: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptLaunches:
+    """What a padded prompt batch does, ready to be launched."""
+
+    prompts: PaddedPrompts
+    compute: Callable[[], None]
+    choose: Callable[[], None]
+    extend: Callable[[], None] | None
+
+    def finish(self) -> Arrival:
+        """Launch what follows the target's pass; return what was chosen after whole prompts."""
+        self.choose()
+        assert self.prompts.sampled is not None, "it was chosen when it was made ready"
+        arrival = download(self.prompts.sampled)
+        if self.extend is not None:
+            self.extend()
+        return arrival
+
+
+class Prepared:
+    """Makes steps ready and keeps them."""
+
+    def __init__(self, models: StepModels, buffers: StepBuffers, max_context: int) -> None:
+        self._models, self._buffers, self._max_context = models, buffers, max_context
+        self._capturer = Capturer(models.device, models.ops.capturable)
+        self._steps: dict[StepKind, StepLaunches] = {}
+        self._padded: dict[int, PromptLaunches] = {}
+        self._sizes = PADDED_SIZES if models.target.spec.mla is None else ()  # latents of prompts need other passes
+        self._buckets = row_buckets(len(buffers.state.active_R) - 1)
+        self._bounds = key_bounds(buffers.state.rows.pages_RP.shape[1] * models.target_kv.page_size)
+        self.as_they_come = Prompts(models, buffers)
+
+    def num_rows(self, num_places: int) -> int:
+        """Return the size of the smallest step with so many places."""
+        return next(size for size in self._buckets if size >= num_places)
+
+    def max_keys(self, longest: int) -> int:
+        """Return the bound on keys of the smallest step for rows of at most so many."""
+        return next((bound for bound in self._bounds if bound >= longest), self._bounds[-1])
+
+    def padded_size(self, parts: Sequence[Part]) -> int | None:
+        """Return the padded size that parts are computed in; None if they are computed as they come."""
+        size = fits_padded(parts) if parts else None
+        return size if size in self._sizes else None
+
+    def mixes(self, kind: StepKind) -> bool:
+        """Tell whether padded prompts are computed beside such a step: both want the same states of the target.
+
+        Steps over long contexts read so many keys that a pass of their own costs prompts little more.
+        """
+        same = kind.num_drafted > 0 or self._models.draft is None
+        return bool(self._sizes) and same and kind.max_keys == self._bounds[0]
+
+    def step(self, kind: StepKind) -> StepLaunches:
+        """Return a kind of step."""
+        if kind not in self._steps:
+            with self._nobody_there():
+                step = Step(self._models, self._buffers, kind)
+                draft, verify = self._capturer.capture(step.draft), self._capturer.capture(step.verify)
+                if step.hidden is None:
+                    step.draft()
+                    step.verify()
+                choose = self._capturer.capture(step.choose)
+                extend = self._capturer.capture(step.extend) if kind.num_drafted else None
+            self._steps[kind] = StepLaunches(step, draft, verify, choose, extend)
+        return self._steps[kind]
+
+    def mixed(self, kind: StepKind, size: int) -> Callable[[], None]:
+        """Return a step's pass with a padded prompt batch beside it."""
+        launches = self.step(kind)
+        if size not in launches.mixed:
+            with self._nobody_there():
+                launches.draft()  # or the nodes of the last such step would be computed once more, where others lie now
+                mixed = Mixed(self._models, launches.step, self.prompts(size).prompts)
+                launches.mixed[size] = self._capturer.capture(mixed.verify)
+        return launches.mixed[size]
+
+    def prompts(self, size: int) -> PromptLaunches:
+        """Return a padded prompt batch."""
+        if size not in self._padded:
+            with self._nobody_there():
+                prompts = PaddedPrompts(self._models, self._buffers, size)
+                compute, choose = self._capturer.capture(prompts.compute), self._capturer.capture(prompts.choose)
+                extend = self._capturer.capture(prompts.extend) if self._models.draft is not None else None
+            self._padded[size] = PromptLaunches(prompts, compute, choose, extend)
+        return self._padded[size]
+
+    def warm_up(self, num_drafted: int) -> list[str]:
+        """Make ready all that chains of one length can need; return what that took, in sentences."""
+        on_gpu = self._models.device.type == "cuda"
+        free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+        kinds = [
+            StepKind(num_rows, length, max_keys)
+            for max_keys in self._bounds
+            for num_rows in reversed(self._buckets)  # the largest first: the others fit the memory it took
+            for length in sorted({0, num_drafted})
+        ]
+        started = time.perf_counter()
+        self._compile(kinds)
+        compiled_s = time.perf_counter() - started
+        with self._nobody_there():
+            self._pretend_prompts(_LONG_PROMPTS[0], 1)
+        for size in self._sizes:
+            self.prompts(size)
+        for kind in kinds:
+            self.step(kind)
+            for size in self._sizes if self.mixes(kind) else ():
+                self.mixed(kind, size)
+        if not self._capturer.count:
+            return []
+        taken_mib = (free - torch.cuda.mem_get_info()[0]) / 2**20
+        return [
+            f"graphs: kernels ready in {compiled_s:.1f} s; {self._capturer.count} graphs captured in "
+            f"{self._capturer.seconds:.1f} s, {taken_mib:.0f} MiB"
+        ]
+
+    def _compile(self, kinds: Sequence[StepKind]) -> None:
+        """Have the kernels of steps and prompts compiled, side by side where nothing depends on what they compute."""
+        models, buffers = self._models, self._buffers
+        dense = models.target.spec.moe is None
+        if models.device.type != "cuda" or not isinstance(models.ops, CompiledOps) or not dense:
+            return
+        with self._nobody_there(), models.ops.compiling():
+            for size in self._sizes:
+                prompts = PaddedPrompts(models, buffers, size)
+                prompts.compute()
+                prompts.choose()
+                if models.draft is not None:
+                    prompts.extend()
+            for size in _LONG_PROMPTS:
+                self._pretend_prompts(size, 1)
+            for count in self._part_counts():
+                self._pretend_prompts(_LONG_PROMPTS[0], count)
+            for kind in kinds:
+                step = Step(models, buffers, kind)
+                step.draft()
+                step.verify()
+                step.choose()
+                if kind.num_drafted:
+                    step.extend()
+                for size in self._sizes if self.mixes(kind) else ():
+                    Mixed(models, step, PaddedPrompts(models, buffers, size)).verify()
+
+    def _pretend_prompts(self, size: int, count: int) -> None:
+        """Compute so many prompts, of so many tokens altogether, that are nobody's."""
+        state = self._buffers.state
+        nobody, each = len(state.active_R) - 1, max(min(size, self._max_context) // count, 1)
+        pages = [state.empty_page] * -(-each // self._models.target_kv.page_size)
+        self.as_they_come.run([Part([0] * each, [0] * (each - 1), 0, pages, nobody, each, nobody)] * count, None)
+
+    def _part_counts(self) -> list[int]:
+        """Return how many prompts may be computed together, as far as kernels tell the numbers apart."""
+        most = self._buckets[-1]
+        return [*itertools.takewhile(lambda count: count < most, (2**power for power in range(1, 12))), most]
+
+    @contextmanager
+    def _nobody_there(self) -> Iterator[None]:
+        """Take every row out of the batch for a while."""
+        state = self._buffers.state
+        saved = state.saved()
+        state.active_R.fill_(0)
+        state.rows.pages_RP.fill_(state.empty_page)
+        yield
+        state.restore(saved)

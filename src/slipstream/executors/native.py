@@ -1,0 +1,207 @@
+"""The native executor: between two prompts a step is little else than a round, and a backend may run it in one call.
+
+A round does what an eager step does for rows that have one token to compute. Tokens, statistics and keys are the same;
+only the Python between the parts is gone, which on a CPU takes as long as a third of the pass. With patience, a call
+runs several rounds, until an answer ends: then the Python between rounds is gone too. Prompts run eagerly.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from slipstream.executors.choice import nothing_left, read_logprobs
+from slipstream.executors.eager import EagerExecutor
+from slipstream.executors.interface import RowOutput, StepInput, StepOutput, TokenLogprob, Work
+from slipstream.executors.rows import Row
+from slipstream.executors.runner import Runner
+from slipstream.kernels import (
+    Borrowed,
+    Follower,
+    Hurry,
+    Onward,
+    RoundModels,
+    RoundOps,
+    RoundResult,
+    RoundStart,
+    one_pool,
+)
+from slipstream.speculation.controller import Reach
+from slipstream.speculation.drafter import Drafter, NoDrafter
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.tree import Tree
+
+_MOST_ROUNDS = 16  # of a call
+
+
+class NativeExecutor(EagerExecutor):
+    """Runs rows that only decode as rounds, and the rest eagerly."""
+
+    def __init__(self, runner: Runner, drafter: Drafter, num_rows: int) -> None:
+        super().__init__(runner, drafter, num_rows)
+        eagle = drafter if isinstance(drafter, Eagle3Drafter) else None
+        self._models = RoundModels(
+            runner.model,
+            runner.kv,
+            runner.captured_layers,
+            None if eagle is None else eagle.draft,
+            None if eagle is None else eagle.kv,
+        )
+        assert isinstance(runner.ops, RoundOps), "`runs_rounds` looked"
+        self._run_rounds = runner.ops.run_rounds
+        self._hurry = Hurry()
+        self._round_s = 0.0  # what the last one took
+        self._able = True  # until the kernels say that they cannot read these models
+        self._eagle = eagle
+        self._mask_failures: dict[int, Exception] = {}  # at the roots of the round under way, by row
+
+    @staticmethod
+    def supports(runner: Runner, drafter: Drafter) -> bool:
+        """Tell whether rounds can stand in for steps: the kernels have them, and the drafter is one they know."""
+        whole = runner.model.ranks.size == 1
+        return whole and isinstance(runner.ops, RoundOps) and isinstance(drafter, NoDrafter | Eagle3Drafter)
+
+    def hurry(self) -> None:
+        """Let a call under way end with the round it is at; any thread may ask."""
+        self._hurry.ask()
+
+    def ahead(self, patience_s: float) -> int:
+        """Return how many tokens of a row as many rounds as patience allows could give, and a chain after them."""
+        depth = self._chain_length()
+        if patience_s <= 0 or depth is None or not self._able:
+            return 0
+        rounds = min(_MOST_ROUNDS, 2 + int(patience_s / max(self._round_s, patience_s / _MOST_ROUNDS)))
+        return rounds * (1 + depth) + depth
+
+    def submit(self, step: StepInput) -> None:
+        """Run the step: rows that only decode as rounds, the rest in an eager pass."""
+        with torch.inference_mode(), one_pool(self._runner.ops):
+            self._take_in(step)
+            self._seconds = {"draft": 0.0, "verify": 0.0}
+            planned = [(self._rows[work.row], work) for work in step.work]
+            depth = self._chain_length()
+            fast = [] if depth is None or step.simulated else [item for item in planned if self._decodes(*item)]
+            rest = [item for item in planned if not any(item[0] is row for row, _ in fast)]
+            patience_s = 0.0 if rest else step.patience_s
+            results = self._rounds(fast, depth, patience_s, step.ahead) if fast and depth is not None else None
+            if results is None:
+                self._outputs.append(StepOutput(self._run(planned, step), self._seconds))
+                return
+            outputs = self._run(rest, step)
+            outputs += [output for result in results for output in self._committed(fast, result)]
+            order = {work.row: place for place, work in enumerate(step.work)}
+            outputs.sort(key=lambda output: order[output.row])  # a row's own stay in order
+            self._outputs.append(StepOutput(outputs, self._seconds, len(results)))
+
+    def _chain_length(self) -> int | None:
+        """Return how long the drafter's chains are, 0 without a draft; None if it grows trees."""
+        if self._eagle is None:
+            return 0
+        shape = self._eagle.shape
+        return shape.num_nodes - 1 if shape.width == 1 and not shape.paths else None
+
+    def _decodes(self, row: Row, work: Work) -> bool:
+        """Tell whether a row has one token to compute, and a draft of its text, if it drafts."""
+        if not self._able or work.num_tokens != 1 or not work.emits or row.num_output == 0 or row.failure is not None:
+            return False
+        if self._eagle is None or not row.joined.speculate:
+            return True
+        return self._eagle.knows(row.number, len(row.tokens) - 1)
+
+    def _rounds(
+        self, planned: Sequence[tuple[Row, Work]], depth: int, patience_s: float, ahead: int
+    ) -> list[RoundResult] | None:
+        """Run rounds for as long as there is patience; None if the kernels cannot read these models."""
+        rows = [row for row, _ in planned]
+        followers: list[Follower | None] = [None] * len(rows)
+        drafting = [] if self._eagle is None else [index for index, row in enumerate(rows) if row.joined.speculate]
+        reach = Reach(0, passes=_MOST_ROUNDS)
+        if self._eagle is not None and drafting:
+            found, reach = self._eagle.begin_rounds({rows[index].number: rows[index].pages for index in drafting})
+            for index, follower in zip(drafting, found, strict=True):
+                followers[index] = follower
+        wanted = [row.joined.limit - len(row.tokens) for row in rows]
+        limits = [
+            min(reach.depth, most - 1) if work.drafts else 0 for (_, work), most in zip(planned, wanted, strict=True)
+        ]
+        has_grammar = any(row.grammar is not None for row in rows)
+        # A grammar takes in what was emitted after the call.
+        rounds = 1 if has_grammar else self._num_rounds(reach, max(limits), patience_s, ahead)
+        ends = [row.joined.end_tokens for row in rows]
+        start = RoundStart(
+            pages=[row.pages for row in rows],
+            roots=[row.tokens[-1] for row in rows],
+            lengths=[len(row.tokens) - 1 for row in rows],
+            sampling=self._chooser.state,
+            slots=[row.number for row in rows],
+            limits=limits,
+            followers=followers,
+            follow=reach.follows,
+            borrowed=self._borrowed(rows, limits),
+            onward=Onward(rounds, patience_s, wanted, ends, self._hurry) if rounds > 1 else None,
+            masks=functools.partial(self._fill_masks, rows) if has_grammar else None,
+        )
+        results = self._run_rounds(self._models, start, depth, reach.cut)
+        self._hurry.take_back()
+        self._able = results is not None
+        if results is not None and self._eagle is not None and drafting:
+            own = results if len(drafting) == len(rows) else [result.of(drafting) for result in results]
+            self._eagle.end_rounds([rows[index].number for index in drafting], own)
+        return results
+
+    def _num_rounds(self, reach: Reach, most_drafted: int, patience_s: float, ahead: int) -> int:
+        """Return how many rounds a call may run, by patience and by the pages there are."""
+        if patience_s <= 0 or reach.passes == 1:
+            return 1
+        by_pages = (ahead - most_drafted) // (1 + most_drafted)
+        by_time = 2 + int(patience_s / max(self._round_s, patience_s / _MOST_ROUNDS))
+        return max(1, min(reach.passes, _MOST_ROUNDS, by_time, by_pages))
+
+    def _borrowed(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Borrowed | None]:
+        """Return what the rows that may draft have borrowed; nothing is looked up while drafting rests."""
+        eagle = self._eagle
+        if eagle is None or not eagle.borrows or not any(limits):
+            return []
+        return [
+            eagle.borrowed(row.number, row.tokens) if limit else None for row, limit in zip(rows, limits, strict=True)
+        ]
+
+    def _committed(self, planned: Sequence[tuple[Row, Work]], result: RoundResult) -> list[RowOutput]:
+        """Move rows on by what a round gave; rows past their end emit what nobody reads."""
+        self._seconds["draft"] += result.seconds[0] + result.seconds[2]
+        self._seconds["verify"] += result.seconds[1]
+        self._round_s = sum(result.seconds)
+        outputs = []
+        for (row, _), tokens, checked, place in zip(planned, result.tokens, result.checked, result.places, strict=True):
+            path = [(token, node) for node, token in enumerate(tokens)]
+            failed: dict[int, Exception] = {}
+            if not tokens:
+                path, failed = [(-1, 0)], {0: self._mask_failures.get(row.number) or nothing_left()}
+            logprobs: dict[int, TokenLogprob] = {}
+            num_top = row.joined.params.logprobs
+            if num_top is not None and result.sampled is not None:
+                found = read_logprobs(result.sampled, range(place, place + len(tokens)), num_top)
+                logprobs = dict(enumerate(found))
+            outputs.append(row.emit(1, path, [1] * checked, logprobs, failed))
+        return outputs
+
+    def _fill_masks(
+        self, rows: Sequence[Row], emitted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]], words_MW: Tensor
+    ) -> list[list[int]]:
+        """Write what grammars leave at the rows' roots and drafted tokens, and return the masks of each row's nodes."""
+        chains = [_chain([row.tokens[-1], *tokens]) for row, tokens in zip(rows, drafted, strict=True)]
+        masks = self._chooser.masks(rows, chains)
+        assert masks is not None, "a row has a grammar"
+        words_MW[: len(masks.words_MW)] = masks.words_MW
+        starts = list(accumulate((len(chain.tokens) for chain in chains), initial=0))
+        roots = {start: row.number for row, start in zip(rows, starts[:-1], strict=True)}
+        self._mask_failures = {roots[node]: error for node, error in masks.failed.items() if node in roots}
+        return [list(masks.row_L[start:end]) for start, end in itertools.pairwise(starts)]
+
+
+def _chain(tokens: list[int]) -> Tree:
+    """Return a chain, the root first, with all that masks ask of it."""
+    return Tree(tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))), [-1] * len(tokens))
