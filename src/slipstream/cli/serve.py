@@ -25,6 +25,7 @@ def serve(
     page_size: o.PageSize = 16,
     num_pages: o.NumPages = None,
     memory_fraction: o.MemoryFraction = None,
+    prefill_share: o.PrefillShare = 0.5,
     prefix_cache: o.PrefixCache = True,
     borrowed_tokens: o.BorrowedTokens = 64,
     simulated_acceptance: o.SimulatedAcceptance = None,
@@ -97,6 +98,7 @@ def serve(
     engine = EngineConfig(
         page_size=page_size,
         num_pages=num_pages,
+        prefill_share=prefill_share,
         prefix_cache=prefix_cache and not disable_radix_cache,
         borrowed_tokens=borrowed_tokens,
     )

@@ -69,6 +69,10 @@ MemoryFraction = Annotated[
         help="Share of the device's memory for weights and KV cache.",
     ),
 ]
+PrefillShare = Annotated[
+    float,
+    typer.Option(help="While requests decode, a step on a GPU may take this share more time for prompts beside them."),
+]
 PrefixCache = Annotated[
     bool,
     typer.Option(

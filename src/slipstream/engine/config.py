@@ -24,6 +24,7 @@ class EngineConfig:
             whole context, where that is shorter), and at least one whole context.
         max_requests: requests that run at once; more wait.
         max_batch_tokens: query tokens of one step; a longer prompt is computed in chunks.
+        prefill_share: while requests decode, a step may take this share more time for prompts beside them.
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
         borrowed_tokens: tokens of a request's own text that its draft may propose though it does not know them, the
             latest so many; 0: none. On a CPU only.
@@ -36,6 +37,7 @@ class EngineConfig:
     num_pages: int | None = None
     max_requests: int = 32
     max_batch_tokens: int = 512
+    prefill_share: float = 0.5
     prefix_cache: bool = True
     borrowed_tokens: int = 64
     cuda_graphs: CudaGraphs = "auto"
@@ -45,6 +47,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.prefill_share < 0:
+            raise ConfigError(
+                f"prefill_share is {self.prefill_share}; it must be at least 0 (0.5: half as much again)."
+            )
         if self.borrowed_tokens < 0:
             raise ConfigError(f"borrowed_tokens is {self.borrowed_tokens}; it must be at least 0.")
         if self.cuda_graphs not in get_args(CudaGraphs):

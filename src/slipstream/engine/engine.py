@@ -42,7 +42,7 @@ class Engine:
         self._next_id = self._next_epoch = 0
         self._doubt = DraftDoubt() if drafter.has_kv else None
         self._simulated: tuple[float, ...] = ()
-        self._prompt_pace = PromptPace(config.max_batch_tokens)
+        self._prompt_pace = PromptPace(config, executor)
         self.stats = EngineStats()
 
     @property

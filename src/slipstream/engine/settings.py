@@ -32,6 +32,7 @@ class Settings(TypedDict, total=False):
     num_pages: int | None
     max_requests: int | None
     max_batch_tokens: int | None
+    prefill_share: float
     prefix_cache: bool
     borrowed_tokens: int
     cuda_graphs: CudaGraphs

@@ -101,6 +101,10 @@ class LeadingExecutor:
         """Return 0: every step is announced."""
         return 0
 
+    def prompt_tokens_beside(self, num_decoding: int, share: float) -> int | None:
+        """Return what this rank's executor knows."""
+        return self._own.prompt_tokens_beside(num_decoding, share)
+
     def reshape(self, shape: TreeShape) -> bool:
         """Draft trees of another shape."""
         starts_over: bool = self.run(_Reshape(shape))

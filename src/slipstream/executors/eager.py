@@ -82,6 +82,10 @@ class EagerExecutor:
         """Return 0: a call runs one step."""
         return 0
 
+    def prompt_tokens_beside(self, num_decoding: int, share: float) -> int | None:
+        """Return None: what a step costs is not known before."""
+        return None
+
     def hurry(self) -> None:
         """Do nothing: a call runs one step."""
 

@@ -168,6 +168,13 @@ class Executor(Protocol):
         """Return for how many tokens of every row, beyond a step's own, it could use pages in one call; 0: none."""
         ...
 
+    def prompt_tokens_beside(self, num_decoding: int, share: float) -> int | None:
+        """Return how many tokens of prompts a step beside so many decoding rows can have for a share more time.
+
+        None if it does not know what they cost.
+        """
+        ...
+
     def reshape(self, shape: TreeShape) -> bool:
         """Draft trees of another shape; True if every row must start over for it. ConfigError if it cannot."""
         ...

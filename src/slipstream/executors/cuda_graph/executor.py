@@ -106,6 +106,15 @@ class GraphExecutor(EagerExecutor):
         with torch.inference_mode():
             return self._prepared.warm_up(self._chain_length)
 
+    def prompt_tokens_beside(self, num_decoding: int, share: float) -> int | None:
+        """Return how many tokens of prompts a step may have for a share more time, as it was measured."""
+        if self._chain_length is None or not self._places:
+            return None
+        longest = max(len(self._rows[number].tokens) for number in self._places)
+        max_keys = self._prepared.max_keys(longest + 2 * (self._chain_length + 1))
+        kind = StepKind(self._prepared.num_rows(num_decoding), self._chain_length, max_keys)
+        return self._prepared.prompt_tokens_beside(kind, share)
+
     def submit(self, step: StepInput) -> None:
         """Launch the step."""
         with torch.inference_mode():
@@ -204,7 +213,7 @@ class GraphExecutor(EagerExecutor):
             else:
                 if not mixed:
                     prepared.prompts(size).compute()
-                flight.first = prepared.prompts(size).finish()
+                flight.first = prepared.prompts(size).finish(ends=bool(ending))
             flight.parts = list(beginning)
             if masks is not None:
                 flight.unmasked |= {(ending[at].number, 0): error for at, error in masks.failed.items()}

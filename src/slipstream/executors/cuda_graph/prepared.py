@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.executors.cuda_graph.capture import Capturer, key_bounds, row_buckets
+from slipstream.executors.cuda_graph.capture import Capturer, key_bounds, row_buckets, seconds_of
 from slipstream.executors.cuda_graph.prompts import PADDED_SIZES, Mixed, PaddedPrompts, Part, Prompts, fits_padded
 from slipstream.executors.cuda_graph.state import StepModels
 from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
@@ -48,11 +48,13 @@ class PromptLaunches:
     choose: Callable[[], None]
     extend: Callable[[], None] | None
 
-    def finish(self) -> Arrival:
-        """Launch what follows the target's pass; return what was chosen after whole prompts."""
-        self.choose()
-        assert self.prompts.sampled is not None, "it was chosen when it was made ready"
-        arrival = download(self.prompts.sampled)
+    def finish(self, *, ends: bool) -> Arrival | None:
+        """Launch what follows the target's pass; return what was chosen after whole prompts, if any `ends`."""
+        arrival = None
+        if ends:
+            self.choose()
+            assert self.prompts.sampled is not None, "it was chosen when it was made ready"
+            arrival = download(self.prompts.sampled)
         if self.extend is not None:
             self.extend()
         return arrival
@@ -66,6 +68,7 @@ class Prepared:
         self._capturer = Capturer(models.device, models.ops.capturable)
         self._steps: dict[StepKind, StepLaunches] = {}
         self._padded: dict[int, PromptLaunches] = {}
+        self._seconds: dict[StepKind, dict[int, float]] = {}  # of a step, by the tokens of prompts beside it
         self._sizes = PADDED_SIZES if models.target.spec.mla is None else ()  # latents of prompts need other passes
         self._buckets = row_buckets(len(buffers.state.active_R) - 1)
         self._bounds = key_bounds(buffers.state.rows.pages_RP.shape[1] * models.target_kv.page_size)
@@ -91,6 +94,17 @@ class Prepared:
         """
         same = kind.num_drafted > 0 or self._models.draft is None
         return bool(self._sizes) and same and kind.max_keys == self._bounds[0]
+
+    def prompt_tokens_beside(self, kind: StepKind, share: float) -> int | None:
+        """Return how many tokens of prompts such a step can have beside it, if that may cost a share of its time more.
+
+        The fewest there can be, where even they cost more; None where it was not measured.
+        """
+        if not self.mixes(kind) or kind not in self._seconds:
+            return None
+        seconds = self._seconds[kind]
+        fit = [size for size in self._sizes if seconds[size] <= (1 + share) * seconds[0]]
+        return max(fit, default=self._sizes[0])
 
     def step(self, kind: StepKind) -> StepLaunches:
         """Return a kind of step."""
@@ -149,11 +163,25 @@ class Prepared:
                 self.mixed(kind, size)
         if not self._capturer.count:
             return []
+        self._measure()
         taken_mib = (free - torch.cuda.mem_get_info()[0]) / 2**20
         return [
             f"graphs: kernels ready in {compiled_s:.1f} s; {self._capturer.count} graphs captured in "
             f"{self._capturer.seconds:.1f} s, {taken_mib:.0f} MiB"
         ]
+
+    def _measure(self) -> None:
+        """Find out what steps cost with prompts beside them. Prompts that are nobody's take the time of anybody's."""
+        with self._nobody_there():
+            for kind, launches in self._steps.items():
+                if not self.mixes(kind):
+                    continue
+                rest = [launches.draft, launches.choose, *([launches.extend] if launches.extend else [])]
+                self._seconds[kind] = {0: seconds_of([*rest, launches.verify])}
+                for size, verify in launches.mixed.items():
+                    prompts = self._padded[size]
+                    ends = [prompts.choose, *([prompts.extend] if prompts.extend else [])]
+                    self._seconds[kind][size] = seconds_of([*rest, verify, *ends])
 
     def _compile(self, kinds: Sequence[StepKind]) -> None:
         """Have the kernels of steps and prompts compiled, side by side where nothing depends on what they compute."""

@@ -22,8 +22,8 @@ from slipstream.models.target import Hidden
 
 MOST_PARTS = 16
 """Parts of a padded batch."""
-PADDED_SIZES = (64, 192, 576)
-"""Tokens of padded batches."""
+PADDED_SIZES = (64, 96, 128, 192, 256, 384, 576)
+"""Tokens of padded batches: products of 64, 96, 128, 160, 192 and 256 rows fill their tiles."""
 _MANY_QUERIES = 128
 """So many queries of a part are each tile's own work in any kernel; parts without queries must share no tile."""
 
@@ -185,7 +185,7 @@ class Mixed:
 class PaddedPrompts:
     """A prompt batch of one size, whose tensors stay where they are; what is left over computes for nobody.
 
-    Left-over tokens, of which there is always one, are a part of their own, on a page that is nobody's; left-over ends
+    Left-over tokens are a part of their own, on a page that is nobody's; left-over ends
     are there, and belong to the place and the slot after the last.
     """
 
@@ -241,7 +241,7 @@ class PaddedPrompts:
         self._prompts.extend(self.batch, self.hidden.captured)
 
     def fill(self, parts: Sequence[Part], words_MW: Tensor | None) -> None:
-        """Lay out parts, in fewer tokens than there are."""
+        """Lay out parts."""
         layout = _Layout(parts, self._page_size)
         left = self.size - layout.starts[-1]
         fill = {"tokens": 0, "followers": 0, "index": 0, "slots": self._empty_page * self._page_size}
@@ -265,7 +265,7 @@ def fits_padded(parts: Sequence[Part]) -> int | None:
     if len(parts) > MOST_PARTS or any(part.end > part.num_prompt for part in parts):
         return None
     total = sum(len(part.tokens) for part in parts)
-    return next((size for size in PADDED_SIZES if size > total), None)
+    return next((size for size in PADDED_SIZES if size >= total), None)
 
 
 def beside(ctx: PagedContext, prompts: PromptBatch) -> PagedContext:

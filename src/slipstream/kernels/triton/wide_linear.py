@@ -45,6 +45,10 @@ class WideLaunch:
         return -(-outputs // width), -(-num_rows // sum(self.pieces)), self.splits
 
 
+_BOUND_BY_PRODUCTS = 192
+"""With more rows to a tile, programs wait for the matrix units, not for weights: a step is always under way."""
+
+
 def row_pieces(num_rows: int) -> tuple[int, int]:
     """Return the narrowest token tile of at most two powers of two that takes so many rows, or 256 of them."""
     tiles = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64))
@@ -72,10 +76,13 @@ def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, s
             config = replace(config, num_warps=2 * config.num_warps)
         else:
             break
+    many = sum(pieces) > _BOUND_BY_PRODUCTS
+    if many:
+        config = replace(config, at_once=False)
     itemsize = 2 if kind == "dense" else 1
     step_bytes = (config.block_n * (1 + config.pair) + sum(pieces)) * config.block_k * itemsize
     most = (shared_bytes or step_bytes * config.num_stages) // step_bytes
-    return replace(config, num_stages=max(min(config.num_stages, most), 1))
+    return replace(config, num_stages=max(min(max(config.num_stages, 4 * many), most), 1))
 
 
 def multiply_wide(
