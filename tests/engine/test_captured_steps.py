@@ -14,6 +14,7 @@ from slipstream.engine.request import FinishReason
 from slipstream.errors import ConfigError, StepError
 from slipstream.executors.cuda_graph.capture import key_bounds, row_buckets
 from slipstream.executors.cuda_graph.executor import GraphExecutor
+from slipstream.executors.cuda_graph.prompts import PADDED_SIZES
 from slipstream.executors.runner import Runner
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
@@ -112,6 +113,14 @@ def test_even_the_statistics_are_those_of_eager_steps(draft, simulated):
     answers = [drive(engine, work, random.Random(0)) for engine in engines]
     assert answers[0] == answers[1]
     assert engines[0].stats.acceptance == engines[1].stats.acceptance
+
+
+def test_a_draft_sees_the_first_token_after_a_prompt_that_fills_its_padded_batch():
+    text = [7 * i % VOCAB for i in range(PADDED_SIZES[0])]
+    work = [([i, *text[1:]], SamplingParams(max_tokens=9, temperature=1.0), i, True) for i in range(8)]
+    engines = [captured("random", cuda_graphs=mode, max_context=80, max_requests=1) for mode in ("off", "on")]
+    answers = [drive(engine, work, random.Random(0)) for engine in engines]
+    assert answers[0] == answers[1]
 
 
 def test_decoding_really_runs_as_captured_steps(monkeypatch):

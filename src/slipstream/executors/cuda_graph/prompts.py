@@ -58,9 +58,9 @@ class PromptBatch:
     """Parts as tensors: by token, by part, and by part that ends its prompt.
 
     Args:
-        followers_T: the token after each; those after ends are written once they are known.
+        followers_T: the token after each; after ends 0, until their tokens are chosen.
         is_prompt: for each token, whether it belongs to the prompt itself.
-        ends_S: which tokens end prompts; places, samplers and lengths are those of their rows.
+        ends_S: which tokens end prompts; places, samplers and lengths are those of their rows (length 0: nobody's).
     """
 
     tokens_T: Tensor
@@ -145,7 +145,8 @@ class Prompts:
         sampled = models.ops.sample(logits_SV, rows, buffers.sampling, prompts.masks)
         tokens_S = sampled.tokens_L.clamp(min=0)
         buffers.state.rows.root_R.index_copy_(0, prompts.places_S, tokens_S)
-        prompts.followers_T.index_copy_(0, prompts.ends_S, tokens_S)
+        # Added to the zeros after ends: ends that nobody has may share the last token, and must leave what is there.
+        prompts.followers_T.index_add_(0, prompts.ends_S, torch.where(prompts.lengths_S > 0, tokens_S, 0))
         models.ops.count(buffers.sampling, prompts.samplers_S, sampled.tokens_L[:, None], torch.ones_like(tokens_S))
         return sampled
 
@@ -185,8 +186,8 @@ class Mixed:
 class PaddedPrompts:
     """A prompt batch of one size, whose tensors stay where they are; what is left over computes for nobody.
 
-    Left-over tokens are a part of their own, on a page that is nobody's; left-over ends
-    are there, and belong to the place and the slot after the last.
+    Left-over tokens are a part of their own, on a page that is nobody's; left-over ends belong to the place and the
+    slot after the last.
     """
 
     def __init__(self, models: StepModels, buffers: StepBuffers, size: int) -> None:
