@@ -84,7 +84,7 @@ def _no_collection() -> Iterator[None]:
 
 def seconds_of(launches: Sequence[Callable[[], None]], repeats: int = 3) -> float:
     """Return how long the GPU takes for launches one after the other: the best of a few times."""
-    found = []
+    found: list[float] = []
     for _ in range(repeats):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()

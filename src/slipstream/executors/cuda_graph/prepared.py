@@ -69,7 +69,8 @@ class Prepared:
         self._steps: dict[StepKind, StepLaunches] = {}
         self._padded: dict[int, PromptLaunches] = {}
         self._seconds: dict[StepKind, dict[int, float]] = {}  # of a step, by the tokens of prompts beside it
-        self._sizes = PADDED_SIZES if models.target.spec.mla is None else ()  # latents of prompts need other passes
+        # Latents of prompts need passes of their own.
+        self._sizes: tuple[int, ...] = PADDED_SIZES if models.target.spec.mla is None else ()
         self._buckets = row_buckets(len(buffers.state.active_R) - 1)
         self._bounds = key_bounds(buffers.state.rows.pages_RP.shape[1] * models.target_kv.page_size)
         self.as_they_come = Prompts(models, buffers)
