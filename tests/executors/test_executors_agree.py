@@ -21,14 +21,13 @@ from slipstream.kernels import select
 from slipstream.models.load import load_target
 from slipstream.models.target import Target
 from slipstream.speculation.tree import TreeShape
-from tiny import follower_draft, stammering_target
+from tiny import DEVICE, follower_draft, stammering_target
 from tiny_moe import deepseek, minimax, save
 
-CPU = torch.device("cpu")
-OPS = select(CPU)
+OPS = select(DEVICE)
 TARGETS = ("llama", "latent", "experts")
 DRAFTS = ("chain", "n-gram", "none")
-EXECUTORS = ("eager", "captured", "native")
+EXECUTORS = ("eager", "captured", "native") if DEVICE.type == "cpu" else ("eager", "captured")
 
 
 @functools.cache
@@ -38,7 +37,7 @@ def target_of(name: str) -> Target:
         return stammering_target(61).bfloat16()
     with tempfile.TemporaryDirectory() as folder:
         model = deepseek() if name == "latent" else minimax()
-        target = load_target(open_checkpoint(save(model, Path(folder))), torch.float32, CPU, ops=OPS)
+        target = load_target(open_checkpoint(save(model, Path(folder))), torch.float32, DEVICE, ops=OPS)
     target.embed_tokens.weight.mul_(4)
     target.lm_head.weight.copy_(target.embed_tokens.weight)
     return target.bfloat16()
