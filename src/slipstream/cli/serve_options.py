@@ -71,7 +71,7 @@ MemoryFraction = Annotated[
 ]
 PrefillShare = Annotated[
     float,
-    typer.Option(help="While requests decode, a step on a GPU may take this share more time for prompts beside them."),
+    typer.Option(help="In a full batch, a step on a GPU may take this share more time for prompts beside it."),
 ]
 PrefixCache = Annotated[
     bool,

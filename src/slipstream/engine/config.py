@@ -24,7 +24,7 @@ class EngineConfig:
             whole context, where that is shorter), and at least one whole context.
         max_requests: requests that run at once; more wait.
         max_batch_tokens: query tokens of one step; a longer prompt is computed in chunks.
-        prefill_share: while requests decode, a step may take this share more time for prompts beside them.
+        prefill_share: in a full batch, a step on a GPU may take this share more time for prompts beside those decoding.
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
         borrowed_tokens: tokens of a request's own text that its draft may propose though it does not know them, the
             latest so many; 0: none. On a CPU only.

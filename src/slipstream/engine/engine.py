@@ -199,7 +199,7 @@ class Engine:
         """
         started, executor = time.perf_counter(), self._executor
         before = sum(self.stats.phase_seconds.values())
-        plan = self._scheduler.plan(self._prompt_pace.budget(self._scheduler.running))
+        plan = self._scheduler.plan(self._prompt_pace.budget(self._scheduler.running, self.num_waiting))
         with self._ending_on_failure(plan):
             if plan:
                 executor.submit(self._input(plan, patience_s))

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.errors import RankLostError
 from slipstream.executors.channel import Follower, Leader
 from slipstream.executors.eager import EagerExecutor
-from slipstream.executors.interface import Joined, StepInput, StepOutput
+from slipstream.executors.interface import Joined, StepCosts, StepInput, StepOutput
 from slipstream.speculation.drafter import Drafter
 from slipstream.speculation.tree import TreeShape
 
@@ -101,9 +101,9 @@ class LeadingExecutor:
         """Return 0: every step is announced."""
         return 0
 
-    def prompt_tokens_beside(self, num_decoding: int, share: float) -> int | None:
+    def costs(self, num_decoding: int) -> StepCosts | None:
         """Return what this rank's executor knows."""
-        return self._own.prompt_tokens_beside(num_decoding, share)
+        return self._own.costs(num_decoding)
 
     def reshape(self, shape: TreeShape) -> bool:
         """Draft trees of another shape."""

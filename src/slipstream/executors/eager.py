@@ -14,7 +14,7 @@ import torch
 from slipstream.errors import RankLostError
 from slipstream.executors.batch import Batch, build_batch
 from slipstream.executors.choice import Choice, Chooser, NodeMasks
-from slipstream.executors.interface import Phase, RowOutput, StepInput, StepOutput, Work
+from slipstream.executors.interface import Phase, RowOutput, StepCosts, StepInput, StepOutput, Work
 from slipstream.executors.rows import Row
 from slipstream.executors.runner import Runner
 from slipstream.kernels import one_pool
@@ -82,7 +82,7 @@ class EagerExecutor:
         """Return 0: a call runs one step."""
         return 0
 
-    def prompt_tokens_beside(self, num_decoding: int, share: float) -> int | None:
+    def costs(self, num_decoding: int) -> StepCosts | None:
         """Return None: what a step costs is not known before."""
         return None
 

@@ -133,6 +133,21 @@ class StepOutput:
     steps: int = 1
 
 
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step takes, in seconds.
+
+    Args:
+        step_s: decoding alone.
+        beside_s: how much more with so many tokens of prompts in the same pass.
+        prompt_s: each token of a long prompt, in a pass of its own.
+    """
+
+    step_s: float
+    beside_s: Mapping[int, float]
+    prompt_s: float
+
+
 class Executor(Protocol):
     """Runs steps. One thread calls it; `hurry` alone may come from another."""
 
@@ -168,11 +183,8 @@ class Executor(Protocol):
         """Return for how many tokens of every row, beyond a step's own, it could use pages in one call; 0: none."""
         ...
 
-    def prompt_tokens_beside(self, num_decoding: int, share: float) -> int | None:
-        """Return how many tokens of prompts a step beside so many decoding rows can have for a share more time.
-
-        None if it does not know what they cost.
-        """
+    def costs(self, num_decoding: int) -> StepCosts | None:
+        """Return what a step of so many decoding rows costs, if it was measured for contexts like theirs."""
         ...
 
     def reshape(self, shape: TreeShape) -> bool:

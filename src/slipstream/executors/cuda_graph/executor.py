@@ -20,7 +20,7 @@ from slipstream.executors.cuda_graph.state import Loaded, StepModels
 from slipstream.executors.cuda_graph.step import StepBuffers, StepKind
 from slipstream.executors.cuda_graph.transfer import Arrival, download, upload
 from slipstream.executors.eager import EagerExecutor
-from slipstream.executors.interface import StepInput, StepOutput, Work
+from slipstream.executors.interface import StepCosts, StepInput, StepOutput, Work
 from slipstream.executors.rows import Row
 from slipstream.executors.runner import Runner
 from slipstream.speculation.drafter import Drafter, NoDrafter
@@ -106,14 +106,13 @@ class GraphExecutor(EagerExecutor):
         with torch.inference_mode():
             return self._prepared.warm_up(self._chain_length)
 
-    def prompt_tokens_beside(self, num_decoding: int, share: float) -> int | None:
-        """Return how many tokens of prompts a step may have for a share more time, as it was measured."""
+    def costs(self, num_decoding: int) -> StepCosts | None:
+        """Return what a step of so many decoding rows costs, as it was measured at the start."""
         if self._chain_length is None or not self._places:
             return None
         longest = max(len(self._rows[number].tokens) for number in self._places)
         max_keys = self._prepared.max_keys(longest + 2 * (self._chain_length + 1))
-        kind = StepKind(self._prepared.num_rows(num_decoding), self._chain_length, max_keys)
-        return self._prepared.prompt_tokens_beside(kind, share)
+        return self._prepared.costs(StepKind(self._prepared.num_rows(num_decoding), self._chain_length, max_keys))
 
     def submit(self, step: StepInput) -> None:
         """Launch the step."""

@@ -17,6 +17,7 @@ from slipstream.executors.cuda_graph.prompts import PADDED_SIZES, Mixed, PaddedP
 from slipstream.executors.cuda_graph.state import StepModels
 from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
 from slipstream.executors.cuda_graph.transfer import Arrival, download
+from slipstream.executors.interface import StepCosts
 from slipstream.kernels import CompiledOps
 
 _LONG_PROMPTS = (640, 2048, 8192)
@@ -68,7 +69,7 @@ class Prepared:
         self._capturer = Capturer(models.device, models.ops.capturable)
         self._steps: dict[StepKind, StepLaunches] = {}
         self._padded: dict[int, PromptLaunches] = {}
-        self._seconds: dict[StepKind, dict[int, float]] = {}  # of a step, by the tokens of prompts beside it
+        self._costs: dict[StepKind, StepCosts] = {}
         # Latents of prompts need passes of their own.
         self._sizes: tuple[int, ...] = PADDED_SIZES if models.target.spec.mla is None else ()
         self._buckets = row_buckets(len(buffers.state.active_R) - 1)
@@ -96,16 +97,9 @@ class Prepared:
         same = kind.num_drafted > 0 or self._models.draft is None
         return bool(self._sizes) and same and kind.max_keys == self._bounds[0]
 
-    def prompt_tokens_beside(self, kind: StepKind, share: float) -> int | None:
-        """Return how many tokens of prompts such a step can have beside it, if that may cost a share of its time more.
-
-        The fewest there can be, where even they cost more; None where it was not measured.
-        """
-        if not self.mixes(kind) or kind not in self._seconds:
-            return None
-        seconds = self._seconds[kind]
-        fit = [size for size in self._sizes if seconds[size] <= (1 + share) * seconds[0]]
-        return max(fit, default=self._sizes[0])
+    def costs(self, kind: StepKind) -> StepCosts | None:
+        """Return what such a step costs; None where it was not measured."""
+        return self._costs.get(kind)
 
     def step(self, kind: StepKind) -> StepLaunches:
         """Return a kind of step."""
@@ -168,21 +162,25 @@ class Prepared:
         taken_mib = (free - torch.cuda.mem_get_info()[0]) / 2**20
         return [
             f"graphs: kernels ready in {compiled_s:.1f} s; {self._capturer.count} graphs captured in "
-            f"{self._capturer.seconds:.1f} s, {taken_mib:.0f} MiB"
+            f"{self._capturer.seconds:.1f} s, {taken_mib:.0f} MiB",
+            *(_said(kind, costs) for kind, costs in itertools.islice(self._costs.items(), 1)),
         ]
 
     def _measure(self) -> None:
         """Find out what steps cost with prompts beside them. Prompts that are nobody's take the time of anybody's."""
         with self._nobody_there():
+            length = min(_LONG_PROMPTS[1], self._max_context)
+            prompt_s = seconds_of([lambda: self._pretend_prompts(length, 1)]) / length
             for kind, launches in self._steps.items():
                 if not self.mixes(kind):
                     continue
                 rest = [launches.draft, launches.choose, *([launches.extend] if launches.extend else [])]
-                self._seconds[kind] = {0: seconds_of([*rest, launches.verify])}
+                step_s, beside_s = seconds_of([*rest, launches.verify]), {}
                 for size, verify in launches.mixed.items():
                     prompts = self._padded[size]
                     ends = [prompts.choose, *([prompts.extend] if prompts.extend else [])]
-                    self._seconds[kind][size] = seconds_of([*rest, verify, *ends])
+                    beside_s[size] = seconds_of([*rest, verify, *ends]) - step_s
+                self._costs[kind] = StepCosts(step_s, beside_s, prompt_s)
 
     def _compile(self, kinds: Sequence[StepKind]) -> None:
         """Have the kernels of steps and prompts compiled, side by side where nothing depends on what they compute."""
@@ -232,3 +230,11 @@ class Prepared:
         state.rows.pages_RP.fill_(state.empty_page)
         yield
         state.restore(saved)
+
+
+def _said(kind: StepKind, costs: StepCosts) -> str:
+    beside = ", ".join(f"{size} {seconds * 1e3:+.1f}" for size, seconds in costs.beside_s.items())
+    return (
+        f"steps: {kind.num_rows} requests in {costs.step_s * 1e3:.1f} ms; with so many tokens of prompts beside them, "
+        f"{beside} ms; a long prompt alone {costs.prompt_s * 1e6:.0f} us a token"
+    )

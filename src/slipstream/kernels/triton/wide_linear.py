@@ -45,14 +45,15 @@ class WideLaunch:
         return -(-outputs // width), -(-num_rows // sum(self.pieces)), self.splits
 
 
-_BOUND_BY_PRODUCTS = 192
+_BOUND_BY_PRODUCTS = 160
 """With more rows to a tile, programs wait for the matrix units, not for weights: a step is always under way."""
 
 
 def row_pieces(num_rows: int) -> tuple[int, int]:
-    """Return the narrowest token tile of at most two powers of two that takes so many rows, or 256 of them."""
+    """Return the narrowest token tile of at most two powers of two with which the fewest tiles take so many rows."""
+    each = -(-num_rows // -(-num_rows // 256))
     tiles = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64))
-    return next((tile for tile in tiles if num_rows <= sum(tile)), (128, 128))
+    return next((tile for tile in tiles if each <= sum(tile)), (128, 128))
 
 
 def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, shared_bytes: int) -> WideConfig:

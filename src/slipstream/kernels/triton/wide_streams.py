@@ -216,9 +216,12 @@ def stream_kernel(
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
     split = gl.program_id(2)
     num_outputs = N // 2 if SILU else N
-    n_first = gl.program_id(0) * (BLOCK_N if SILU or not PAIR else 2 * BLOCK_N)
+    # Programs with the same weights start one after the other, so that one of them reads them from memory.
+    place = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    n_tile, m_tile = place // gl.num_programs(1), place % gl.num_programs(1)
+    n_first = n_tile * (BLOCK_N if SILU or not PAIR else 2 * BLOCK_N)
     n_second = n_first + (num_outputs if SILU else BLOCK_N)
-    m_first = gl.program_id(1) * (FIRST + SECOND)
+    m_first = m_tile * (FIRST + SECOND)
     dtype: gl.constexpr = w_tiles.dtype
     ITEM: gl.constexpr = dtype.primitive_bitwidth // 8
     TILES: gl.constexpr = 2 if PAIR else 1
