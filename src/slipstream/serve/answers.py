@@ -55,6 +55,7 @@ class Tally:
     job: Job
     num_tokens: int = 0
     num_cached: int = 0
+    num_reasoning: int = 0
     offsets: Offsets | None = None
     started: bool = False
     called: bool = False
@@ -62,13 +63,29 @@ class Tally:
 
     def __post_init__(self) -> None:
         self._parser = self.job.form.parser()
+        self._undecided = 0
 
     def read(self, event: StepEvent) -> list[AnswerEvent]:
         """Return what a step's text says: content, reasoning, calls. Each step is read once, in order."""
-        events = self._parser.feed(event.text)
+        thinks = self._parser.thinking in ("perhaps", "inside")
+        events = self._read_thoughts(event) if thinks else self._parser.feed(event.text)
         if event.finish_reason is not None:
             events += self._parser.finish()
         self.called = self.called or any(isinstance(one, CallBegin) for one in events)
+        return events
+
+    def _read_thoughts(self, event: StepEvent) -> list[AnswerEvent]:
+        """Read a step token by token, and count those of the reasoning, its end marker included."""
+        events: list[AnswerEvent] = []
+        for token in event.tokens:
+            before = self._parser.thinking
+            events += self._parser.feed(token.text)
+            after = self._parser.thinking
+            if after == "perhaps":
+                self._undecided += 1
+            elif after == "inside" or (after == "closed" and before != "closed"):
+                self.num_reasoning += self._undecided + 1
+                self._undecided = 0
         return events
 
     def count(self, event: StepEvent) -> None:
@@ -130,11 +147,11 @@ class AnswerWriter:
         # Not before the first token is there: clients take a stream's first event for its first token.
         opens = self._wants.kind == "chat" and not tally.started
         about_prompt = self._of_chat_prompt(tally, [event]) if opens and not any(t.started for t in tallies) else {}
-        usage = self.usage(tallies) if self._wants.running_usage else None
-        before = None if usage is None else _without(usage, len(event.tokens))
+        before = _without(self.usage(tallies), len(event.tokens)) if self._wants.running_usage else None
         opening = server_sent_event(self._chunk([_opening(index)], before) | about_prompt) if opens else b""
         last = event if event.finish_reason is not None else None
         choice = self._choice(index, tally, [event], last)
+        usage = self.usage(tallies) if self._wants.running_usage else None
         silent = tally.job.form is not PLAIN and last is None and usage is None and not opening
         if (
             silent
@@ -163,6 +180,9 @@ class AnswerWriter:
             "total_tokens": prompt_tokens + emitted,
             "prompt_tokens_details": {"cached_tokens": sum(tally.num_cached for tally in tallies[::answers_each])},
         }
+        if self._wants.kind == "chat":
+            thought = sum(tally.num_reasoning for tally in tallies)
+            usage |= {"completion_tokens_details": {"reasoning_tokens": thought}, "reasoning_tokens": thought}
         if self._wants.speculation:
             stats = AcceptanceStats()
             for tally in tallies:

@@ -1,5 +1,6 @@
 """From what a client sent to jobs for the engine: tokens, sampling settings, seeds."""
 
+import dataclasses
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +92,9 @@ class Converter:
         max_tokens = self._max_tokens(given, [prompt.tokens], field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = self._params(request, grammar, max_tokens, logprobs, request.prompt_logprobs)
-        return self._jobs(request, [prompt.tokens], params, form=self.dialect.form(prompt.choice, prompt.begins))
+        form = self.dialect.form(prompt.choice, prompt.begins, request.separate_reasoning)
+        form = dataclasses.replace(form, whole_reasoning=not request.stream_reasoning)
+        return self._jobs(request, [prompt.tokens], params, form=form)
 
     def completion(self, request: CompletionRequest, grammar: Grammar | None) -> list[Job]:
         """Return a completion's jobs: for each prompt, its `n` answers next to each other."""

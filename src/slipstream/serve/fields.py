@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[object, ...]] = {  # with the values that ask for nothi
     "functions": (None, []),
     "include_reasoning": (None, True),
     "reasoning_effort": _NONE,
-    "separate_reasoning": (None, True),
+    "separate_reasoning": (None, True),  # in completions, whose text is as the model wrote it
     "stream_reasoning": (None, True),
     "thinking_token_budget": (None, -1),
     "tool_choice": (None, "none", "auto"),

@@ -33,7 +33,8 @@ MAX_STOP_TOKENS = 256
 def _few_biases(value: Any) -> Any:  # whatever JSON came
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"{len(value)} tokens have a bias; {MAX_BIASES} may have one")
-    wrong = [key[:_NAME_LENGTH] for key in value if not key.strip().isdecimal()] if isinstance(value, dict) else []
+    keys = map(str, value) if isinstance(value, dict) else ()  # numbers, where another API's request has read them
+    wrong = [key[:_NAME_LENGTH] for key in keys if not key.strip().isdecimal()]
     if wrong:
         raise ValueError(f"its names are token ids, and {', '.join(map(repr, wrong[:8]))} cannot be one")
     return value
@@ -173,6 +174,8 @@ class ChatRequest(ChatFields, Generation):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_prompt_token_ids: bool = Field(default=False, description="Add the prompt's token ids to each choice.")
     include_reasoning: bool = Field(default=True, description="Tell what the model thought, as `reasoning_content`.")
+    separate_reasoning: bool = Field(default=True, description="False: what the model thought is part of the text.")
+    stream_reasoning: bool = Field(default=True, description="False: a stream has what it thought in one piece.")
 
 
 class TokenizeRequest(ChatFields):

@@ -11,7 +11,7 @@ from slipstream.serve.responses.output import Output
 from slipstream.serve.responses.request import ResponsesRequest
 from slipstream.serve.stream import Json, server_sent_event
 from slipstream.serve.ticket import StepEvent
-from slipstream.serve.tools.events import ContentDelta, ReasoningDelta
+from slipstream.serve.tools.events import ContentDelta
 
 
 class ResponseWriter:
@@ -31,7 +31,6 @@ class ResponseWriter:
         self._scores = None if body.logprobs is None else LogprobWriter(tokenizer, as_ids=False)
         self._finished = finished
         self._output = Output()
-        self._num_reasoning = 0
         self._num_events = 0
 
     @property
@@ -77,9 +76,6 @@ class ResponseWriter:
     def _events(self, tally: Tally, event: StepEvent) -> Iterator[Json]:
         read = tally.read(event)
         scored: Sequence[Json] = () if self._scores is None else self._scores.chat(event.tokens)["content"]
-        if any(isinstance(one, ReasoningDelta) for one in read):
-            # Where thinking ends within a step, the step's tokens are counted with it.
-            self._num_reasoning += len(event.tokens)
         for one in read:
             yield from self._output.take(one, scored)
             if isinstance(one, ContentDelta):
@@ -133,7 +129,7 @@ class ResponseWriter:
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": tally.num_cached},
             "output_tokens": tally.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": min(self._num_reasoning, tally.num_tokens)},
+            "output_tokens_details": {"reasoning_tokens": tally.num_reasoning},
             "total_tokens": num_prompt + tally.num_tokens,
         }
 

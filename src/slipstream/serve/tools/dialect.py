@@ -55,12 +55,17 @@ class Dialect:
         """Return how an answer to a prompt begins."""
         return "outside" if self.reasoning is None else opening(prompt, self.reasoning)
 
-    def form(self, choice: Choice, begins: Opening) -> AnswerForm:
-        """Return how an answer is to be read."""
+    def form(self, choice: Choice, begins: Opening, separate: bool = True) -> AnswerForm:
+        """Return how an answer is to be read.
+
+        Args:
+            separate: tell reasoning apart from the answer; it is text otherwise.
+        """
         family = None if choice.mode == "none" else self.family
-        markers = {*(() if family is None else family.markers), *_reasoning_markers(self.reasoning)}
+        reasoning = self.reasoning if separate else None
+        markers = {*(() if family is None else family.markers), *_reasoning_markers(reasoning)}
         tokens = {text: token_id for text, token_id in self.tokens.items() if text in markers}
-        return AnswerForm(family, self.reasoning, begins == "inside", choice.tools, choice.max_calls, tokens)
+        return AnswerForm(family, reasoning, begins == "inside", choice.tools, choice.max_calls, tokens)
 
     def constraint(self, wanted: Constraint | None, choice: Choice, begins: Opening) -> Constraint | None:
         """Return what an answer must follow: calls where they are forced, reasoning before what a client wants."""

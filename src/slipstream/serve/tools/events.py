@@ -4,7 +4,10 @@ Every API builds its answers from these, streamed or whole: a whole answer is th
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+Thinking = Literal["perhaps", "inside", "closed", "over"]
+"""Where an answer stands: reasoning may still begin, goes on, was ended by its marker, or there is none (any more)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ AnswerEvent = ContentDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallE
 
 class AnswerParser(Protocol):
     """Turns the text of one answer into events, as it arrives. However the text is cut, the events joined are equal."""
+
+    @property
+    def thinking(self) -> Thinking:
+        """Where the text so far stands."""
+        ...
 
     def feed(self, text: str) -> list[AnswerEvent]:
         """Take more text; what may still turn out to be a marker is held back."""

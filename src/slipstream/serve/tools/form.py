@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from slipstream.checkpoint.tokenizer import IncrementalDetokenizer, Tokenizer
 from slipstream.serve.tools.events import AnswerParser
 from slipstream.serve.tools.families import Family
-from slipstream.serve.tools.parser import Parser, PlainParser, Tool, Writer, random_id
+from slipstream.serve.tools.parser import Parser, PlainParser, Tool, WholeReasoning, Writer, random_id
 from slipstream.serve.tools.reader import TOKEN_MARK, Reader, Waiting
 from slipstream.serve.tools.reasoning import Reasoning, reasoned
 
@@ -19,6 +19,7 @@ class AnswerForm:
         family: the syntax of its calls; None if it may make none.
         inside: whether it begins inside its reasoning.
         tokens: the markers that are tokens of the model, by their text.
+        whole_reasoning: a stream tells of its reasoning when that is over.
     """
 
     family: Family | None = None
@@ -27,6 +28,7 @@ class AnswerForm:
     tools: tuple[Tool, ...] = ()
     max_calls: int | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)
+    whole_reasoning: bool = False
 
     def parser(self) -> AnswerParser:
         """Return a fresh parser."""
@@ -36,7 +38,8 @@ class AnswerForm:
         if self.reasoning is not None:
             syntax = reasoned(self.reasoning, self.inside, syntax)
         new_id = random_id if self.family is None else self.family.new_id
-        return Parser(syntax, Writer(new_id, self.tools, self.max_calls, tuple(self.tokens)))
+        parser = Parser(syntax, Writer(new_id, self.tools, self.max_calls, tuple(self.tokens)))
+        return WholeReasoning(parser) if self.whole_reasoning else parser
 
     def detokenizer(self, tokenizer: Tokenizer, skip_special: bool) -> "IncrementalDetokenizer | MarkingDetokenizer":
         """Return a fresh detokenizer whose text this form's parser can read."""

@@ -12,6 +12,7 @@ from slipstream.serve.tools.events import (
     CallEnd,
     ContentDelta,
     ReasoningDelta,
+    Thinking,
 )
 from slipstream.serve.tools.reader import TOKEN_MARK, Reader, Waiting
 
@@ -48,6 +49,7 @@ class Writer:
     tokens: tuple[str, ...] = ()
     events: list[AnswerEvent] = field(default_factory=list)
     num_calls: int = 0
+    thinking: Thinking = "over"
     _space: str = ""
     _open: bool = False
 
@@ -122,6 +124,11 @@ class Parser:
         self._reading = syntax(self._reader, writer)
         next(self._reading, None)
 
+    @property
+    def thinking(self) -> Thinking:
+        """Where the text so far stands."""
+        return self._writer.thinking
+
     def feed(self, text: str) -> list[AnswerEvent]:
         """Take more text."""
         self._reader.push(text)
@@ -154,8 +161,45 @@ def no_call(reader: Reader, writer: Writer, marker: str) -> None:
         reader.drop()
 
 
+class WholeReasoning:
+    """Holds reasoning back until it is over, and gives it out in one piece."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+        self._held = ""
+
+    @property
+    def thinking(self) -> Thinking:
+        """Where the text so far stands."""
+        return self._parser.thinking
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        """Take more text."""
+        return self._passed(self._parser.feed(text))
+
+    def finish(self) -> list[AnswerEvent]:
+        """End the answer."""
+        events = self._passed(self._parser.finish())
+        return events + self._released()
+
+    def _passed(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        passed: list[AnswerEvent] = []
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                self._held += event.text
+            else:
+                passed += [*self._released(), event]
+        return passed
+
+    def _released(self) -> list[AnswerEvent]:
+        held, self._held = self._held, ""
+        return [ReasoningDelta(held)] if held else []
+
+
 class PlainParser:
     """Passes text on: nothing in it is more than text."""
+
+    thinking: Thinking = "over"
 
     def feed(self, text: str) -> list[AnswerEvent]:
         """Return the text as it is."""

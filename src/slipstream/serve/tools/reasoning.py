@@ -52,6 +52,7 @@ def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:
     """Return the syntax of an answer with reasoning before it."""
 
     def read(reader: Reader, writer: Writer) -> Waiting[None]:
+        writer.thinking = "inside" if inside else "perhaps"
         reader.mark()
         yield from reader.spaces()
         if (yield from reader.starts(START)) is not None:
@@ -59,10 +60,14 @@ def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:
         else:
             reader.back()
             if not inside:
+                writer.thinking = "over"
                 yield from syntax(reader, writer)
                 return
+        writer.thinking = "inside"
         sink = _Unpadded(writer.reasoning) if family.padded else writer.reasoning
         found = yield from reader.until((END, *family.ended_by), sink)
+        if found is not None:
+            writer.thinking = "closed" if found == END else "over"
         if found != END and found is not None:
             reader.unread(found)
         if family.padded:

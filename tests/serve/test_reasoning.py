@@ -1,0 +1,78 @@
+"""Reasoning in chats: told apart from the answer or not, streamed or whole, and counted."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from tiny_server import Running
+from tool_server import kimi
+
+USER = [{"role": "user", "content": "hi"}]
+END = "</think>"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with kimi() as served:
+        yield served
+
+
+@pytest.fixture
+def thinks(server: Running) -> dict:
+    """A chat whose answer thinks for eight tokens, and goes on."""
+    bias = {str(server.tokenizer.added_token_ids[END]): 4}
+    return {
+        "messages": USER,
+        "max_tokens": 40,
+        "seed": 1,
+        "logit_bias": bias,
+        "chat_template_kwargs": {"thinking": True},
+    }
+
+
+def asked(client, **body) -> dict:
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def deltas(client, **body) -> list[dict]:
+    text = client.post("/v1/chat/completions", json={**body, "stream": True}).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+
+
+def test_tokens_of_reasoning_are_counted_up_to_its_end(client, server, thinks):
+    whole = asked(client, **thinks, return_token_ids=True)
+    end = whole["choices"][0]["token_ids"].index(server.tokenizer.added_token_ids[END]) + 1
+    assert end == 9
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": end}
+    assert whole["usage"]["reasoning_tokens"] == end
+    plain = asked(client, **{**thinks, "chat_template_kwargs": {"thinking": False}})
+    assert plain["usage"]["reasoning_tokens"] == 0
+    cut = asked(client, **{**thinks, "max_tokens": 5})
+    assert cut["usage"]["reasoning_tokens"] == 5
+    response = client.post(
+        "/v1/responses", json={**thinks, "input": USER, "messages": None, "max_tokens": None, "max_output_tokens": 40}
+    )
+    assert response.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": end}
+
+
+def test_reasoning_that_is_not_told_apart_stands_in_the_text(client, thinks):
+    apart = asked(client, **thinks)["choices"][0]["message"]
+    together = asked(client, **thinks, separate_reasoning=False)["choices"][0]["message"]
+    assert "reasoning_content" not in together
+    assert together["content"] == apart["reasoning_content"] + END + apart["content"]
+    streamed = deltas(client, **thinks, separate_reasoning=False)
+    assert "".join(delta.get("content") or "" for delta in streamed) == together["content"]
+
+
+def test_reasoning_that_is_not_streamed_comes_in_one_piece(client, thinks):
+    apart = asked(client, **thinks)["choices"][0]["message"]
+    for changes in ({}, {"max_tokens": 5}):
+        whole = asked(client, **{**thinks, **changes})["choices"][0]["message"]
+        streamed = deltas(client, **{**thinks, **changes}, stream_reasoning=False)
+        thoughts = [delta["reasoning_content"] for delta in streamed if delta.get("reasoning_content")]
+        assert thoughts == [whole["reasoning_content"]]
+    assert len([d for d in deltas(client, **thinks) if d.get("reasoning_content")]) > 1
+    assert apart["reasoning_content"]
