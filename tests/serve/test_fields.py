@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.serve.fields import HARMLESS, REFUSED
+from slipstream.serve.anthropic.request import MessagesRequest
+from slipstream.serve.fields import HARMLESS, OF_CHATS, REFUSED
 from slipstream.serve.protocol import ChatRequest, CompletionRequest
+from slipstream.serve.responses.request import ResponsesRequest
+from slipstream.serve.sglang.fields import OF_SAMPLING
+from slipstream.serve.sglang.request import GenerateRequest, Sampling
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0}
 TEXT = {"prompt": "hello", "max_tokens": 2, "temperature": 0}
@@ -53,9 +57,38 @@ def test_a_field_that_no_server_knows_is_logged_once(client, caplog):
 
 
 def test_no_field_stands_in_two_tables():
-    assert not REFUSED.keys() & HARMLESS.keys()
     both = ChatRequest.model_fields.keys() & CompletionRequest.model_fields.keys()
-    assert not both & (REFUSED.keys() | HARMLESS.keys())
+    tables = [(both, OF_CHATS), (Sampling.model_fields.keys(), OF_SAMPLING)]
+    tables += [(kind.model_fields.keys(), kind.others) for kind in (ResponsesRequest, MessagesRequest, GenerateRequest)]
+    for works, others in tables:
+        assert not others.refused.keys() & others.harmless.keys()
+        assert not works & (others.refused.keys() - REFUSED.keys())
+        assert not works & (others.harmless.keys() - HARMLESS.keys())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 2}, ResponsesRequest),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 2}, MessagesRequest),
+        ("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 2}}, GenerateRequest),
+    ],
+)
+def test_other_apis_refuse_their_own_fields_by_name(client, path, body, kind):
+    own = {name: values for name, values in kind.others.refused.items() if REFUSED.get(name) != values}
+    for name in own:
+        answer = client.post(path, json={**body, name: "something"})
+        assert (answer.status_code, name in answer.json()["error"]["message"]) == (400, True)
+    nothing = {name: values[-1] for name, values in own.items()} | dict.fromkeys(kind.others.harmless.keys() - body, 1)
+    left = {name: value for name, value in nothing.items() if name not in kind.model_fields}
+    answer = client.post(path, json={**body, **left})
+    assert answer.status_code == 200, answer.text
+
+
+def test_sampling_params_refuse_their_own_fields_by_name(client):
+    for name in OF_SAMPLING.refused:
+        answer = client.post("/generate", json={"text": "a", "sampling_params": {name: "something"}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"sampling_params.{name}")
 
 
 def test_the_documentation_is_up_to_date():

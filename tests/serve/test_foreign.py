@@ -39,13 +39,22 @@ def test_the_model_describes_itself(client):
     assert client.get("/health_generate").status_code == 200
 
 
-def test_an_answer_ends_when_its_own_client_aborts_it_by_name():
+@pytest.mark.parametrize(
+    ("route", "body", "named", "status"),
+    [
+        ("/v1/completions", LONG, {"rid": "job-7"}, 200),
+        ("/v1/completions", {**LONG, "rid": "mine"}, {"rid": "mine"}, 200),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": None}, "rid": "r"}, {"rid": "r"}, 200),
+        ("/v1/responses", {"input": "a"}, {"rid": "job-7"}, 499),
+    ],
+)
+def test_an_answer_ends_when_its_own_client_aborts_it_by_name(route, body, named, status):
     mine = {"Authorization": "Bearer mine", "X-Request-ID": "job-7"}
     with Running(tiny_engine(), api_keys=("mine", "theirs")) as server, server.client(headers=mine) as client:
         resume = threading.Event()
         held = threading.Thread(target=server.on_engine, args=[lambda _: resume.wait(60)])
         found: list = []
-        post = threading.Thread(target=lambda: found.append(client.post("/v1/completions", json=LONG)))
+        post = threading.Thread(target=lambda: found.append(client.post(route, json=body)))
         held.start()
         post.start()
         try:
@@ -53,12 +62,12 @@ def test_an_answer_ends_when_its_own_client_aborts_it_by_name():
                 while other.get("/load").json()["server_load"] == 0:
                     assert post.is_alive()
                 theirs = {"x-api-key": "theirs", "Authorization": ""}
-                named = {"rid": "job-7"}
                 assert other.post("/abort_request", json=named, headers=theirs).json() == {"aborted": 0}
                 assert other.post("/abort_request", json={"abort_all": True}).status_code == 403
                 assert other.post("/abort_request", json=named).json() == {"aborted": 1}
                 post.join()
-                assert found[0].status_code == 499
+                assert found[0].status_code == status
+                assert ending(found[0].json()) == "abort" if status == 200 else "error" in found[0].json()
         finally:
             resume.set()
             held.join()
@@ -76,3 +85,16 @@ def test_a_server_behind_a_prefix_answers_with_it_and_without(prefix):
         # Its pages call what lies beside them, wherever that is.
         assert 'fetch("/' not in client.get(f"{prefix}/").text
         assert "href=/" not in client.get(f"{prefix}/docs").text
+
+
+def test_tokens_come_as_the_vocabulary_has_them_where_that_is_asked_for(client):
+    found = client.post("/tokenize", json={"prompt": "a b", "return_token_strs": True}).json()
+    assert found["token_strs"] == ["a", "Ġ", "b"]
+    assert "token_strs" not in client.post("/tokenize", json={"prompt": "a b"}).json()
+
+
+def ending(answer: dict) -> str:
+    """Return why an answer ended, in the words of its API."""
+    return (
+        answer["choices"][0]["finish_reason"] if "choices" in answer else answer["meta_info"]["finish_reason"]["type"]
+    )

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from tiny_server import Running
-from tool_server import kimi
+from tiny_server import Running, tiny_engine
+from tool_server import CHATML, byte_tokenizer, kimi, running
 
 USER = [{"role": "user", "content": "hi"}]
 END = "</think>"
@@ -76,3 +76,39 @@ def test_reasoning_that_is_not_streamed_comes_in_one_piece(client, thinks):
         assert thoughts == [whole["reasoning_content"]]
     assert len([d for d in deltas(client, **thinks) if d.get("reasoning_content")]) > 1
     assert apart["reasoning_content"]
+
+
+def test_a_text_may_end_inside_the_reasoning(client, server, thinks):
+    sampling = {"max_new_tokens": 40, "sampling_seed": 3, "logit_bias": thinks["logit_bias"], "regex": "(ab|cd){2}"}
+    answer = client.post(
+        "/generate", json={"text": "hi<think>", "sampling_params": sampling, "require_reasoning": True}
+    )
+    thought, _, said = answer.json()["text"].partition(END)
+    assert thought
+    assert said.strip() in {"abab", "abcd", "cdab", "cdcd"}
+    ids, meta = answer.json()["output_ids"], answer.json()["meta_info"]
+    assert meta["reasoning_tokens"] == ids.index(server.tokenizer.added_token_ids[END]) + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "reasoning_effort": "medium"}),
+        ("/v1/chat/completions", {"messages": USER, "thinking": {"type": "disabled"}}),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "high"}}),
+        ("/v1/messages", {"messages": USER, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ],
+)
+def test_how_much_to_think_is_nothing_to_a_model_that_does_not(path, body):
+    with Running(tiny_engine()) as server, server.client() as client:
+        assert client.post(path, json={**body, "max_tokens": 2}).status_code == 200
+
+
+def test_a_model_that_cannot_but_think_refuses_not_to():
+    tokenizer = byte_tokenizer(CHATML.replace("{{ opening }}", "<think>"), ("<think>", END))
+    with running(tokenizer) as server, server.client() as client:
+        body = {"messages": USER, "max_tokens": 2}
+        assert client.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"}).status_code == 200
+        for field, value in (("reasoning_effort", "none"), ("thinking", {"type": "disabled"})):
+            answer = client.post("/v1/chat/completions", json={**body, field: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

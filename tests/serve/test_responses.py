@@ -67,10 +67,13 @@ def test_a_response_goes_on_from_an_earlier_one(client):
     assert client.get(f"/v1/responses/{first['id']}").json() == first
     asked = client.get(f"/v1/responses/{second['id']}/input_items").json()["data"]
     assert asked[0]["content"] == [{"type": "input_text", "text": "go on"}]
+    assert client.post(f"/v1/responses/{first['id']}/cancel").status_code == 400
     assert client.delete(f"/v1/responses/{first['id']}").json()["deleted"]
     assert client.get(f"/v1/responses/{first['id']}").status_code == 404
     again = client.post("/v1/responses", json={**ASK, "previous_response_id": first["id"]})
-    assert (again.status_code, again.json()["error"]["param"]) == (404, "previous_response_id")
+    assert again.status_code == 400
+    assert again.json()["error"]["param"] == "previous_response_id"
+    assert again.json()["error"]["code"] == "previous_response_not_found"
 
 
 def test_a_response_is_kept_for_who_asked_and_only_if_it_may_be():

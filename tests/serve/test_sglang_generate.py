@@ -91,3 +91,16 @@ def test_a_wrong_value_is_a_400_that_names_the_field(client, change, field):
     answer = client.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}, **change})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field
+
+
+def test_no_limit_is_as_many_tokens_as_the_context_has_room_for(client, server):
+    asked = {"text": "once upon", "sampling_params": {"max_new_tokens": None, "temperature": 0, "ignore_eos": True}}
+    assert len(client.post("/generate", json=asked).json()["output_ids"]) == server.engine.config.max_context - 9
+    del asked["sampling_params"]["max_new_tokens"]  # the default, 128, is more than there is room for
+    assert len(client.post("/generate", json=asked).json()["output_ids"]) == server.engine.config.max_context - 9
+
+
+def test_what_ended_an_answer_may_be_kept_in_it(client):
+    whole = completion(client)["text"]
+    body = {"text": "once upon", "sampling_params": {**SAMPLING, "stop": [whole[5:7]], "no_stop_trim": True}}
+    assert client.post("/generate", json=body).json()["text"] == whole[:7]

@@ -44,6 +44,17 @@ def test_a_named_tool_is_called_once(client):
     check_weather(answer["choices"][0])
 
 
+def test_definitions_of_the_same_name_in_two_tools_are_kept_apart(client):
+    tools = [sized("words", {"enum": ["a", "b"]}), sized("numbers", {"enum": [1, 2]})]
+    called = {}
+    for seed in range(6):
+        fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+        (call,) = chat(client, **fields)["choices"][0]["message"]["tool_calls"]
+        called[call["function"]["name"]] = json.loads(call["function"]["arguments"])["size"]
+    assert called["words"] in ("a", "b")
+    assert called["numbers"] in (1, 2)
+
+
 def test_a_stream_joined_is_the_whole_answer(client):
     fields = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "seed": 3}
     whole = chat(client, **fields)["choices"][0]
@@ -228,6 +239,11 @@ def stream(client, **fields):
 def prompt_of(client, server, **body):
     tokens = client.post("/tokenize", json=body).json()["tokens"]
     return server.tokenizer.decode(tokens, skip_special=False)
+
+
+def sized(name, size):
+    parameters = {"type": "object", "properties": {"size": {"$ref": "#/$defs/Size"}}, "required": ["size"]}
+    return {"type": "function", "function": {"name": name, "parameters": {**parameters, "$defs": {"Size": size}}}}
 
 
 def described(text):

@@ -131,6 +131,11 @@ class Tokenizer:
         entry: str | None = self._fast.id_to_token(token_id) if _INCOMPLETE in text else None
         return text.encode() if entry is None else entry_bytes(entry)
 
+    def entry(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary has it, whatever letters that writes bytes with; None for no token."""
+        entry: str | None = self._fast.id_to_token(token_id)
+        return entry
+
     def to_json(self) -> str:
         """Return the tokenizer in the form of tokenizer.json, for other libraries to read."""
         text: str = self._fast.to_str()

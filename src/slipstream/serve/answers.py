@@ -91,7 +91,7 @@ class Tally:
     def count(self, event: StepEvent) -> None:
         """Take in an event."""
         self.num_tokens += len(event.tokens)
-        self.num_cached = event.num_cached
+        self.num_cached = max(self.num_cached, event.num_cached)
         if event.stats is not None:
             self.stats = event.stats
 
@@ -124,6 +124,11 @@ class AnswerWriter:
         more = wants.running_usage or wants.tokens or wants.token_ids or wants.drop_answer
         self._has_frames = not more and (wants.logprobs is None or wants.kind == "chat")
         self._frames: dict[tuple[int, str], _Frame] = {}
+
+    @property
+    def tells_of_aborts(self) -> bool:
+        """Whether an answer that was called off has a form of its own: how far it came, and that it was."""
+        return True
 
     @property
     def streams(self) -> bool:
@@ -370,4 +375,6 @@ def _opening(index: int) -> Json:
 def _finish(reason: FinishReason | None, called: bool) -> str:
     if reason is FinishReason.LENGTH:
         return "length"
+    if reason is FinishReason.ABORT:
+        return "abort"  # SGLang's word
     return "tool_calls" if called else "stop"

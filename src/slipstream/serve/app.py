@@ -147,7 +147,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             prompt_ids=body.return_prompt_token_ids,
             reasoning=body.include_reasoning,
         )
-        return await service.generator.respond(request, jobs, writer(request, body, wants))
+        return await service.generator.respond(request, jobs, writer(request, body, wants), _names(body))
 
     @app.post("/v1/completions", responses=_ERRORS, tags=["generation"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -160,7 +160,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             echo=body.echo,
             drop_answer=body.max_tokens == 0,
         )
-        return await service.generator.respond(request, jobs, writer(request, body, wants))
+        return await service.generator.respond(request, jobs, writer(request, body, wants), _names(body))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -178,7 +178,10 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 choice = choice_of(body.tools, body.tool_choice, body.parallel_tool_calls)
                 text = converter.chat_text(body, body.messages, choice)
                 ids = converter.encode(text, False, MAX_TOKENIZED, "messages")
-            return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": engine.config.max_context})
+            found: Json = {"tokens": ids, "count": len(ids), "max_model_len": engine.config.max_context}
+            if body.return_token_strs:
+                found["token_strs"] = [tokenizer.entry(token) for token in ids]
+            return JSONResponse(found)
 
         return await service.token_threads.run(len(await request.body()), answer)
 
@@ -215,6 +218,11 @@ def _add_errors(app: FastAPI) -> None:
 
 def _said(error: HttpError, request: Request) -> Json:
     return error.for_path(request.scope["path"], request.state.request_id)
+
+
+def _names(body: Generation) -> list[str]:
+    """Return what a client calls its request by, to abort it."""
+    return [name for name in (body.rid, body.request_id) if name is not None]
 
 
 def _wants(body: Generation, wants: Wants) -> Wants:

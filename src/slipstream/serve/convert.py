@@ -96,7 +96,7 @@ class Converter:
         form = dataclasses.replace(form, whole_reasoning=not request.stream_reasoning)
         return self._jobs(request, [prompt.tokens], params, form=form)
 
-    def completion(self, request: CompletionRequest, grammar: Grammar | None) -> list[Job]:
+    def completion(self, request: CompletionRequest, grammar: Grammar | None, form: AnswerForm = PLAIN) -> list[Job]:
         """Return a completion's jobs: for each prompt, its `n` answers next to each other."""
         prompts = self._prompts(request)
         scored = request.prompt_logprobs
@@ -104,17 +104,18 @@ class Converter:
             scored = max(request.logprobs, scored or 0)
         # A prompt can be scored without an answer; the engine always makes one token, which is then dropped.
         wanted = 1 if request.max_tokens == 0 and request.echo else request.max_tokens
+        if "max_tokens" not in request.model_fields_set:  # a default is no more than there is room for
+            wanted = min(wanted or 1, self._max_tokens(None, prompts, "max_tokens"))
         max_tokens = self._max_tokens(wanted, prompts, "max_tokens")
         params = self._params(request, grammar, max_tokens, request.logprobs, scored)
-        return self._jobs(request, prompts, params, _texts(request))
+        return self._jobs(request, prompts, params, _texts(request), form)
 
     def chat_text(self, fields: ChatFields, messages: Sequence[ChatMessage], choice: Choice) -> str:
         """Return a chat as the model reads it; what clients spelled of its control tokens is marked in it."""
         if not self.tokenizer.has_chat_template:
             raise HttpError(400, "This model has no chat template; send text to /v1/completions.", param="messages")
         turns = [_turn(message, index) for index, message in enumerate(messages)]
-        thinking = None if fields.thinking is None else fields.thinking.type == "enabled"
-        variables = self.dialect.switches(fields.reasoning_effort, thinking, fields.thinking_budget)
+        variables = self.dialect.switches(fields.reasoning_effort, fields.thinking, fields.thinking_budget)
         if fields.documents is not None:
             variables["documents"] = fields.documents
         variables |= fields.chat_template_kwargs or {}

@@ -98,21 +98,6 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def refuse_fields(values: object, cannot: Mapping[str, tuple[object, ...]], prefix: str = "") -> None:
-    """Raise for a field that asks for something this server does not do.
-
-    Args:
-        values: the JSON that came.
-        cannot: such fields, and for each the values that ask for nothing.
-        prefix: where in the request `values` stand.
-    """
-    if isinstance(values, dict):
-        for name, harmless in cannot.items():
-            if values.get(name) not in harmless:
-                field = prefix + name
-                raise HttpError(400, f"{field} is not supported by this server; leave it out.", param=field)
-
-
 def aborted() -> HttpError:
     """Return the end of an answer that its client called off."""
     return HttpError(499, "The answer was ended by a call of /abort_request.")

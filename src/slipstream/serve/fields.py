@@ -1,12 +1,14 @@
 """What becomes of request fields that this server does not act on: refused by name, or harmless to leave aside.
 
-Every field of OpenAI's, vLLM's and SGLang's chat and completion requests is declared in `protocol.py` (and works), or
-stands in one of the two tables here. A field in neither is unknown to all of them; it is left aside and logged.
+Every field of OpenAI's, Anthropic's, vLLM's and SGLang's requests is declared in the model of that request (and works),
+or stands in one of two tables: those here are for chats and completions, other APIs add theirs. A field in neither is
+unknown to all of them; it is left aside and logged.
 """
 
 import functools
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.serve.errors import HttpError
@@ -113,20 +115,43 @@ HARMLESS: dict[str, str] = {  # with why leaving it aside changes no answer
 }
 
 
-def refuse_others(values: Mapping[str, Any], declared: Collection[str]) -> None:
-    """Raise for a field that asks for something this server does not do; log, once, those that no server knows.
+@dataclass(frozen=True)
+class Others:
+    """The fields of a kind of request that do not work.
 
     Args:
-        values: the request's fields, whatever JSON came.
-        declared: the fields that work in this kind of request.
+        refused: with the values that ask for nothing.
+        harmless: with why leaving it aside changes no answer.
     """
-    for name, value in values.items():
-        if name in declared or name in HARMLESS:
-            continue
-        if name not in REFUSED:
-            _note(name[:_NAME_LENGTH])
-        elif value not in REFUSED[name]:
-            raise HttpError(400, f"{name} is not supported by this server; leave it out.", param=name)
+
+    refused: Mapping[str, tuple[object, ...]]
+    harmless: Mapping[str, str]
+
+    def and_also(self, refused: Mapping[str, tuple[object, ...]], harmless: Mapping[str, str]) -> "Others":
+        """Return these and more."""
+        return Others({**self.refused, **refused}, {**self.harmless, **harmless})
+
+    def check(self, values: Mapping[str, Any], declared: Collection[str], prefix: str = "") -> None:
+        """Raise for a field that asks for something this server does not do; log, once, those that no server knows.
+
+        Args:
+            values: the request's fields, whatever JSON came.
+            declared: the fields that work in this kind of request.
+            prefix: where in the request `values` stand.
+        """
+        for name, value in values.items():
+            if name in declared or name in self.harmless:
+                continue
+            if name not in self.refused:
+                _note(prefix + name[:_NAME_LENGTH])
+            elif value not in self.refused[name]:
+                raise HttpError(
+                    400, f"{prefix}{name} is not supported by this server; leave it out.", param=prefix + name
+                )
+
+
+OF_CHATS = Others(REFUSED, HARMLESS)
+"""Those of chats and completions."""
 
 
 @functools.lru_cache(maxsize=256)  # a client that makes names up fills neither memory nor, before the 257th, the log

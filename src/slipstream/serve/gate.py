@@ -25,6 +25,7 @@ _HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 _STATIC_PATHS = frozenset({"/", "/docs", "/openapi.json"})
 # They change what other requests find, and take no body: other servers' clients post nothing to them.
 _CACHE_PATHS = frozenset({"/flush_cache", "/reset_prefix_cache"})
+_CANCEL_PATH = re.compile(r"/v1/responses/[^/]+/cancel")
 _POLLED_PATHS = _HEALTH_PATHS | _STATIC_PATHS | {"/metrics", "/speculation"}
 _MAX_INCOMING = 64  # bodies of the largest size that may be half received at once
 _DRAIN_S = 2.0
@@ -102,7 +103,7 @@ class Gate:
             check_admin(self._config, headers)
         else:
             self._check_key(path, headers)
-        if path in _CACHE_PATHS:
+        if path in _CACHE_PATHS or _CANCEL_PATH.fullmatch(path):  # these have no body
             _check_no_page(headers)
         elif scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.engine.request import FinishReason
 from slipstream.serve.answers import Tally
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import HttpError, aborted, stopped, timed_out
@@ -27,6 +28,11 @@ _MANY_ENTRIES = 2000  # which take the event loop some ten milliseconds
 
 class Writer(Protocol):
     """Writes one request's answer in the form of its API; each of an answer's events is given to it once."""
+
+    @property
+    def tells_of_aborts(self) -> bool:
+        """Whether an answer that was called off has a form of its own; if not, it ends with an error."""
+        ...
 
     @property
     def streams(self) -> bool:
@@ -118,7 +124,9 @@ class Generator:
 
     def _abort(self, tickets: Sequence[Ticket]) -> int:
         for ticket in tickets:
-            ticket.deliver(0, aborted())
+            for index in range(len(ticket.jobs)):
+                ticket.add(index, StepEvent((), finish_reason=FinishReason.ABORT))
+            ticket.announce()
         return len(tickets)
 
     async def _gather(self, run: "_Run") -> Response:
@@ -161,7 +169,7 @@ class _Run:
         self.outcome = ""
         self._ticket = ticket
         self._keeps_events = keeps_events
-        self._num_open = len(ticket.jobs)
+        self._open = set(range(len(ticket.jobs)))
 
     @property
     def over(self) -> bool:
@@ -215,12 +223,17 @@ class _Run:
             if isinstance(event, HttpError):
                 self.outcome = "timeout" if event.status == 504 else f"error {event.status}"
                 raise event
+            if index not in self._open:  # it was over when it was called off, or is since then
+                continue
+            if event.finish_reason is FinishReason.ABORT and not self.writer.tells_of_aborts:
+                self.outcome = "aborted"
+                raise aborted()
             self.tallies[index].count(event)
             if self._keeps_events:
                 self.events[index].append(event)
             if event.finish_reason is not None:
-                self._num_open -= 1
-                self.outcome = "" if self._num_open else "finished"
+                self._open.remove(index)
+                self.outcome = "" if self._open else "finished"
             yield index, event
 
 

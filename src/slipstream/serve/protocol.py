@@ -5,12 +5,12 @@ absence. A list is given up at its first wrong element, and what a step of the e
 is limited in length.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from slipstream.serve.errors import HttpError
-from slipstream.serve.fields import refuse_others
+from slipstream.serve.fields import OF_CHATS, Others
 from slipstream.serve.structured import Part, Structured
 from slipstream.serve.tools.protocol import HistoryCalls, RawTools, Thinking
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
@@ -51,7 +51,21 @@ class StreamOptions(Part):
     continuous_usage_stats: bool = False
 
 
-class Generation(Structured):
+class Request(Part):
+    """The body of a request; its fields are those declared, and the others of its table."""
+
+    others: ClassVar[Others] = OF_CHATS
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_what_cannot_be_done(cls, values: Any) -> Any:  # whatever JSON came
+        """Refuse fields that ask for something this server does not do."""
+        if isinstance(values, dict):
+            cls.others.check(values, cls.model_fields)
+        return values
+
+
+class Generation(Request, Structured):
     """The fields chats and completions share."""
 
     model: Name | None = None
@@ -100,12 +114,10 @@ class Generation(Structured):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse_what_cannot_be_done(cls, values: Any) -> Any:  # whatever JSON came
-        """Refuse fields that ask for something this server does not do."""
-        if isinstance(values, dict):
-            refuse_others(values, cls.model_fields)
-            if values.get("stream_options") and not values.get("stream"):
-                raise HttpError(400, "stream_options needs stream to be true.", param="stream_options")
+    def streams_if_it_has_options(cls, values: Any) -> Any:  # whatever JSON came
+        """Refuse options of a stream where there is none."""
+        if isinstance(values, dict) and values.get("stream_options") and not values.get("stream"):
+            raise HttpError(400, "stream_options needs stream to be true.", param="stream_options")
         return values
 
 
@@ -178,13 +190,14 @@ class ChatRequest(ChatFields, Generation):
     stream_reasoning: bool = Field(default=True, description="False: a stream has what it thought in one piece.")
 
 
-class TokenizeRequest(ChatFields):
+class TokenizeRequest(ChatFields, Request):
     """The body of /tokenize: a text, or the messages of a chat."""
 
     model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
+    return_token_strs: bool = Field(default=False, description="Add the tokens as the vocabulary has them.")
 
     @model_validator(mode="after")
     def has_one_source(self) -> "TokenizeRequest":
@@ -194,7 +207,7 @@ class TokenizeRequest(ChatFields):
         return self
 
 
-class DetokenizeRequest(Part):
+class DetokenizeRequest(Request):
     """The body of /detokenize."""
 
     model: Name | None = None

@@ -17,6 +17,9 @@ from slipstream.serve.protocol import ChatRequest, CompletionRequest
 from slipstream.serve.structured import constraint_of
 from slipstream.serve.threads import Threads
 from slipstream.serve.ticket import Job
+from slipstream.serve.tools.form import PLAIN
+from slipstream.serve.tools.protocol import Choice
+from slipstream.serve.tools.reasoning import Opening
 from slipstream.serve.worker import EngineWorker
 
 
@@ -48,16 +51,26 @@ class Service:
         kind = (slipstream.__version__, self.config.model_name, self.engine.simulated_acceptance)
         return f"fp_{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}"
 
-    async def jobs(self, request: Request, body: ChatRequest | CompletionRequest) -> list[Job]:
-        """Return the answers a request asks for, whichever API it came by; raises HttpError that names the field."""
+    async def jobs(
+        self, request: Request, body: ChatRequest | CompletionRequest, inside_reasoning: bool = False
+    ) -> list[Job]:
+        """Return the answers a request asks for, whichever API it came by; raises HttpError that names the field.
+
+        Args:
+            inside_reasoning: a text to go on from ends inside the model's reasoning, if it reasons.
+        """
         self.converter.check(body)
         constraint = constraint_of(body)
         size = len(await request.body())
-        if isinstance(body, CompletionRequest):
-            grammar = await self.grammars.compile(constraint)
-            return await self.threads.run(size, lambda: self.converter.completion(body, grammar), _is_tokenized(body))
-        prompt = await self.threads.run(size, lambda: self.converter.prompt(body))
         dialect = self.converter.dialect
+        if isinstance(body, CompletionRequest):
+            begins: Opening = "inside" if inside_reasoning and dialect.reasoning is not None else "outside"
+            grammar = await self.grammars.compile(dialect.constraint(constraint, Choice(), begins))
+            form = PLAIN if begins == "outside" else dialect.form(Choice(), begins)
+            return await self.threads.run(
+                size, lambda: self.converter.completion(body, grammar, form), _is_tokenized(body)
+            )
+        prompt = await self.threads.run(size, lambda: self.converter.prompt(body))
         for schema in dialect.schemas(prompt.choice):
             await self.grammars.check(schema)
         grammar = await self.grammars.compile(dialect.constraint(constraint, prompt.choice, prompt.begins))

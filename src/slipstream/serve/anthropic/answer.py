@@ -29,6 +29,11 @@ class MessageWriter:
         self._num_blocks = 0
 
     @property
+    def tells_of_aborts(self) -> bool:
+        """Whether an answer that was called off has a form of its own; it ends with an error here."""
+        return False
+
+    @property
     def streams(self) -> bool:
         """Whether the answer goes out in parts."""
         return self._streams

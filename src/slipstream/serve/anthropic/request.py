@@ -1,23 +1,35 @@
 """What clients send to Anthropic's `/v1/messages`, and the same as a chat."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from slipstream.serve.body import checked
-from slipstream.serve.errors import HttpError, refuse_fields
-from slipstream.serve.protocol import MAX_MESSAGES, MAX_STOPS, ChatRequest, Count, Generation, Name, Stop, Text
+from slipstream.serve.errors import HttpError
+from slipstream.serve.fields import OF_CHATS, Others
+from slipstream.serve.protocol import MAX_MESSAGES, MAX_STOPS, ChatRequest, Count, Generation, Name, Request, Stop, Text
 from slipstream.serve.stream import Json
 from slipstream.serve.structured import Part, Schema
 
 _MAX_TOOLS = 1024
-_CANNOT: Mapping[str, tuple[object, ...]] = {
-    "container": (None,),
-    "mcp_servers": (None, []),
-    "context_management": (None, {}),
-}
+OTHERS = OF_CHATS.and_also(
+    refused={
+        "container": (None,),
+        "mcp_servers": (None, []),
+        "context_management": (None, {}),
+        "diagnostics": (None, {}),
+    },
+    harmless={
+        "betas": "features of Anthropic's own; what a request needs of them is a field of its own",
+        "cache_control": "prompts are cached without it; cache_salt keeps them apart",
+        "inference_geo": "there is one place",
+        "speed": "there is one speed",
+        "user_profile_id": "names a user to the API's owner",
+        "workspace_id": "names an account to the API's owner",
+    },
+)
 THEIRS = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens", "response_format": "output_config.format"}
 """Fields of a chat that have another name here, for messages."""
 
@@ -85,8 +97,10 @@ class OutputConfig(Part):
     effort: Annotated[str, Field(max_length=64)] | None = None
 
 
-class Prompt(Part):
+class Prompt(Request):
     """What tokens can be counted of: the body of /v1/messages/count_tokens."""
+
+    others: ClassVar[Others] = OTHERS
 
     model: Name | None = None
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -95,13 +109,7 @@ class Prompt(Part):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_what_cannot_be_done_here(cls, values: Any) -> Any:  # whatever JSON came
-        """Refuse fields that ask for something this server does not do."""
-        refuse_fields(values, _CANNOT)
-        return values
+    chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
 
 
 class MessagesRequest(Prompt, Generation):
@@ -115,6 +123,7 @@ class MessagesRequest(Prompt, Generation):
 def chat_of(body: Prompt) -> ChatRequest:
     """Return the request as a chat; raises HttpError."""
     fields: Json = {"messages": list(_messages(body)), **_of_tools(body), **_of_effort(body)}
+    fields["chat_template_kwargs"] = body.chat_template_kwargs
     # The answer goes on where the last turn ends, if that is the assistant's.
     if body.messages[-1].role == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -244,8 +253,7 @@ def _of_tools(body: Prompt) -> Json:
 def _of_effort(body: Prompt) -> Json:
     fields: Json = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
-        fields["thinking"] = {"type": body.thinking.type}
-        fields["thinking_budget"] = body.thinking.budget_tokens
+        fields["thinking"] = body.thinking.model_dump()
     if body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort
     return fields

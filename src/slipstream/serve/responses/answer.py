@@ -34,6 +34,11 @@ class ResponseWriter:
         self._num_events = 0
 
     @property
+    def tells_of_aborts(self) -> bool:
+        """Whether an answer that was called off has a form of its own; it ends with an error here."""
+        return False
+
+    @property
     def streams(self) -> bool:
         """Whether the answer goes out in parts."""
         return self._body.stream

@@ -1,26 +1,35 @@
 """What clients send to OpenAI's `/v1/responses`, and the same as a chat."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from slipstream.serve.body import checked
-from slipstream.serve.errors import HttpError, refuse_fields
+from slipstream.serve.errors import HttpError
+from slipstream.serve.fields import OF_CHATS, Others
 from slipstream.serve.protocol import MAX_MESSAGES, ChatRequest, Generation, Name, Text
 from slipstream.serve.responses.items import messages_of
 from slipstream.serve.stream import Json
 from slipstream.serve.structured import Part, Schema
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
 
-_CANNOT: Mapping[str, tuple[object, ...]] = {
-    "background": (None, False),
-    "conversation": (None,),
-    "prompt": (None,),
-    "context_management": (None, []),
-    "truncation": (None, "disabled"),
-    "max_tool_calls": (None,),
-}
+OTHERS = OF_CHATS.and_also(
+    refused={
+        "background": (None, False),
+        "conversation": (None,),
+        "prompt": (None,),
+        "context_management": (None, []),
+        "truncation": (None, "disabled"),
+        "max_tool_calls": (None,),
+        "enable_response_messages": (None, False),
+        "previous_input_messages": (None, []),
+    },
+    harmless={
+        "access_programs": "the API owner's own; there are no such programs here",
+        "image": "no image is made, and a tool that would make one is refused",
+    },
+)
 _LOGPROBS = "message.output_text.logprobs"
 # Neither changes an answer here: nothing is encrypted, and there are no tools of the server's.
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "web_search_call.results")
@@ -60,6 +69,8 @@ class Reasoning(Part):
 class ResponsesRequest(Generation):
     """The body of /v1/responses; the sampling fields of chats work here, too."""
 
+    others: ClassVar[Others] = OTHERS
+
     input: Text | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]  # foreign JSON
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -75,13 +86,6 @@ class ResponsesRequest(Generation):
     metadata: dict[str, str] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_what_cannot_be_done_here(cls, values: Any) -> Any:  # whatever JSON came
-        """Refuse fields that ask for something this server does not do."""
-        refuse_fields(values, _CANNOT)
-        return values
 
     @property
     def logprobs(self) -> int | None:

@@ -24,7 +24,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         """Answer as OpenAI's Responses API does."""
         caller = request.state.caller
         before = body.previous_response_id
-        history = [] if before is None else store.get(caller, before, "previous_response_id").messages
+        history = [] if before is None else store.before(caller, before).messages
         try:
             jobs = await service.jobs(request, body.chat(history))
         except HttpError as error:
@@ -65,10 +65,11 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses/{response_id}/cancel", tags=["generation"])
     async def cancel(response_id: str, request: Request) -> Json:
-        """End a response that is under way; one that is over stays as it is."""
+        """End a response that is under way; one that is over cannot be ended."""
         if service.generator.abort(request.state.caller, response_id):
             return {"id": response_id, "object": "response", "status": "cancelled"}
-        return store.get(request.state.caller, response_id).response
+        store.get(request.state.caller, response_id)
+        raise HttpError(400, "Cannot cancel a synchronous response. This one is over.", param="response_id")
 
 
 def _input_items(body: ResponsesRequest) -> list[Json]:

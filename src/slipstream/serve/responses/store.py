@@ -44,17 +44,28 @@ class ResponseStore:
                 _, oldest = self._stored.popitem(last=False)
                 self._num_bytes -= oldest.num_bytes
 
-    def get(self, caller: str, response_id: str, field: str | None = None) -> Stored:
+    def get(self, caller: str, response_id: str) -> Stored:
         """Return a caller's response; raises HttpError if there is none (any more)."""
-        found = self._stored.get(response_id)
-        if found is None or found.caller != caller:
-            raise HttpError(
-                404,
-                f"There is no response {response_id[:128]!r}; this server keeps the latest {self.max_responses} that "
-                "were not sent with store false, until it ends.",
-                param=field,
-            )
+        found = self._find(caller, response_id)
+        if found is None:
+            raise HttpError(404, f"Response with id {response_id[:128]!r} not found. {self._kept}")
         return found
+
+    def before(self, caller: str, response_id: str) -> Stored:
+        """Return the response that another one goes on from; a wrong id is a mistake in the request, as with OpenAI."""
+        found = self._find(caller, response_id)
+        if found is None:
+            said = f"Previous response with id {response_id[:128]!r} not found. {self._kept}"
+            raise HttpError(400, said, param="previous_response_id", code="previous_response_not_found")
+        return found
+
+    @property
+    def _kept(self) -> str:
+        return f"This server keeps the latest {self.max_responses} that were not sent with store false, until it ends."
+
+    def _find(self, caller: str, response_id: str) -> Stored | None:
+        found = self._stored.get(response_id)
+        return None if found is None or found.caller != caller else found
 
     def remove(self, caller: str, response_id: str) -> None:
         """Forget a caller's response; raises HttpError if there is none."""

@@ -8,10 +8,11 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.output import TokenLogprob
 from slipstream.engine.request import FinishReason
 from slipstream.serve.answers import Tally, stopped_by
-from slipstream.serve.errors import HttpError
+from slipstream.serve.errors import HttpError, aborted
 from slipstream.serve.sglang.request import GenerateRequest
 from slipstream.serve.stream import DONE, Json, server_sent_event
 from slipstream.serve.ticket import StepEvent
+from slipstream.serve.tools.form import without_marks
 
 Entry = tuple[float | None, int, str | None]
 
@@ -42,12 +43,20 @@ class GenerateWriter:
         self._events: list[list[StepEvent]] = [[] for _ in asked]
 
     @property
+    def tells_of_aborts(self) -> bool:
+        """Whether an answer that was called off has a form of its own: how far it came, and that it was."""
+        return True
+
+    @property
     def streams(self) -> bool:
         """Whether the answer goes out in parts."""
         return bool(self._body.stream)
 
     def whole(self, tallies: Sequence[Tally], events: Sequence[Sequence[StepEvent]]) -> Json | list[Json]:
         """Return an answer that is not streamed: a list where several were asked for."""
+        for tally, own in zip(tallies, events, strict=True):
+            for event in own:
+                tally.read(event)
         answers = [
             self._answer(asked, tally, own) for asked, tally, own in zip(self._asked, tallies, events, strict=True)
         ]
@@ -57,6 +66,7 @@ class GenerateWriter:
         """Return an answer so far; with several it says which one it is."""
         own = self._events[index]
         own.append(event)
+        tallies[index].read(event)
         answer = self._answer(self._asked[index], tallies[index], own)
         return server_sent_event(answer | ({"index": index} if self._is_list else {}))
 
@@ -80,6 +90,7 @@ class GenerateWriter:
             "prompt_tokens": len(tally.job.prompt),
             "completion_tokens": len(tokens),
             "cached_tokens": tally.num_cached,
+            "reasoning_tokens": tally.num_reasoning,
             "e2e_latency": time.monotonic() - self._started,
         }
         if (stats := events[-1].stats) is not None and stats.drafted:
@@ -96,7 +107,7 @@ class GenerateWriter:
                 meta["output_top_logprobs"] = [self._top(token.logprob) for token in tokens if token.logprob]
                 meta["input_top_logprobs"] = [None if one is None else self._top(one) for _, one in scored]
         answer: Json = {
-            "text": "" if asked.drop_answer else "".join(event.text for event in events),
+            "text": "" if asked.drop_answer else without_marks("".join(event.text for event in events)),
             "output_ids": [token.token_id for token in tokens],
             "meta_info": meta,
         }
@@ -107,6 +118,8 @@ class GenerateWriter:
     def _finish(self, asked: Asked, tally: Tally, last: StepEvent) -> Json | None:
         if last.finish_reason is None:
             return None
+        if last.finish_reason is FinishReason.ABORT:
+            return {"type": "abort", "message": str(aborted()), "status_code": None, "err_type": None}
         if last.finish_reason is FinishReason.LENGTH:
             return {"type": "length", "length": 0 if asked.drop_answer else tally.num_tokens}
         return {"type": "stop", "matched": stopped_by(tally.job, last, self._tokenizer.eos_token_ids)}

@@ -1,11 +1,12 @@
 """What clients send to SGLang's `/generate`, and the same as completions."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, model_validator
 
-from slipstream.serve.errors import HttpError, refuse_fields
+from slipstream.serve.errors import HttpError
+from slipstream.serve.fields import Others
 from slipstream.serve.protocol import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
@@ -13,10 +14,12 @@ from slipstream.serve.protocol import (
     CompletionRequest,
     Count,
     Penalty,
+    Request,
     Stop,
     Text,
     TokenId,
 )
+from slipstream.serve.sglang.fields import OF_GENERATE, OF_SAMPLING
 from slipstream.serve.structured import Part, Schema, Source
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
 
@@ -27,29 +30,6 @@ TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 _MAX_PROMPTS = 1 << 14
 MAX_REPEATED = 1 << 12
 """Log probabilities of a streamed answer, all of which each of its events repeats."""
-
-_CANNOT: Mapping[str, tuple[object, ...]] = {
-    "input_embeds": (None,),
-    "image_data": (None, []),
-    "video_data": (None, []),
-    "audio_data": (None, []),
-    "token_ids_logprob": (None,),
-    "return_hidden_states": (None, False),
-    "return_routed_experts": (None, False),
-    "return_sampling_mask": (None, False),
-    "return_flat_raw_top_logprobs": (None, False),
-    "return_entropy": (None, False),
-    "session_params": (None,),
-    "lora_path": (None,),
-    "custom_logit_processor": (None,),
-    "max_thinking_tokens": (None,),
-}
-_CANNOT_SAMPLE: Mapping[str, tuple[object, ...]] = {
-    "stop_regex": (None, [], ""),
-    "structural_tag": (None, ""),
-    "no_stop_trim": (None, False),
-    "custom_params": (None, {}),
-}
 
 _OURS = {
     "max_new_tokens": "max_tokens",
@@ -84,17 +64,22 @@ class Sampling(Part):
     skip_special_tokens: bool | None = True
     logit_bias: Biases | None = None
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    no_stop_trim: bool | None = False
 
     @model_validator(mode="before")
     @classmethod
-    def refuse_what_cannot_be_done(cls, values: Any) -> Any:  # whatever JSON came
-        """Refuse fields that ask for something this server does not do."""
-        refuse_fields(values, _CANNOT_SAMPLE, "sampling_params.")
-        return values
+    def leave_out_nulls(cls, values: Any) -> Any:  # whatever JSON came
+        """Drop nulls, and refuse what cannot be done; a null for max_new_tokens is SGLang's word for no limit."""
+        if not isinstance(values, dict):
+            return values
+        OF_SAMPLING.check(values, cls.model_fields, "sampling_params.")
+        return {k: v for k, v in values.items() if v is not None or k == "max_new_tokens"}
 
 
-class GenerateRequest(Part):
+class GenerateRequest(Request):
     """The body of /generate: one prompt, or several; then most fields may be lists, one value for each."""
+
+    others: ClassVar[Others] = OF_GENERATE
 
     text: Text | Annotated[list[Text], Field(fail_fast=True, max_length=_MAX_PROMPTS)] | None = None
     input_ids: (
@@ -114,13 +99,9 @@ class GenerateRequest(Part):
     return_prompt_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     extra_key: Annotated[str, Field(max_length=1024)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_what_cannot_be_done(cls, values: Any) -> Any:  # whatever JSON came
-        """Refuse fields that ask for something this server does not do."""
-        refuse_fields(values, _CANNOT)
-        return values
+    require_reasoning: bool | None = Field(
+        default=False, description="The prompt ends inside the model's reasoning: a form holds after it."
+    )
 
     @model_validator(mode="after")
     def has_one_source(self) -> "GenerateRequest":
@@ -168,7 +149,11 @@ class GenerateRequest(Part):
                 f"{MAX_REPEATED} in all. Ask for fewer tokens (max_new_tokens), or leave stream out.",
                 param="return_logprob",
             )
+        names = {"prompt", "logprobs", "prompt_logprobs", "cache_salt", *given}
+        if "max_new_tokens" not in sampling.model_fields_set:
+            names.discard("max_tokens")
         request = CompletionRequest.model_construct(
+            names,
             prompt=prompt,
             logprobs=logprobs,
             prompt_logprobs=scored,

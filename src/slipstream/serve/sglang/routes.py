@@ -28,7 +28,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         names = _names(body, len(completions), request.state.request_id)
         for name, completion, start in zip(names, completions, _starts(body, completions), strict=True):
             try:
-                own = await service.jobs(request, completion)
+                own = await service.jobs(request, completion, bool(body.require_reasoning))
             except HttpError as error:
                 raise error.renamed(THEIRS, "sampling_params.") from error
             jobs += own

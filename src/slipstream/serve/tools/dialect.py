@@ -13,7 +13,7 @@ from slipstream.serve.tools.call_arguments import prepared
 from slipstream.serve.tools.call_grammar import CallGrammar, thought
 from slipstream.serve.tools.families import Family, reasoning_family, tool_family
 from slipstream.serve.tools.form import AnswerForm
-from slipstream.serve.tools.protocol import Choice
+from slipstream.serve.tools.protocol import Choice, Thinking
 from slipstream.serve.tools.reasoning import END, START, Opening, Reasoning, opening
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -93,25 +93,28 @@ class Dialect:
             if tool.parameters is not None and (choice.mode == "required" or (choice.mode == "auto" and tool.strict))
         ]
 
-    def switches(self, effort: str | None, thinking: bool | None, budget: int | None) -> dict[str, Any]:
-        """Return the template's variables that reasoning is asked for with; raises HttpError where it has none."""
+    def switches(self, effort: str | None, thinking: Thinking | None, budget: int | None) -> dict[str, Any]:
+        """Return the template's variables that reasoning is asked for with.
+
+        Clients send an effort to every model, and Anthropic's a budget: where the template has no switch they are
+        hints that are left aside. Not to think at all is no hint: a model that does anyway makes it an HttpError.
+        """
         found: dict[str, Any] = {}
-        if effort is not None:
-            if "reasoning_effort" in self.variables:
-                found["reasoning_effort"] = effort
-            elif not any(name in self.variables for name in _SWITCHES):
-                raise _no_switch("reasoning_effort")
-            thinking = effort != "none" if thinking is None else thinking
-        if thinking is not None:
-            named = [name for name in _SWITCHES if name in self.variables]
-            if not named and not found and thinking is False:
-                raise _no_switch("thinking")
-            found |= dict.fromkeys(named, thinking)
-        if budget is not None:
-            if "thinking_budget" not in self.variables:
-                raise _no_switch("thinking_budget")
-            found["thinking_budget"] = budget
-        return found
+        wanted = None if thinking is None else thinking.type == "enabled"
+        field = "thinking"
+        if effort is not None and "reasoning_effort" in self.variables:
+            found["reasoning_effort"] = effort
+        if effort is not None and wanted is None:
+            wanted, field = effort != "none", "reasoning_effort"
+        named = [name for name in _SWITCHES if name in self.variables] if wanted is not None else []
+        if wanted is False and not named and not found and self.reasoning is not None:
+            raise _no_switch(field)
+        found |= dict.fromkeys(named, wanted)
+        if budget is not None and "thinking_budget" not in self.variables:
+            raise _no_switch("thinking_budget")
+        if budget is None and thinking is not None and "thinking_budget" in self.variables:
+            budget = thinking.budget_tokens
+        return found if budget is None else {**found, "thinking_budget": budget}
 
 
 def _reasoning_markers(reasoning: Reasoning | None) -> tuple[str, ...]:

@@ -59,9 +59,10 @@ HistoryCalls = Annotated[list[HistoryCall], Field(fail_fast=True, max_length=MAX
 
 
 class Thinking(Part):
-    """Kimi's and DeepSeek's switch."""
+    """Kimi's and DeepSeek's switch; Anthropic's has a budget, for templates that know one."""
 
     type: Literal["enabled", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
 @dataclass(frozen=True)
