@@ -34,10 +34,15 @@ TEST_S = 120
 
 @dataclass(frozen=True)
 class Expected:
-    """Tests that fail, and why."""
+    """Tests that fail, and why.
+
+    Args:
+        may_pass: whether they do depends on what is sampled, or on how busy the machine is.
+    """
 
     why: str
     patterns: tuple[str, ...]
+    may_pass: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def read_expected(suite: str) -> list[Expected]:
     if not file.exists():
         return []
     tables = tomllib.loads(file.read_text(encoding="utf-8"))["failures"]
-    return [Expected(table["why"], tuple(table["tests"])) for table in tables]
+    return [Expected(table["why"], tuple(table["tests"]), table.get("may_pass", False)) for table in tables]
 
 
 def compare(outcomes: dict[str, dict[str, str]], expected: list[Expected]) -> Verdict:
@@ -85,7 +90,7 @@ def compare(outcomes: dict[str, dict[str, str]], expected: list[Expected]) -> Ve
         else:
             unexplained[name] = said.splitlines()[0] if said else ""
     kinds = Counter(outcome["outcome"] for outcome in outcomes.values())
-    patterns = [pattern for one in expected for pattern in one.patterns]
+    patterns = [pattern for one in expected for pattern in one.patterns if not one.may_pass]
     idle = tuple(pattern for pattern in patterns if pattern not in met)
     return Verdict(kinds["passed"], kinds["skipped"], explained, unexplained, idle)
 
@@ -120,7 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "peers", help="where outcomes and logs go")
     parser.add_argument("--resume", action="store_true", help="leave out files that have outcomes there")
     parser.add_argument("tests", nargs="*", help="instead of the suite's own files")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     suite = SUITES[given.suite]
     work = given.out.resolve() / suite.name
     work.mkdir(parents=True, exist_ok=True)

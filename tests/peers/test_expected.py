@@ -18,6 +18,7 @@ def test_failures_are_held_against_the_list():
     assert verdict.explained == {"no adapters": 1}
     assert verdict.unexplained == {"tests/a.py::test_new": "wrong"}
     assert verdict.idle == ("a.py::test_gone",)
+    assert compare(OUTCOMES, [*expected, Expected("it depends", ("test_fine",), may_pass=True)]).idle == verdict.idle
     assert "UNEXPLAINED tests/a.py::test_new" in verdict.summary
 
 

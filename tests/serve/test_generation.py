@@ -46,7 +46,8 @@ def test_a_chat_renders_the_template_and_answers_as_the_assistant(client, server
     answer = client.post("/v1/chat/completions", json={**CHAT, "temperature": 0.5}).json()
     text, _ = offline(server, "u:hello\na:", SamplingParams(max_tokens=24, temperature=0.5), 7)
     assert answer["object"] == "chat.completion"
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+    said = {"role": "assistant", "content": text, "refusal": None, "reasoning_content": None}
+    assert answer["choices"][0]["message"] == said
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -58,7 +59,7 @@ def test_a_stream_joined_is_the_whole_answer(client, path):
     if path == "/v1/completions":
         assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     else:
-        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert choices[0]["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
         joined = "".join(choice["delta"].get("content", "") for choice in choices)
         assert joined == whole["choices"][0]["message"]["content"]
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)

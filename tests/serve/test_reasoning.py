@@ -61,7 +61,7 @@ def test_tokens_of_reasoning_are_counted_up_to_its_end(client, server, thinks):
 def test_reasoning_that_is_not_told_apart_stands_in_the_text(client, thinks):
     apart = asked(client, **thinks)["choices"][0]["message"]
     together = asked(client, **thinks, separate_reasoning=False)["choices"][0]["message"]
-    assert "reasoning_content" not in together
+    assert together["reasoning_content"] is None
     assert together["content"] == apart["reasoning_content"] + END + apart["content"]
     streamed = deltas(client, **thinks, separate_reasoning=False)
     assert "".join(delta.get("content") or "" for delta in streamed) == together["content"]

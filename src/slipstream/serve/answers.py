@@ -369,7 +369,8 @@ def _without(usage: Json, num_tokens: int) -> Json:
 
 def _opening(index: int) -> Json:
     """Return the first choice of a chat's stream, which names the role."""
-    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    delta = {"role": "assistant", **_NOTHING_MORE, "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _finish(reason: FinishReason | None, called: bool) -> str:

@@ -17,14 +17,13 @@ Json = dict[str, Any]
 
 
 def message_json(message: Message, with_reasoning: bool = True) -> Json:
-    """Return a whole answer; beside calls, no text is null."""
+    """Return a whole answer; beside calls, no text is null, and no reasoning always is: SGLang's clients read both."""
     body: Json = {
         "role": "assistant",
         "content": message.content or (None if message.calls else ""),
         "refusal": None,
+        "reasoning_content": (message.reasoning or None) if with_reasoning else None,
     }
-    if message.reasoning and with_reasoning:
-        body["reasoning_content"] = message.reasoning
     if message.calls:
         body["tool_calls"] = [_call(call) for call in message.calls]
     return body
