@@ -22,7 +22,7 @@ A field on none of these lists is unknown to all of them: it is ignored, and the
 _HINTS = """
 `reasoning_effort`, Responses' `reasoning.effort` and the budget of `thinking` (`budget_tokens`) set the template's
 switches; where a template has none they are hints that are left aside. Not to think at all (`none`, `disabled`) is a
-400 for a model that thinks and has no switch."""
+400 where the template opens the reasoning nevertheless."""
 
 
 def page() -> str:

@@ -1,6 +1,7 @@
 """Which of other projects' tests are run against our server, with what, and from where."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,7 @@ SGLANG_VERSION = "0.5.23"  # of the package; the tests come from a checkout
 _TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "openai", "anthropic", "jsonschema", "requests", "httpx")
 
 
+_ARGUMENT = re.compile(r"def test_\w+\([^)]*\b(client|server)\b")  # as every conftest.py of theirs names it
 KIMI = Client("peers-kimi", _TEST_TOOLS)
 
 
@@ -106,14 +108,16 @@ def source_of(suite: Suite, given: Path | None, work: Path) -> Path:
 
 
 def files_of(suite: Suite, source: Path) -> list[str]:
-    """Return a suite's files that start a server, themselves or in a conftest.py beside them."""
+    """Return a suite's files that start a server, or have one as an argument from a conftest.py beside them."""
     found: list[str] = []
     for place in suite.tests:
         folder = source / place
         for file in sorted(folder.rglob("test_*.py")) if folder.is_dir() else [folder]:
             name = file.relative_to(source).as_posix()
-            texts = [file, *file.parent.glob("conftest.py"), *file.parent.parent.glob("conftest.py")]
-            starts = any(suite.launcher in text.read_text(encoding="utf-8") for text in texts)
+            own = file.read_text(encoding="utf-8")
+            beside = [*file.parent.glob("conftest.py"), *file.parent.parent.glob("conftest.py")]
+            given = any(suite.launcher in conftest.read_text(encoding="utf-8") for conftest in beside)
+            starts = suite.launcher in own or (given and _ARGUMENT.search(own) is not None)
             if starts and not name.startswith(suite.ignored):
                 found.append(name)
     return found

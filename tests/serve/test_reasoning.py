@@ -104,6 +104,13 @@ def test_how_much_to_think_is_nothing_to_a_model_that_does_not(path, body):
         assert client.post(path, json={**body, "max_tokens": 2}).status_code == 200
 
 
+def test_log_probabilities_of_text_that_was_held_back_come_with_it(client):
+    body = {"input": USER, "max_output_tokens": 20, "seed": 1, "include": ["message.output_text.logprobs"]}
+    response = client.post("/v1/responses", json=body).json()
+    (part,) = response["output"][0]["content"]
+    assert len(part["logprobs"]) == response["usage"]["output_tokens"] == 20
+
+
 def test_a_model_that_cannot_but_think_refuses_not_to():
     tokenizer = byte_tokenizer(CHATML.replace("{{ opening }}", "<think>"), ("<think>", END))
     with running(tokenizer) as server, server.client() as client:

@@ -84,7 +84,9 @@ class Converter:
         text = self.chat_text(request, request.messages, choice)
         given, _ = _wanted_tokens(request)
         tokens = self._cut(self.encode(text, False, self._limit(request), "messages"), request, given)
-        return ChatPrompt(tokens, choice, self.dialect.opening(text))
+        begins = self.dialect.opening(text)
+        self.dialect.check_thinking(request.reasoning_effort, request.thinking, begins)
+        return ChatPrompt(tokens, choice, begins)
 
     def chat(self, request: ChatRequest, prompt: "ChatPrompt", grammar: Grammar | None) -> list[Job]:
         """Return a chat's jobs, one for each of its `n` answers."""

@@ -31,6 +31,7 @@ class ResponseWriter:
         self._scores = None if body.logprobs is None else LogprobWriter(tokenizer, as_ids=False)
         self._finished = finished
         self._output = Output()
+        self._scored: list[Json] = []
         self._num_events = 0
 
     @property
@@ -79,12 +80,11 @@ class ResponseWriter:
         return server_sent_event(numbered, event["type"])
 
     def _events(self, tally: Tally, event: StepEvent) -> Iterator[Json]:
-        read = tally.read(event)
-        scored: Sequence[Json] = () if self._scores is None else self._scores.chat(event.tokens)["content"]
-        for one in read:
-            yield from self._output.take(one, scored)
-            if isinstance(one, ContentDelta):
-                scored = ()
+        if self._scores is not None:
+            self._scored += self._scores.chat(event.tokens)["content"]
+        for one in tally.read(event):
+            yield from self._output.take(one, self._scored if isinstance(one, ContentDelta) else ())
+            self._scored = []  # text may have been held back for some steps; what others say has none
         if event.finish_reason is not None:
             cut = event.finish_reason is FinishReason.LENGTH
             yield from self._output.close("incomplete" if cut else "completed")

@@ -55,6 +55,14 @@ class Dialect:
         """Return how an answer to a prompt begins."""
         return "outside" if self.reasoning is None else opening(prompt, self.reasoning)
 
+    def check_thinking(self, effort: str | None, thinking: Thinking | None, begins: Opening) -> None:
+        """Raise where a client wants no reasoning (which is no hint), and the template has opened it nevertheless."""
+        if begins == "inside":
+            if thinking is not None and thinking.type == "disabled":
+                raise _no_switch("thinking")
+            if thinking is None and effort == "none":
+                raise _no_switch("reasoning_effort")
+
     def form(self, choice: Choice, begins: Opening, separate: bool = True) -> AnswerForm:
         """Return how an answer is to be read.
 
@@ -97,19 +105,14 @@ class Dialect:
         """Return the template's variables that reasoning is asked for with.
 
         Clients send an effort to every model, and Anthropic's a budget: where the template has no switch they are
-        hints that are left aside. Not to think at all is no hint: a model that does anyway makes it an HttpError.
+        hints that are left aside.
         """
         found: dict[str, Any] = {}
-        wanted = None if thinking is None else thinking.type == "enabled"
-        field = "thinking"
         if effort is not None and "reasoning_effort" in self.variables:
             found["reasoning_effort"] = effort
-        if effort is not None and wanted is None:
-            wanted, field = effort != "none", "reasoning_effort"
-        named = [name for name in _SWITCHES if name in self.variables] if wanted is not None else []
-        if wanted is False and not named and not found and self.reasoning is not None:
-            raise _no_switch(field)
-        found |= dict.fromkeys(named, wanted)
+        if effort is not None or thinking is not None:
+            wanted = effort != "none" if thinking is None else thinking.type == "enabled"
+            found |= {name: wanted for name in _SWITCHES if name in self.variables}
         if budget is not None and "thinking_budget" not in self.variables:
             raise _no_switch("thinking_budget")
         if budget is None and thinking is not None and "thinking_budget" in self.variables:
