@@ -156,3 +156,21 @@ def test_a_response_with_a_call_is_gone_on_from_with_its_result(client):
     second = asked(client, "/v1/responses", input=result, **more)
     assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
     assert second["previous_response_id"] == first["id"]
+
+
+def test_functions_of_a_namespace_are_called_by_it(client):
+    group = {"type": "namespace", "name": "sky", "description": "-", "tools": RESPONSE["tools"]}
+    asks = {**RESPONSE, "tools": [group], "input": "How warm?"}
+    first = asked(client, "/v1/responses", **asks)
+    (call,) = first["output"]
+    assert (call["namespace"], call["name"]) == ("sky", "weather")
+    done = [event["item"] for event in streamed(client, "/v1/responses", **asks) if event["type"].endswith("item.done")]
+    assert [(item["namespace"], item["name"]) for item in done] == [("sky", "weather")]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": RESULT}
+    history = [{"role": "user", "content": "How warm?"}, call, result]
+    more = {"max_tokens": 2, "tool_choice": "auto"}
+    kept = asked(client, "/v1/responses", **{**asks, **more, "input": [result], "previous_response_id": first["id"]})
+    sent = asked(client, "/v1/responses", **{**asks, **more, "input": history})
+    assert kept["usage"]["input_tokens"] == sent["usage"]["input_tokens"]
+    wrong = {**asks, "tools": [{**group, "tools": [{"type": "custom", "name": "x"}]}]}
+    assert client.post("/v1/responses", json=wrong).json()["error"]["param"] == "tools[0].tools[0]"

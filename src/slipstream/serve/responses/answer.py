@@ -7,6 +7,7 @@ from slipstream.engine.request import FinishReason
 from slipstream.serve.answers import Tally
 from slipstream.serve.errors import HttpError
 from slipstream.serve.logprobs import LogprobWriter
+from slipstream.serve.responses.namespaces import grouped_names
 from slipstream.serve.responses.output import Output
 from slipstream.serve.responses.request import ResponsesRequest
 from slipstream.serve.stream import Json, server_sent_event
@@ -30,7 +31,7 @@ class ResponseWriter:
         self._head = head
         self._scores = None if body.logprobs is None else LogprobWriter(tokenizer, as_ids=False)
         self._finished = finished
-        self._output = Output()
+        self._output = Output(grouped_names(body.tools or ()))
         self._scored: list[Json] = []
         self._num_events = 0
 

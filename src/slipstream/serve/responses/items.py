@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.serve.errors import HttpError
+from slipstream.serve.responses.namespaces import flat_name
 from slipstream.serve.stream import Json
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -23,7 +24,8 @@ def messages_of(items: str | Sequence[Json], field: str = "input") -> list[Json]
         if kind == "message":
             _add_message(messages, item, where)
         elif kind == "function_call":
-            function = {"name": _needed(item, "name", where), "arguments": _needed(item, "arguments", where)}
+            name = flat_name(item.get("namespace"), _needed(item, "name", where))
+            function = {"name": name, "arguments": _needed(item, "arguments", where)}
             call = {"id": _needed(item, "call_id", where), "type": "function", "function": function}
             _open_turn(messages).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":

@@ -1,7 +1,7 @@
 """An answer as a response's output items, and the events that a stream tells them by."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from slipstream.serve.stream import Json
 from slipstream.serve.tools.events import AnswerEvent, ArgumentsDelta, CallBegin, CallEnd, ContentDelta, ReasoningDelta
@@ -13,8 +13,14 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 class Output:
     """The items of one answer, as far as it goes; each step's events are told once."""
 
-    def __init__(self) -> None:
+    def __init__(self, grouped: Mapping[str, tuple[str, str]]) -> None:
+        """Begin with no items.
+
+        Args:
+            grouped: namespace and name of the functions that have one, by what a chat calls them.
+        """
         self.items: list[Json] = []
+        self._grouped = grouped
         self._open: Json | None = None
 
     def take(self, event: AnswerEvent, logprobs: Sequence[Json] = ()) -> Iterator[Json]:
@@ -27,7 +33,9 @@ class Output:
             yield self._text(event.text, "reasoning_text")
         elif isinstance(event, CallBegin):
             yield from self.close()
-            yield from self._in("function_call", call_id=event.call_id, name=event.name, arguments="")
+            namespace, name = self._grouped.get(event.name, (None, event.name))
+            named = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+            yield from self._in("function_call", call_id=event.call_id, **named, arguments="")
         elif isinstance(event, ArgumentsDelta):
             assert self._open is not None, "a call has begun"
             self._open["arguments"] += event.text

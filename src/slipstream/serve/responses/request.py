@@ -10,6 +10,7 @@ from slipstream.serve.errors import HttpError
 from slipstream.serve.fields import OF_CHATS, Others
 from slipstream.serve.protocol import MAX_MESSAGES, ChatRequest, Generation, Name, Text
 from slipstream.serve.responses.items import messages_of
+from slipstream.serve.responses.namespaces import chat_tools
 from slipstream.serve.stream import Json
 from slipstream.serve.structured import Part, Schema
 from slipstream.speculation.sampling import MAX_TOP_LOGPROBS
@@ -110,7 +111,7 @@ class ResponsesRequest(Generation):
             **{name: getattr(self, name) for name in Generation.model_fields if name in self.model_fields_set},
             "messages": [*system, *history, *messages_of(self.input)],
             "max_completion_tokens": self.max_output_tokens,
-            "tools": None if not self.tools else [_tool(tool, at) for at, tool in enumerate(self.tools)],
+            "tools": chat_tools(self.tools) if self.tools else None,
             "tool_choice": self.tool_choice if self.tools else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -131,16 +132,3 @@ def _form(text: TextOptions | None) -> Json:
     if wanted.schema_ is None:
         raise HttpError(400, "text.format of type json_schema needs a schema.", param="text.format.schema")
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}}
-
-
-def _tool(tool: Json, at: int) -> Json:
-    """Return a function in the form chats have it: its fields in an object of their own."""
-    kind = tool.get("type")
-    if kind != "function":
-        raise HttpError(
-            400,
-            f"tools[{at}].type is {str(kind)[:64]!r}; this server has no tools of its own; send functions.",
-            param=f"tools[{at}].type",
-        )
-    own = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
-    return {"type": "function", "function": tool.get("function", own)}
