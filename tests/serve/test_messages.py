@@ -50,6 +50,15 @@ def test_a_stream_joined_is_the_whole_message(client):
     assert found[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
+def test_tokens_from_the_cache_are_counted_apart_from_a_streams_beginning_on(client):
+    counted = client.post("/v1/messages/count_tokens", json={"messages": ASK["messages"]}).json()["input_tokens"]
+    for _ in range(2):
+        found = events(client.post("/v1/messages", json={**ASK, "stream": True}))
+    for usage in (found[0]["message"]["usage"], found[-2]["usage"]):
+        assert usage["cache_read_input_tokens"] > 0
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
+
+
 def test_blocks_are_read_as_turns_and_results(client):
     blocks = [
         {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},

@@ -173,11 +173,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
         def answer() -> JSONResponse:
             if body.messages is None:
-                ids = converter.encode(body.prompt or "", body.add_special_tokens, MAX_TOKENIZED, "prompt")
+                ids = converter.encode(body.prompt or "", body.add_special_tokens is not False, MAX_TOKENIZED, "prompt")
             else:
                 choice = choice_of(body.tools, body.tool_choice, body.parallel_tool_calls)
                 text = converter.chat_text(body, body.messages, choice)
-                ids = converter.encode(text, False, MAX_TOKENIZED, "messages")
+                ids = converter.encode(text, body.add_special_tokens is True, MAX_TOKENIZED, "messages")
             found: Json = {"tokens": ids, "count": len(ids), "max_model_len": engine.config.max_context}
             if body.return_token_strs:
                 found["token_strs"] = [tokenizer.entry(token) for token in ids]

@@ -148,7 +148,10 @@ class Converter:
                 if len(self.tokenizer.encode(text[:size], False)) > plenty:
                     raise self._too_long(field, f"more than {plenty}", limit)
                 size *= 4
-            ids = self.tokenizer.spelled.encode(text) if mark_in(text) else self.tokenizer.encode(text, add_special)
+            if mark_in(text):
+                ids = [*self.tokenizer.encode("", add_special), *self.tokenizer.spelled.encode(text)]
+            else:
+                ids = self.tokenizer.encode(text, add_special)
         except RequestError as error:
             raise HttpError(400, f"{field}: {error}", param=field) from error
         if len(ids) > limit:

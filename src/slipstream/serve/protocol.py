@@ -196,7 +196,7 @@ class TokenizeRequest(ChatFields, Request):
     model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = Field(default=None, description="By default for a text; templates write them.")
     return_token_strs: bool = Field(default=False, description="Add the tokens as the vocabulary has them.")
 
     @model_validator(mode="after")
