@@ -4,12 +4,13 @@
     python -m tests.peers.run sglang --source CHECKOUT
 
 Every failure must match a line of expected_<suite>.toml, which says why; one that does not, and a line that matches
-nothing, end the run with status 1. Each file of tests is a process of its own, and its outcomes a file in --out: a run
-that was broken off goes on with --resume.
+nothing, end the run with status 1. Each folder of tests is a process of its own, and its outcomes a file in --out: a
+run that was broken off goes on with --resume.
 """
 
 import argparse
 import fnmatch
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from slipstream.checkpoint.embedded_folder import embedded_folder
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FILE_S = 1800  # for one file of tests
+FOLDER_S = 3600  # for the tests of one folder
 TEST_S = 120
 
 
@@ -100,19 +102,19 @@ def _glob(pattern: str) -> str:
     return "*" + "".join(f"[{letter}]" if letter in "[?" else letter for letter in pattern)
 
 
-def run_with_plugin(suite: Suite, source: Path, out: Path, test: str) -> None:
-    """Run a file of a project's tests with their launcher replaced; outcomes go to a file."""
+def run_with_plugin(suite: Suite, source: Path, out: Path, tests: Sequence[str]) -> None:
+    """Run some of a project's tests with their launcher replaced; outcomes go to a file."""
     home = out.parent / "hub"
     hub.fill(home, hub.names_in(source / place for place in suite.models_in), embedded_folder())
     command = [str(python_of(suite.client)), "-P", "-m", "pytest", "-p", suite.plugin, "-p", "no:cacheprovider"]
     command += ["--rootdir", ".", "--timeout", str(TEST_S), "-q", "--tb=short", "--continue-on-collection-errors"]
     command += ["--slipstream-python", sys.executable, "--slipstream-source", str(ROOT / "src")]
-    command += ["--slipstream-out", str(out), test]
+    command += ["--slipstream-out", str(out), *tests]
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env = {**os.environ, **offline, "PYTHONPATH": str(HERE)}
     with subprocess.Popen(command, cwd=source, env=env) as process:
         try:
-            process.wait(FILE_S)
+            process.wait(FOLDER_S)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # pytest ends the server it has started
 
@@ -123,7 +125,7 @@ def main() -> None:
     parser.add_argument("suite", choices=sorted(SUITES))
     parser.add_argument("--source", type=Path, help="the project's source")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "peers", help="where outcomes and logs go")
-    parser.add_argument("--resume", action="store_true", help="leave out files that have outcomes there")
+    parser.add_argument("--resume", action="store_true", help="leave out folders that have outcomes there")
     parser.add_argument("tests", nargs="*", help="instead of the suite's own files")
     given = parser.parse_intermixed_args()
     suite = SUITES[given.suite]
@@ -131,12 +133,13 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     source = source_of(suite, given.source, given.out.resolve())
     outcomes: dict[str, dict[str, str]] = {}
-    for test in given.tests or files_of(suite, source):
-        out = work / f"{test.replace('/', '.')}.json"
+    tests = given.tests or files_of(suite, source)
+    for folder, together in itertools.groupby(tests, lambda test: test.rpartition("/")[0]):
+        out = work / f"{folder.replace('/', '.')}.json"
         if not (given.resume and out.exists()):
             out.unlink(missing_ok=True)
-            run_with_plugin(suite, source, out, test)
-        if out.exists():  # a file may have no test that starts a server
+            run_with_plugin(suite, source, out, list(together))
+        if out.exists():  # a folder may have no test that starts a server
             outcomes |= json.loads(out.read_text(encoding="utf-8"))["outcomes"]
     verdict = compare(outcomes, read_expected(suite.name))
     sys.stdout.write(f"{suite.name} {version_of(source)}\n{verdict.summary}\n")
