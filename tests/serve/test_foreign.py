@@ -33,6 +33,8 @@ def test_a_web_page_cannot_flush_the_cache(client, headers):
 def test_the_model_describes_itself(client):
     assert client.get("/get_model_info").json()["is_generation"] is True
     assert client.get("/model_info").json()["model_path"] == "tiny"
+    room = client.get("/get_server_info").json()
+    assert room["max_total_num_tokens"] >= room["context_length"] == 128
     assert client.get("/tokenizer_info").json()["eos_token"] == "<eos>"
     assert client.get("/load").json() == {"server_load": 0}
     assert client.get("/get_load").json()[0]["num_reqs"] == 0
@@ -90,7 +92,15 @@ def test_a_server_behind_a_prefix_answers_with_it_and_without(prefix):
 def test_tokens_come_as_the_vocabulary_has_them_where_that_is_asked_for(client):
     found = client.post("/tokenize", json={"prompt": "a b", "return_token_strs": True}).json()
     assert found["token_strs"] == ["a", "Ġ", "b"]
-    assert "token_strs" not in client.post("/tokenize", json={"prompt": "a b"}).json()
+    assert client.post("/tokenize", json={"prompt": "a b"}).json()["token_strs"] is None
+
+
+def test_several_texts_are_tokenized_and_given_back_in_lists(client):
+    found = client.post("/v1/tokenize", json={"prompt": ["ab", "c"], "return_token_strs": True}).json()
+    assert (found["count"], found["token_strs"]) == ([2, 1], [["a", "b"], ["c"]])
+    for tokens, text in ((found["tokens"], ["ab", "c"]), (found["tokens"][0], "ab"), ([], "")):
+        back = client.post("/detokenize", json={"tokens": tokens}).json()
+        assert back == {"prompt": text, "text": text}
 
 
 def ending(answer: dict) -> str:

@@ -197,7 +197,7 @@ def test_information_routes(client, server):
     assert client.get("/version").json()["version"]
     tokens = client.post("/tokenize", json={"prompt": "abc"}).json()
     assert tokens["count"] == 3
-    assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "abc"}
+    assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "abc", "text": "abc"}
     chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
     assert server.tokenizer.decode(chat["tokens"]) == "u:x\na:"
     assert client.post("/tokenize", json={}).status_code == 400

@@ -48,13 +48,6 @@ def add_routes(app: FastAPI, engine: Engine, worker: EngineWorker) -> None:
         warn_if_simulated(engine.simulated_acceptance)
         return describe(engine)
 
-    @app.get("/server_info", include_in_schema=False)
-    @app.get("/get_server_info", include_in_schema=False)
-    async def server_info() -> Json:
-        """Say what sglang's bench reads at the end of a run."""
-        length = engine.stats.acceptance.acceptance_length
-        return {**describe(engine), "internal_states": [{"avg_spec_accept_length": length}]}
-
 
 def describe(engine: Engine) -> Json:
     """Return the state of speculation as JSON."""

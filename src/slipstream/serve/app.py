@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 import slipstream
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
-from slipstream.serve import admin, foreign, information
+from slipstream.serve import admin, foreign, information, tokens
 from slipstream.serve.answers import AnswerWriter, Wants
 from slipstream.serve.anthropic import routes as anthropic_routes
 from slipstream.serve.body import JsonRoute
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.convert import MAX_TOKENIZED, Converter
+from slipstream.serve.convert import Converter
 from slipstream.serve.defaults import sampling_defaults
 from slipstream.serve.errors import HttpError
 from slipstream.serve.gate import Gate
@@ -27,7 +27,7 @@ from slipstream.serve.generate import Generator
 from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.logprobs import LogprobWriter
 from slipstream.serve.metrics import Metrics
-from slipstream.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from slipstream.serve.protocol import ChatRequest, CompletionRequest, Generation
 from slipstream.serve.responses import routes as responses_routes
 from slipstream.serve.service import Service
 from slipstream.serve.sglang import routes as sglang_routes
@@ -35,7 +35,6 @@ from slipstream.serve.stream import Json
 from slipstream.serve.threads import Threads
 from slipstream.serve.tools.chat import ChatRenderer
 from slipstream.serve.tools.dialect import Dialect
-from slipstream.serve.tools.protocol import choice_of
 from slipstream.serve.worker import EngineWorker
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -105,8 +104,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
     app.state.service = service
     app.router.route_class = JsonRoute
     _add_generation(app, service)
-    _add_tokens(app, service)
-    for api in (anthropic_routes, responses_routes, sglang_routes):
+    for api in (tokens, anthropic_routes, responses_routes, sglang_routes):
         api.add_routes(app, service)
     information.add_routes(app, service)
     foreign.add_routes(app, service)
@@ -161,42 +159,6 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             drop_answer=body.max_tokens == 0,
         )
         return await service.generator.respond(request, jobs, writer(request, body, wants), _names(body))
-
-
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    converter, tokenizer, engine = service.converter, service.tokenizer, service.engine
-
-    @app.post("/tokenize", responses=_ERRORS, tags=["tokens"])
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        """Return the tokens of a text or of a chat."""
-        converter.check_model(body.model)
-
-        def answer() -> JSONResponse:
-            if body.messages is None:
-                ids = converter.encode(body.prompt or "", body.add_special_tokens is not False, MAX_TOKENIZED, "prompt")
-            else:
-                choice = choice_of(body.tools, body.tool_choice, body.parallel_tool_calls)
-                text = converter.chat_text(body, body.messages, choice)
-                ids = converter.encode(text, body.add_special_tokens is True, MAX_TOKENIZED, "messages")
-            found: Json = {"tokens": ids, "count": len(ids), "max_model_len": engine.config.max_context}
-            if body.return_token_strs:
-                found["token_strs"] = [tokenizer.entry(token) for token in ids]
-            return JSONResponse(found)
-
-        return await service.token_threads.run(len(await request.body()), answer)
-
-    @app.post("/detokenize", responses=_ERRORS, tags=["tokens"])
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        """Return the text of tokens."""
-        converter.check_model(body.model)
-
-        def answer() -> JSONResponse:
-            wrong = next((token for token in body.tokens if token >= engine.vocab_size), None)
-            if wrong is not None:
-                raise HttpError(400, f"tokens has {wrong}; ids end at {engine.vocab_size - 1}.", param="tokens")
-            return JSONResponse({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
-
-        return await service.token_threads.run(len(await request.body()), answer)
 
 
 def _add_errors(app: FastAPI) -> None:

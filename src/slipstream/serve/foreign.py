@@ -6,7 +6,9 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+import slipstream
 from slipstream.engine.engine import Engine
+from slipstream.serve.admin import describe
 from slipstream.serve.errors import HttpError
 from slipstream.serve.gate import check_admin
 from slipstream.serve.service import Service
@@ -59,6 +61,24 @@ def _add_information(app: FastAPI, service: Service) -> None:
             "has_audio_understanding": False,
             "max_context_length": service.engine.config.max_context,
             "vocab_size": service.engine.vocab_size,
+        }
+
+    @app.get("/server_info", tags=["information"])
+    @app.get("/get_server_info", include_in_schema=False)
+    async def server_info() -> Json:
+        """Describe the server as SGLang does: what there is room for, and what its bench reads at a run's end."""
+        engine = service.engine
+        length = engine.stats.acceptance.acceptance_length
+        return {
+            **describe(engine),
+            "internal_states": [{"avg_spec_accept_length": length}],
+            "version": slipstream.__version__,
+            "model_path": config.model_name,
+            "served_model_name": config.model_name,
+            "context_length": engine.config.max_context,
+            "max_running_requests": engine.config.max_requests,
+            "max_total_num_tokens": service.metrics.cache_tokens,
+            "page_size": engine.config.page_size,
         }
 
     @app.get("/tokenizer_info", tags=["information"])

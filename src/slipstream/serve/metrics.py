@@ -28,6 +28,11 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens the KV cache has room for."""
+        return self._num_pages * self._engine.config.page_size
+
     def text(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -194,7 +194,7 @@ class TokenizeRequest(ChatFields, Request):
     """The body of /tokenize: a text, or the messages of a chat."""
 
     model: Name | None = None
-    prompt: Text | None = None
+    prompt: Text | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = Field(default=None, description="By default for a text; templates write them.")
     return_token_strs: bool = Field(default=False, description="Add the tokens as the vocabulary has them.")
@@ -211,7 +211,10 @@ class DetokenizeRequest(Request):
     """The body of /detokenize."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: (
+        Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
     skip_special_tokens: bool = False
 
 
