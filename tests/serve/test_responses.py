@@ -34,6 +34,10 @@ def test_a_response_is_the_chats_answer(client):
     assert (whole["object"], whole["status"]) == ("response", "incomplete")
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert whole["usage"]["output_tokens"] == 12
+    raw = client.post("/v1/responses", json={**ASK, "enable_response_messages": True}).json()
+    (before,), (after,) = raw["input_messages"], raw["output_messages"]
+    assert (before["message"], after["message"]) == ("u:hello\na:", text_of(whole))
+    assert (len(before["tokens"]), len(after["tokens"])) == (whole["usage"]["input_tokens"], 12)
     listed = {**ASK, "input": [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]}
     assert text_of(client.post("/v1/responses", json=listed).json()) == text_of(whole)
 

@@ -33,6 +33,8 @@ class ResponseWriter:
         self._finished = finished
         self._output = Output(grouped_names(body.tools or ()))
         self._scored: list[Json] = []
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
         self._num_events = 0
 
     @property
@@ -81,6 +83,7 @@ class ResponseWriter:
         return server_sent_event(numbered, event["type"])
 
     def _events(self, tally: Tally, event: StepEvent) -> Iterator[Json]:
+        self._tokens += [token.token_id for token in event.tokens]
         if self._scores is not None:
             self._scored += self._scores.chat(event.tokens)["content"]
         for one in tally.read(event):
@@ -95,6 +98,9 @@ class ResponseWriter:
         response = self._response(tally, "incomplete" if cut else "completed")
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._body.enable_response_messages:
+            response["input_messages"] = [self._raw(tally.job.prompt)]
+            response["output_messages"] = [self._raw(self._tokens)]
         self._finished(response)
         return response
 
@@ -128,6 +134,11 @@ class ResponseWriter:
             "usage": self._usage(tally) if over else None,
             "user": body.user,
         }
+
+    def _raw(self, tokens: Sequence[int]) -> Json:
+        """Return tokens in vLLM's form, special ones too."""
+        text = self._tokenizer.decode(tokens, skip_special=False)
+        return {"type": "raw_message_tokens", "message": text, "tokens": list(tokens)}
 
     def _usage(self, tally: Tally) -> Json:
         num_prompt = len(tally.job.prompt)

@@ -23,7 +23,6 @@ OTHERS = OF_CHATS.and_also(
         "context_management": (None, []),
         "truncation": (None, "disabled"),
         "max_tool_calls": (None,),
-        "enable_response_messages": (None, False),
         "previous_input_messages": (None, []),
     },
     harmless={
@@ -87,6 +86,7 @@ class ResponsesRequest(Generation):
     metadata: dict[str, str] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
+    enable_response_messages: bool = Field(default=False, description="Add prompt and answer as text and as tokens.")
 
     @property
     def logprobs(self) -> int | None:
