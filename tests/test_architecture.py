@@ -16,8 +16,9 @@ MAX_FUNCTION_LINES = 60
 LISTS_OF_FLAGS = {"cli/serve.py": 80}
 """A verb that hands each of its flags on has a line for each; splitting it would only repeat them."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "base", "misc"}
-ENVIRONMENT_READERS = {"checkpoint/cache_dir.py"}
-"""Library code takes settings as arguments; only the user's cache folder is found through the environment."""
+ENVIRONMENT_READERS = {"checkpoint/cache_dir.py", "cli/launch_line.py"}
+"""Library code takes settings as arguments; only the user's cache folder is found through the environment, and other
+servers' variables are looked for, to say that they are not read."""
 
 
 def relative(path: Path) -> str:

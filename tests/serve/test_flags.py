@@ -6,13 +6,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from slipstream.cli.launch_line import LaunchLine
 from slipstream.cli.serve import serve
 from slipstream.errors import ConfigError
 from slipstream.models.topology import Topology
 from slipstream.speculation.tree import TreeShape
 
 APP = typer.Typer()
-APP.command()(serve)
+APP.command(cls=LaunchLine)(serve)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from slipstream.cli.eval import app as evaluate
 from slipstream.cli.export import export
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
+from slipstream.cli.launch_line import LaunchLine
 from slipstream.cli.printable import printable
 from slipstream.cli.quantize import quantize
 from slipstream.cli.recipes import app as recipes
@@ -39,7 +40,7 @@ app.command()(inspect)
 app.command()(extras.needs("train")(train))  # it draws its curves last
 app.command()(quantize)
 app.command()(export)
-app.command()(serve)
+app.command(cls=LaunchLine)(serve)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
 app.command()(report)

@@ -1,0 +1,238 @@
+"""Turns a launch line of vLLM or SGLang into one of ours: flags are renamed, left aside with a word, or refused."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from slipstream.errors import ConfigError
+from slipstream.serve.launch_table import Flag, LaunchTable, launch_table
+
+_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
+_COUNTS_OF_TOKENS = (
+    "--max-model-len", "--context-length", "--max-num-batched-tokens", "--chunked-prefill-size", "--max-batch-tokens",
+)  # fmt: skip
+_OTHERS = ("VLLM_", "SGLANG_", "SGL_", "AITER_", "FLYDSL_")
+
+
+@dataclass(frozen=True)
+class OwnFlag:
+    """A flag of `slipstream serve` itself, as far as reading a line needs to know it."""
+
+    takes_value: bool
+    repeatable: bool = False
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A line in our own flags, and a sentence for each reason why others were not needed."""
+
+    words: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+
+
+def settle(words: Sequence[str], own: Mapping[str, OwnFlag]) -> Settled:
+    """Return a launch line in our own flags; all that cannot be honoured is one error.
+
+    A flag that nobody knows is passed on, so that the command line names it.
+    """
+    line = _Line(_with_config_files(words), own, launch_table())
+    line.read()
+    if line.refused:
+        raise ConfigError("\n".join(line.refused))
+    return Settled(tuple(line.words()), tuple(_by_reason(line.not_needed)))
+
+
+def settle_environment(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a notice for each reason why other servers' variables are not read here."""
+    table = launch_table().variables
+    for name in names:
+        if name in table and table[name].refused:
+            raise ConfigError(f"{name} is set: {table[name].why}.")
+    told = [(name, table[name].why) for name in names if name in table]
+    told += [
+        (name, "other servers' variables are not read here; slipstream serve --help lists the flags")
+        for name in names
+        if name.startswith(_OTHERS) and name not in table
+    ]
+    return tuple(_by_reason(told))
+
+
+class _Line:
+    """Reads words from left to right."""
+
+    def __init__(self, words: Sequence[str], own: Mapping[str, OwnFlag], table: LaunchTable) -> None:
+        self._left = list(words)
+        self._own = own
+        self._table = table
+        self._kept: list[str] = []
+        self._objects: dict[str, dict[str, object]] = {}
+        self._model_named = any(word.split("=")[0] in ("--model", "--model-path") for word in words)
+        self.not_needed: list[tuple[str, str]] = []
+        self.refused: list[str] = []
+
+    def read(self) -> None:
+        """Settle every word."""
+        while self._left:
+            word = self._left.pop(0)
+            if word == "--":
+                self._kept += [word, *self._left]
+                self._left.clear()
+            elif word.startswith("-") and len(word) > 1 and not word[1].isdigit():
+                self._flag(word)
+            else:
+                self._model_named = True
+                self._kept.append(word)
+
+    def words(self) -> list[str]:
+        """Return what is left, in our own flags."""
+        merged = [part for flag, value in self._objects.items() for part in (flag, json.dumps(value))]
+        return [*merged, *self._kept]
+
+    def _flag(self, word: str) -> None:
+        name, attached = _named(word, self._table.short)
+        head, dot, key = name.partition(".")
+        flag = self._table.flags.get(head)
+        if name in self._own:
+            self._take_own(name, attached)
+        elif dot and head in self._own:
+            self._put(name, self._values("V", attached)[0])
+        elif dot and flag is not None:
+            self._settle(flag, [f"{key}={value}" for value in self._values("V", attached)])
+        elif flag is not None:
+            self._settle(flag, self._values(flag.arity, attached))
+        elif not self._asks_for_nothing(name):
+            self._kept.append(word)
+
+    def _take_own(self, name: str, attached: str | None) -> None:
+        own, flag = self._own[name], self._table.flags.get(name)
+        if not own.takes_value:
+            self._kept.append(name if attached is None else f"{name}={attached}")
+            return
+        # Our own lines may name the model last; theirs have named it by then, or do not name it so.
+        many = flag is not None and flag.arity == "V*" and own.repeatable and self._model_named
+        for value in self._values("V*" if many else "V", attached):
+            self._give(name, value, flag)
+
+    def _settle(self, flag: Flag, values: list[str]) -> None:
+        shown = " ".join([flag.name, *values])
+        if flag.fate == "mapped":
+            for value in _listed(flag, values):
+                self._give(flag.ours, value, flag)
+        elif flag.fate == "not_needed":
+            self.not_needed.append((shown, flag.why))
+        elif not flag.asks_for_nothing(values):
+            # Other values may be secrets: a key's password, a token.
+            self.refused.append(f"{shown if flag.nothing else flag.name} cannot be honoured here: {flag.why}.")
+
+    def _give(self, name: str, value: str, flag: Flag | None) -> None:
+        value = value if flag is None else flag.values.get(value, value)
+        if flag is not None and flag.values and not value:
+            return
+        if "." in name:
+            self._put(name, value)
+            return
+        if name in _COUNTS_OF_TOKENS and (size := _SIZE.fullmatch(value)):
+            value = str(int(float(size[1]) * _MULTIPLES[size[2]]))
+        self._kept += [name, value]
+
+    def _put(self, dotted: str, value: str) -> None:
+        """Set a key of a flag that takes a JSON object."""
+        name, _, key = dotted.partition(".")
+        try:
+            meant = json.loads(value)
+        except ValueError:
+            meant = value
+        self._objects.setdefault(name, {})[key] = meant
+
+    def _values(self, arity: str, attached: str | None) -> list[str]:
+        if attached is not None:
+            return [attached]
+        values: list[str] = []
+        most = {"": 0, "V": 1, "V?": 1}.get(arity, len(self._left))
+        while self._left and len(values) < most and (arity == "V" or not _is_flag(self._left[0])):
+            values.append(self._left.pop(0))
+        return values
+
+    def _asks_for_nothing(self, name: str) -> bool:
+        """Tell whether this is the opposite of a switch that is off unless named."""
+        if not name.startswith("--no-"):
+            return False
+        positive = f"--{name.removeprefix('--no-')}"
+        flag, own = self._table.flags.get(positive), self._own.get(positive)
+        if flag is not None and flag.fate == "not_needed":
+            self.not_needed.append((name, flag.why))
+        return (flag is not None and flag.negatable) or (own is not None and not own.takes_value)
+
+
+def _named(word: str, short: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return a flag's long name and the value that is attached to it, if one is."""
+    if word.startswith("-O") and word[2:3].isdigit():
+        return short["-O"], word[2:]
+    name, equals, value = word.partition("=")
+    head, dot, key = name.partition(".")
+    if word.startswith("--"):
+        head = head.replace("_", "-")
+    return short.get(head, head) + dot + key, value if equals else None
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not word[1:2].isdigit()
+
+
+def _listed(flag: Flag, values: list[str]) -> list[str]:
+    if not flag.json_list:
+        return values
+    try:
+        listed = json.loads(values[0]) if values else []
+    except ValueError:
+        listed = None
+    if not isinstance(listed, list):
+        raise ConfigError(f"{flag.name} is {' '.join(values)!r}; it is a JSON list.")
+    return [str(one) for one in listed]
+
+
+def _by_reason(found: Sequence[tuple[str, str]]) -> list[str]:
+    grouped: dict[str, list[str]] = {}
+    for shown, why in found:
+        grouped.setdefault(why, []).append(shown)
+    return [f"not needed here: {', '.join(shown)} ({why})" for why, shown in grouped.items()]
+
+
+def _with_config_files(words: Sequence[str]) -> list[str]:
+    """Put the flags of `--config FILE` (YAML, as both servers read it) before the line's own, which then win."""
+    line: list[str] = []
+    given: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, attached = word.partition("=")
+        if name == "--config":
+            given += _flags_in(Path(attached if equals else next(left, "")))
+        else:
+            line.append(word)
+    return given + line
+
+
+def _flags_in(path: Path) -> list[str]:
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--config {path}: holds no flags; write `name: value`, one a line.")
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{str(name).replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        elif isinstance(value, dict):
+            words += [flag, json.dumps(value)]
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words

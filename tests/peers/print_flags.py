@@ -1,0 +1,43 @@
+"""Prints the flags of another server's launcher as JSON, with how many words follow each; run by its Python."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+
+def of_vllm() -> Any:
+    """Return vLLM's parser."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def of_sglang() -> Any:
+    """Return SGLang's parser."""
+    import sglang_plugin
+
+    sglang_plugin.let_sglang_be_imported()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def arity(action: Any) -> str:
+    """Return what follows a flag, in the words of our table."""
+    if "Deprecated" in type(action).__name__ or "LoRA" in type(action).__name__:
+        return "any"
+    return {0: "", "?": "V?", "+": "V*", "*": "V*"}.get(action.nargs, "V")
+
+
+if __name__ == "__main__":
+    flags = {
+        name: arity(action)
+        for action in {"vllm": of_vllm, "sglang": of_sglang}[sys.argv[1]]()._actions
+        for name in action.option_strings
+        if name not in ("-h", "--help")
+    }
+    sys.stdout.write("\n" + json.dumps({"flags": flags}) + "\n")
