@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from slipstream.serve.launch_table import Flag, LaunchTable, launch_table
+from slipstream.flags.table import Flag, FlagTable, flag_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "launch-flags.md"
 _HEAD = """# Flags of other servers
 
-<!-- Written by scripts/launch_flags.py; change src/slipstream/serve/launch_flags.toml, then run it again. -->
+<!-- Written by scripts/launch_flags.py; change src/slipstream/flags/serve.toml, then run it again. -->
 
 A launch line of vLLM or SGLang runs after changing its first words to `slipstream serve`. Every flag of both launchers
 is one that `slipstream serve` has itself (`slipstream serve --help`), or stands here: it becomes one of ours, it is not
@@ -20,7 +20,7 @@ vLLM's short flags, `--flag.key value` for JSON and `--config FILE` are understo
 
 def page() -> str:
     """Return the page."""
-    table = launch_table()
+    table = flag_table("serve")
     flags = table.flags.values()
     return "\n".join(
         [
@@ -60,7 +60,7 @@ def _values(flag: Flag) -> str:
     return ", ".join(f"`{theirs}`: {f'`{ours}`' if ours else 'left out'}" for theirs, ours in flag.values.items())
 
 
-def _variables(table: LaunchTable) -> list[str]:
+def _variables(table: FlagTable) -> list[str]:
     rows = [
         f"| `{one.name}` | {'refused' if one.refused else 'not read'} | {one.why} |"
         for one in sorted(table.variables.values(), key=lambda one: one.name)

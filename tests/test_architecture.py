@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 LISTS_OF_FLAGS = {"cli/serve.py": 80}
 """A verb that hands each of its flags on has a line for each; splitting it would only repeat them."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "base", "misc"}
-ENVIRONMENT_READERS = {"checkpoint/cache_dir.py", "cli/launch_line.py"}
+ENVIRONMENT_READERS = {"checkpoint/cache_dir.py", "cli/foreign_line.py"}
 """Library code takes settings as arguments; only the user's cache folder is found through the environment, and other
 servers' variables are looked for, to say that they are not read."""
 

@@ -8,9 +8,9 @@ import typer
 from tests.peers.suites import SUITES
 from tests.serve.interop import run_client
 
-from slipstream.cli.launch_line import LaunchLine
+from slipstream.cli.foreign_line import LaunchLine, own_flags
 from slipstream.cli.serve import serve
-from slipstream.serve.launch_table import launch_table
+from slipstream.flags.table import flag_table
 
 HERE = Path(__file__).resolve().parent
 APP = typer.Typer()
@@ -24,7 +24,7 @@ def test_every_flag_works_or_is_not_needed_or_is_refused(project, least):
     said = run_client(SUITES[project].client, ["-P", str(HERE / "print_flags.py"), project], PYTHONPATH=str(HERE))
     theirs = json.loads(next(line for line in reversed(said.splitlines()) if line.startswith('{"flags"')))["flags"]
     assert len(theirs) >= least
-    own, table = typer.main.get_command(APP).own_flags(), launch_table()
+    own, table = own_flags(typer.main.get_command(APP)), flag_table("serve")
     unknown, misread = [], []
     for name, arity in theirs.items():
         long = table.short.get(name, name)

@@ -4,11 +4,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from slipstream.cli.foreign_line import QuarkLine
 from slipstream.cli.quantize import quantize
 from slipstream.errors import CheckpointError, ConfigError
 
 APP = typer.Typer()
-APP.command()(quantize)
+APP.command(cls=QuarkLine)(quantize)
 
 
 def invoke(*arguments: object):
@@ -52,3 +53,28 @@ def test_exact_quark_writes_other_bits_than_the_default(draft, tmp_path):
     invoke(draft, "--scheme", "ptpc_fp8", "--out", tmp_path / "exact", "--exact", "quark")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("best", "exact")]
     assert len(files[0]) == len(files[1]) and files[0] != files[1]
+
+
+def test_the_line_published_with_the_fp8_draft_writes_what_our_own_flags_write(draft, tmp_path):
+    words = "--quant_scheme ptpc_fp8 --exclude_layers fc lm_head --file2file_quantization"
+    theirs = invoke("--model_dir", draft, *words.split(), "--output_dir", tmp_path / "theirs")
+    ours = invoke(draft, "--scheme", "ptpc_fp8", "--exclude", "fc", "--exclude", "lm_head", "--out", tmp_path / "ours")
+    assert (theirs.exit_code, ours.exit_code) == (0, 0), theirs.output
+    assert "not needed here: --file2file-quantization" in theirs.output
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "theirs" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
+
+
+def test_the_int4_cards_exclude_list_runs_and_says_what_is_never_quantized(draft, tmp_path):
+    words = "--quant_scheme int4_wo_per_channel --exclude_layers embed_tokens lm_head fc *norm --output_dir"
+    result = invoke("--model_dir", draft, *words.split(), tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "--exclude embed_tokens: embeddings and norms are never quantized" in result.output
+
+
+def test_what_quark_does_beyond_rounding_is_refused(draft, tmp_path):
+    line = ["--model_dir", draft, "--quant_scheme", "int4_wo_128", "--output_dir", tmp_path / "out"]
+    result = invoke(*line, "--quant_algo", "awq", "--kv_cache_dtype", "fp8")
+    assert isinstance(result.exception, ConfigError)
+    assert "--quant-algo cannot be honoured" in str(result.exception)
+    assert "--kv-cache-dtype cannot" in str(result.exception)

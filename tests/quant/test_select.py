@@ -45,6 +45,15 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it(pattern, optio
         select(DRAFT, (pattern,) if option == "exclude" else (), (pattern,) if option == "include" else ())
 
 
+def test_a_published_exclude_list_may_name_what_is_never_quantized():
+    found = select(DRAFT, ("embed_tokens", "lm_head", "fc", "*norm"), (), {"embed_tokens", "midlayer.hidden_norm"})
+    assert (found.kept, found.moot) == (("fc", "lm_head"), ("embed_tokens", "*norm"))
+    with pytest.raises(ConfigError, match="'nothing' matches no linear layer"):
+        select(DRAFT, ("nothing",), (), {"embed_tokens"})
+    with pytest.raises(ConfigError, match="--include 'embed_tokens' matches no linear layer"):
+        select(DRAFT, (), ("embed_tokens",), {"embed_tokens"})
+
+
 def test_a_broken_expression_an_empty_choice_and_a_split_of_joined_layers_are_errors():
     with pytest.raises(ConfigError, match="no valid expression"):
         select(DRAFT, ("re:(",), ())

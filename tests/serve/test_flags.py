@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from slipstream.cli.launch_line import LaunchLine
+from slipstream.cli.foreign_line import LaunchLine
 from slipstream.cli.serve import serve
 from slipstream.errors import ConfigError
 from slipstream.models.topology import Topology

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import typer
 
-from slipstream.cli.launch_line import LaunchLine
+from slipstream.cli.foreign_line import LaunchLine, own_flags
 from slipstream.cli.serve import serve
 from slipstream.errors import ConfigError
-from slipstream.serve.launch_line import settle, settle_environment
-from slipstream.serve.launch_table import launch_table
+from slipstream.flags.line import settle, settle_environment
+from slipstream.flags.table import flag_table
 
 APP = typer.Typer()
 APP.command(cls=LaunchLine)(serve)
-OWN = typer.main.get_command(APP).own_flags()
-TABLE = launch_table()
+OWN = own_flags(typer.main.get_command(APP))
+TABLE = flag_table("serve")
 
 
 def settled(line, *more):
-    return list(settle([*line.split(), *more], OWN).words)
+    return list(settle([*line.split(), *more], OWN, TABLE).words)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_flags_that_are_not_needed_change_nothing_and_are_named_with_the_reason(
     for flag in TABLE.flags.values():
         if flag.fate == "not_needed":
             line += [flag.name, *{"": [], "V": ["x"], "V?": [], "V*": ["0", "1"]}[flag.arity]]
-    found = settle(line, OWN)
+    found = settle(line, OWN, TABLE)
     assert found.words == ("m",)
     said = "\n".join(found.notices)
     assert all(flag.name in said and flag.why in said for flag in TABLE.flags.values() if flag.fate == "not_needed")
@@ -100,13 +100,16 @@ def test_the_table_says_nothing_of_what_our_own_command_line_decides():
 
 
 def test_variables_of_published_lines_are_told_of_and_a_key_among_them_is_refused():
-    (tiles, *_), unknown = settle_environment(["AITER_FLYDSL_STAGE2_TILE_K", "PATH"]), settle_environment(["VLLM_NEW"])
+    (tiles, *_), unknown = (
+        settle_environment(["AITER_FLYDSL_STAGE2_TILE_K", "PATH"], TABLE.variables),
+        settle_environment(["VLLM_NEW"], TABLE.variables),
+    )
     assert "AITER_FLYDSL_STAGE2_TILE_K" in tiles
     assert "tile shapes" in tiles
     assert "VLLM_NEW" in unknown[0]
-    assert settle_environment(["PATH", "HF_HOME"]) == ()
+    assert settle_environment(["PATH", "HF_HOME"], TABLE.variables) == ()
     with pytest.raises(ConfigError, match=r"VLLM_API_KEY is set: .*--api-key"):
-        settle_environment(["VLLM_API_KEY"])
+        settle_environment(["VLLM_API_KEY"], TABLE.variables)
 
 
 def test_the_page_of_flags_is_the_table():

@@ -19,9 +19,9 @@ from slipstream.cli.demo import demo
 from slipstream.cli.doctor import doctor
 from slipstream.cli.eval import app as evaluate
 from slipstream.cli.export import export
+from slipstream.cli.foreign_line import LaunchLine, QuarkLine
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
-from slipstream.cli.launch_line import LaunchLine
 from slipstream.cli.printable import printable
 from slipstream.cli.quantize import quantize
 from slipstream.cli.recipes import app as recipes
@@ -38,7 +38,7 @@ app.command()(doctor)
 app.command()(generate)
 app.command()(inspect)
 app.command()(extras.needs("train")(train))  # it draws its curves last
-app.command()(quantize)
+app.command(cls=QuarkLine)(quantize)
 app.command()(export)
 app.command(cls=LaunchLine)(serve)
 app.add_typer(bench, name="bench")

@@ -44,6 +44,8 @@ def quantize(
       slipstream quantize path/to/draft --scheme ptpc_fp8 --out draft-fp8
 
       slipstream quantize embedded --scheme int4 --exclude "*.mlp.*" --out int4
+
+    The flags of Quark's quantize_quark.py work, too: --model_dir, --quant_scheme, --exclude_layers, --output_dir.
     """
     from slipstream.checkpoint.embedded_folder import embedded_folder
     from slipstream.checkpoint.hub import is_embedded, resolve
@@ -70,6 +72,8 @@ def quantize(
     if found.suffix == ".gguf":
         raise ConfigError(f"{found}: the weights of a .gguf file are quantized already; start from a folder.")
     plan = plan_quantize(found, options)
+    for pattern in plan.selection.moot:
+        console.print(f"--exclude {pattern}: embeddings and norms are never quantized; nothing to do.")
     with Phases(Console(stderr=True)) as phases:
         phase = phases.start(f"{Path(source).name} to {scheme}", plan.source_bytes, "MB", per=1e6)
         result = run(plan, out, overwrite, phase.advance)

@@ -37,7 +37,7 @@ class QuantizeOptions:
     """How to quantize a checkpoint.
 
     Args:
-        exclude: names, globs and `re:` patterns of layers to keep; each must match.
+        exclude: names, globs and `re:` patterns of layers to keep; each must match a layer or an embedding or norm.
         include: the same, of layers to quantize though others leave them out.
         full_report: measure the error over every row rather than a sample.
         block_elements: weights taken at a time; memory and cache use follow it.
@@ -124,7 +124,8 @@ def plan_quantize(source: Path, options: QuantizeOptions) -> QuantizePlan:
     infos = {name: checkpoint.info(name) for name in checkpoint.names()}
     modules = linear_modules({name: (info.shape, info.dtype) for name, info in infos.items()})
     _check_dtypes(infos, modules)
-    selection = select(modules, options.exclude, options.include)
+    others = {name.rpartition(".")[0] or name for name in infos} - set(modules)
+    selection = select(modules, options.exclude, options.include, others)
     layout = _LAYOUTS[options.dialect](options.scheme, _scale_dtype(infos, selection))
     chosen = frozenset(selection.quantized)
     items = [

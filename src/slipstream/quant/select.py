@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import ConfigError
@@ -23,10 +23,15 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Selection:
-    """The linear layers of a checkpoint by module name: those to quantize and those to keep."""
+    """The linear layers of a checkpoint by module name: those to quantize and those to keep.
+
+    Args:
+        moot: exclude patterns that match only what is never quantized (embeddings, norms).
+    """
 
     quantized: tuple[str, ...]
     kept: tuple[str, ...]
+    moot: tuple[str, ...] = ()
 
 
 def linear_modules(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
@@ -40,14 +45,23 @@ def linear_modules(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> list[st
     return sorted(modules)
 
 
-def select(modules: Sequence[str], exclude: Sequence[str], include: Sequence[str]) -> Selection:
+def select(
+    modules: Sequence[str], exclude: Sequence[str], include: Sequence[str], others: Collection[str] = ()
+) -> Selection:
     """Choose among linear modules; patterns are names, globs or `re:` expressions, and each must match something.
 
     Args:
         include: also quantize these, though others leave them out (fc, lm_head, routers).
-        exclude: keep these; the last word.
+        exclude: keep these; the last word. A published list also names embeddings and norms, which stay anyway.
+        others: modules that are no linear layers; an exclude pattern may match one of these instead.
     """
-    included, excluded = _match_all(modules, include, "--include"), _match_all(modules, exclude, "--exclude")
+    moot = tuple(
+        pattern
+        for pattern in exclude
+        if not _matching(modules, pattern, "--exclude") and _matching(others, pattern, "--exclude")
+    )
+    included = _match_all(modules, include, "--include")
+    excluded = _match_all(modules, [pattern for pattern in exclude if pattern not in moot], "--exclude")
     quantized = [
         module
         for module in modules
@@ -58,7 +72,7 @@ def select(modules: Sequence[str], exclude: Sequence[str], include: Sequence[str
     chosen = set(quantized)
     kept = [module for module in modules if module not in chosen]
     _check_fused(quantized, kept)
-    return Selection(tuple(quantized), tuple(kept))
+    return Selection(tuple(quantized), tuple(kept), moot)
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -95,10 +109,7 @@ def _match_all(modules: Iterable[str], patterns: Sequence[str], option: str) -> 
     modules = list(modules)
     found: set[str] = set()
     for pattern in patterns:
-        try:
-            hits = {module for module in modules if matches(_canonical(pattern), module)}
-        except re.error as error:
-            raise ConfigError(f"{option} {pattern!r} is no valid expression: {error}.") from error
+        hits = _matching(modules, pattern, option)
         if not hits:
             raise ConfigError(
                 f"{option} {pattern!r} matches no linear layer of this checkpoint; it has "
@@ -106,6 +117,13 @@ def _match_all(modules: Iterable[str], patterns: Sequence[str], option: str) -> 
             )
         found |= hits
     return found
+
+
+def _matching(modules: Iterable[str], pattern: str, option: str) -> set[str]:
+    try:
+        return {module for module in modules if matches(_canonical(pattern), module)}
+    except re.error as error:
+        raise ConfigError(f"{option} {pattern!r} is no valid expression: {error}.") from error
 
 
 def _canonical(pattern: str) -> str:

@@ -1,4 +1,4 @@
-"""What becomes of other servers' flags and environment variables, read from `launch_flags.toml`."""
+"""What becomes of another program's flags and environment variables here, read from a table in this folder."""
 
 import functools
 import tomllib
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
 
+TableName = Literal["serve", "quark", "sglang_bench", "vllm_bench"]
 Fate = Literal["mapped", "not_needed", "refused"]
 Arity = Literal["", "V", "V?", "V*"]
 """The words behind a flag: none, one, one or none, any number."""
@@ -13,14 +14,15 @@ Arity = Literal["", "V", "V?", "V*"]
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of another server.
+    """One flag of another program.
 
     Args:
         negatable: `--no-...` exists, too; it asks for nothing that is not done anyway.
         why: the end of a sentence about a flag that is not needed or refused.
         nothing: values of a refused flag that ask for nothing.
-        ours: the flag it becomes; a dotted one is a key of that flag's JSON object.
-        values: values that have another name here; an empty one leaves the flag out.
+        ours: the flag it becomes; a dotted one is a key of that flag's JSON object, an empty one an argument.
+        values: values that have another name here; an empty one leaves the flag out, one of several words is a flag's
+            value and further flags.
         json_list: the value is a JSON list, and ours is repeated.
     """
 
@@ -49,26 +51,35 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class LaunchTable:
-    """All of them: flags by name, short flags' long names, and environment variables by name."""
+class FlagTable:
+    """All of them: flags by name, short flags' long names, and environment variables by name.
+
+    Args:
+        abbreviations: a flag may be cut short where only one begins so, as argparse has it.
+    """
 
     flags: dict[str, Flag]
     short: dict[str, str]
     variables: dict[str, Variable]
+    abbreviations: bool = False
 
 
 @functools.cache
-def launch_table() -> LaunchTable:
-    """Return the table."""
-    text = resources.files("slipstream.serve").joinpath("launch_flags.toml").read_text(encoding="utf-8")
-    data = tomllib.loads(text)
-    flags = [_flag(fate, block, entry) for fate in _FATES for block in data[fate] for entry in block["flags"]]
+def flag_table(name: TableName) -> FlagTable:
+    """Return a table: of vLLM's and SGLang's launchers (serve), of their clients, or of Quark's script."""
+    data = tomllib.loads(resources.files("slipstream.flags").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    flags = [_flag(fate, block, entry) for fate in _FATES for block in data.get(fate, ()) for entry in block["flags"]]
     variables = [
         Variable(name, block["why"], block.get("refused", False))
-        for block in data["environment"]
+        for block in data.get("environment", ())
         for name in block["names"]
     ]
-    table = LaunchTable({flag.name: flag for flag in flags}, data["short"], {one.name: one for one in variables})
+    table = FlagTable(
+        {flag.name: flag for flag in flags},
+        data.get("short", {}),
+        {one.name: one for one in variables},
+        data.get("abbreviations", False),
+    )
     assert len(table.flags) == len(flags), "a flag has one fate"
     return table
 

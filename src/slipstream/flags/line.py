@@ -1,4 +1,4 @@
-"""Turns a launch line of vLLM or SGLang into one of ours: flags are renamed, left aside with a word, or refused."""
+"""Turns another program's command line into one of ours: flags are renamed, left aside with a word, or refused."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from slipstream.errors import ConfigError
-from slipstream.serve.launch_table import Flag, LaunchTable, launch_table
+from slipstream.flags.table import Flag, FlagTable, Variable
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
@@ -21,7 +21,7 @@ _OTHERS = ("VLLM_", "SGLANG_", "SGL_", "AITER_", "FLYDSL_")
 
 @dataclass(frozen=True)
 class OwnFlag:
-    """A flag of `slipstream serve` itself, as far as reading a line needs to know it."""
+    """A flag of our own command, as far as reading a line needs to know it."""
 
     takes_value: bool
     repeatable: bool = False
@@ -35,21 +35,21 @@ class Settled:
     notices: tuple[str, ...] = ()
 
 
-def settle(words: Sequence[str], own: Mapping[str, OwnFlag]) -> Settled:
-    """Return a launch line in our own flags; all that cannot be honoured is one error.
+def settle(words: Sequence[str], own: Mapping[str, OwnFlag], table: FlagTable) -> Settled:
+    """Return a line in our own flags; all that cannot be honoured is one error.
 
     A flag that nobody knows is passed on, so that the command line names it.
     """
-    line = _Line(_with_config_files(words), own, launch_table())
+    line = _Line(_with_config_files(words) if "--config" not in own else words, own, table)
     line.read()
     if line.refused:
         raise ConfigError("\n".join(line.refused))
     return Settled(tuple(line.words()), tuple(_by_reason(line.not_needed)))
 
 
-def settle_environment(names: Sequence[str]) -> tuple[str, ...]:
+def settle_environment(names: Sequence[str], variables: Mapping[str, Variable]) -> tuple[str, ...]:
     """Return a notice for each reason why other servers' variables are not read here."""
-    table = launch_table().variables
+    table = variables
     for name in names:
         if name in table and table[name].refused:
             raise ConfigError(f"{name} is set: {table[name].why}.")
@@ -65,7 +65,7 @@ def settle_environment(names: Sequence[str]) -> tuple[str, ...]:
 class _Line:
     """Reads words from left to right."""
 
-    def __init__(self, words: Sequence[str], own: Mapping[str, OwnFlag], table: LaunchTable) -> None:
+    def __init__(self, words: Sequence[str], own: Mapping[str, OwnFlag], table: FlagTable) -> None:
         self._left = list(words)
         self._own = own
         self._table = table
@@ -103,10 +103,15 @@ class _Line:
             self._put(name, self._values("V", attached)[0])
         elif dot and flag is not None:
             self._settle(flag, [f"{key}={value}" for value in self._values("V", attached)])
-        elif flag is not None:
+        elif (flag := flag or self._abbreviated(name)) is not None:
             self._settle(flag, self._values(flag.arity, attached))
         elif not self._asks_for_nothing(name):
             self._kept.append(word)
+
+    def _abbreviated(self, name: str) -> Flag | None:
+        """Return the one flag of the table that begins so."""
+        begun = [flag for known, flag in self._table.flags.items() if known.startswith(name)]
+        return begun[0] if self._table.abbreviations and len(begun) == 1 else None
 
     def _take_own(self, name: str, attached: str | None) -> None:
         own, flag = self._own[name], self._table.flags.get(name)
@@ -121,7 +126,7 @@ class _Line:
     def _settle(self, flag: Flag, values: list[str]) -> None:
         shown = " ".join([flag.name, *values])
         if flag.fate == "mapped":
-            for value in _listed(flag, values):
+            for value in _listed(flag, values) if flag.arity else [None]:
                 self._give(flag.ours, value, flag)
         elif flag.fate == "not_needed":
             self.not_needed.append((shown, flag.why))
@@ -129,7 +134,10 @@ class _Line:
             # Other values may be secrets: a key's password, a token.
             self.refused.append(f"{shown if flag.nothing else flag.name} cannot be honoured here: {flag.why}.")
 
-    def _give(self, name: str, value: str, flag: Flag | None) -> None:
+    def _give(self, name: str, value: str | None, flag: Flag | None) -> None:
+        if value is None:
+            self._kept.append(name)
+            return
         value = value if flag is None else flag.values.get(value, value)
         if flag is not None and flag.values and not value:
             return
@@ -138,7 +146,8 @@ class _Line:
             return
         if name in _COUNTS_OF_TOKENS and (size := _SIZE.fullmatch(value)):
             value = str(int(float(size[1]) * _MULTIPLES[size[2]]))
-        self._kept += [name, value]
+        several = flag is not None and value in flag.values.values()
+        self._kept += [*([name] if name else []), *(value.split() if several else [value])]
 
     def _put(self, dotted: str, value: str) -> None:
         """Set a key of a flag that takes a JSON object."""
