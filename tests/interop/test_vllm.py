@@ -75,7 +75,7 @@ def test_vllm_bench_serve_agrees_with_our_client_on_the_same_server(settings, tm
             try:
                 await server.wait_healthy(session, "/health", 600)
                 client = await Client.connect(session, url)
-                prompts = await make_prompts(client, point.load, recipe.recipe)
+                prompts = await make_prompts(client, point.load, recipe.recipe.target.token_range)
                 given = tmp_path / "prompts.jsonl"
                 given.write_text("".join(json.dumps({"prompt": p.messages[0].content}) + "\n" for p in prompts))
 

@@ -38,23 +38,22 @@ async def measure_point(
     """Warm the server up, send the point's requests between two readings of its counters, and judge the result."""
     load, sampling = point.load, Sampling(point.load.workload.temperature, None, point.load.workload.ignore_eos)
     try:
-        prompts = await make_prompts(client, load, recipe)
+        prompts = await make_prompts(client, load, recipe.target.token_range)
         if load.num_warmups:
             # Warm-ups have prompts of their own, so that no prompt of the point is in a prefix cache.
-            warmups = await make_prompts(
-                client, replace(load, num_requests=load.num_warmups, seed=load.seed + 7919), recipe
-            )
+            apart = replace(load, num_requests=load.num_warmups, seed=load.seed + 7919)
+            warmups = await make_prompts(client, apart, recipe.target.token_range)
             run = LoadRun(client, sampling, load.concurrency, recipe.traffic.timeout_s)
             warmed = await run.run(warmups, load.seed)
             broken = [exchange for exchange in warmed if exchange.result.error]
             if broken:
                 return Measurement(reasons=(f"warm-up: {failures_in_words(broken, len(warmed))}",))
-        before = await _scrape(client)
+        before = await scrape(client)
         run = LoadRun(client, sampling, load.concurrency, recipe.traffic.timeout_s)
         exchanges = await run.run(prompts, load.seed, load.request_rate, on_request)
     except ServerError as error:
         return Measurement(reasons=(str(error),))
-    after = await _scrape(client)
+    after = await scrape(client)
     return judge(exchanges, point, before, after)
 
 
@@ -102,13 +101,13 @@ def judge(
     )
 
 
-async def make_prompts(client: Client, load: Load, recipe: Recipe) -> list[Prompt]:
+async def make_prompts(client: Client, load: Load, token_range: tuple[int, int] | None) -> list[Prompt]:
     """Make a load's prompts: a function of workload and seed alone, so that every arm gets the same."""
     if load.workload.kind == "prompts":
         return file_prompts(load.workload, load.num_requests, load.seed)
-    assert recipe.target.token_range is not None, "checked when the recipe was read"
+    assert token_range is not None, "checked when the recipe was read"
     template = await client.template() if load.workload.chat_template else Template()
-    return random_prompts(load.workload, recipe.target.token_range, template, load.num_requests, load.seed)
+    return random_prompts(load.workload, token_range, template, load.num_requests, load.seed)
 
 
 def failures_in_words(failed: Sequence[Exchange], num_sent: int) -> str:
@@ -119,7 +118,8 @@ def failures_in_words(failed: Sequence[Exchange], num_sent: int) -> str:
     return f"{len(failed)} of {num_sent} requests failed: {listed}{more}"
 
 
-async def _scrape(client: Client) -> MetricsPage | None:
+async def scrape(client: Client) -> MetricsPage | None:
+    """Read the server's counters; None where it has no such page."""
     try:
         return parse_metrics(await client.get_text("/metrics"))
     except ServerError:

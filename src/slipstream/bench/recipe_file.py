@@ -57,6 +57,14 @@ def read_yaml(path: Path) -> Any:  # YAML holds anything until the schema has lo
         raise RecipeError(f"{path.name}: {' '.join(str(error).split())}") from error
 
 
+def token_ids_between(text: str) -> tuple[int, int]:
+    """Read FIRST:LAST, as options give token ranges."""
+    first, separator, last = text.partition(":")
+    if not (separator and first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise RecipeError(f"--token-range {text!r}: write it as FIRST:LAST.")
+    return int(first), int(last)
+
+
 def find_problems(recipe: Recipe) -> list[str]:
     """Return everything wrong with a recipe that its parts could not see alone, as sentences."""
     problems = [

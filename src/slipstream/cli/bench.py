@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from slipstream.cli.bench_like import like
 from slipstream.cli.bench_rank import rank
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ app = typer.Typer(
     "Example:\n  slipstream bench run recipes/bench/embedded.yaml",
 )
 app.command()(rank)
+app.command()(like)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).")]
 Arms = Annotated[list[str] | None, typer.Option("--arm", help="Only this arm; may be given again.")]
@@ -173,16 +175,13 @@ def import_(
       slipstream bench import amd-master.yaml --key kimik2.5-int4-mi355x-sglang
     """
     from slipstream.bench.inferencex import Unsaid, entry_keys, import_entry
-    from slipstream.bench.recipe_file import RecipeError
+    from slipstream.bench.recipe_file import token_ids_between
     from slipstream.records.store import write_text
 
     if key is None:
         print("\n".join(entry_keys(master)))
         return
-    first, separator, last = token_range.partition(":")
-    if not (separator and first.isdigit() and last.isdigit()):
-        raise RecipeError(f"--token-range {token_range!r}: write it as FIRST:LAST.")
-    unsaid = Unsaid((int(first), int(last)), gpus, draft, draft_precision, num_steps)
+    unsaid = Unsaid(token_ids_between(token_range), gpus, draft, draft_precision, num_steps)
     for name, text in import_entry(master, key, unsaid).items():
         path = out / f"{name}.yaml"
         write_text(path, text)
