@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser attack peers-clients peers-vllm peers-sglang peers-kimi crash exact check pins wheel fix docs clean sanitize
+.PHONY: demo test test-browser attack peers-clients peers-vllm peers-sglang peers-kimi crash exact published check pins wheel fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +46,10 @@ crash: $(VENV)/.ready
 # Hundreds of mixed requests through every executor, each compared with its answer alone. Minutes.
 exact: $(VENV)/.ready
 	$(BIN)/python -m pytest -m exact tests/executors
+
+# Every command line of ../shared/published, started on tiny checkpoints of the right architectures and formats.
+published: $(VENV)/.ready
+	$(BIN)/python -m pytest -m published -s tests/published
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -1,14 +1,16 @@
 """A recipe that cannot mean what it says is refused with a sentence that names the place."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from slipstream.bench.arms import differences
-from slipstream.bench.inferencex import Unsaid, import_entry
+from slipstream.bench.inferencex import Unsaid, import_entry, read_master
 from slipstream.bench.plan import build_plan, server_command
 from slipstream.bench.recipe_file import RecipeError, load_recipe
+from slipstream.bench.server_line import read_server_line
 from tests.bench.inferencex_entry import KEY, MASTER
 
 GOOD = """
@@ -137,13 +139,13 @@ def master(tmp_path):
     def write(text):
         path = tmp_path / "amd-master.yaml"
         path.write_text(text)
-        return path
+        return read_master(path)
 
     return write
 
 
 def test_an_inferencex_entry_becomes_a_recipe_that_schedules_every_row(master, tmp_path):
-    ((name, text),) = import_entry(master(MASTER), KEY, UNSAID).items()
+    ((name, text),) = import_entry(master(MASTER), KEY, UNSAID).recipes.items()
     path = tmp_path / f"{name}.yaml"
     path.write_text(text)
     plan = build_plan(load_recipe(path))
@@ -164,7 +166,7 @@ def test_an_inferencex_entry_becomes_a_recipe_that_schedules_every_row(master, t
         ("tp: 4,", "tp: 4, ep: 3,", "ep 3 does not divide"),
         ("conc-end: 64", "conc-list: [4]", "give either conc-list"),
         ("isl: 1024", "isl: 0", "input_tokens"),
-        ("framework: vllm", "framework: trt", "framework 'trt' has no launcher"),
+        ("framework: vllm", "framework: trt", "framework: trt has no launcher"),
         ("runner: mi355x", "runner: mi355x\n  draft-model: x", "unknown key 'draft_model'"),
         ("multinode: false", "multinode: true", "multinode"),
         ("runner: mi355x", "runner: mi355x\n  runner: h100", "given twice"),
@@ -176,12 +178,66 @@ def test_what_inferencex_would_accept_or_run_wrongly_is_refused(master, old, new
 
 
 def test_an_entry_that_speculates_without_naming_its_draft_asks_for_it(master):
-    with pytest.raises(RecipeError, match="Add --draft and --num-steps"):
+    with pytest.raises(RecipeError, match="add --draft and --num-steps"):
         import_entry(master(MASTER), KEY, Unsaid((0, 1000)))
 
 
+def test_rows_without_a_counterpart_are_named_and_the_others_imported(master):
+    text = MASTER.replace("{tp: 8, spec-decoding: eagle3_fp8", "{tp: 8, dp-attn: true, spec-decoding: eagle3_fp8", 1)
+    text = text.replace("{tp: 4, spec-decoding: eagle3_fp8", "{tp: 4, spec-decoding: mtp", 1)
+    found = import_entry(master(text), KEY, UNSAID)
+    assert len(found.left_out) == 2
+    assert "1024/1024, tp 8, ep 1: dp-attn: true" in found.left_out[0]
+    assert "1024/1024, tp 4, ep 1: spec-decoding: mtp says neither method nor draft" in found.left_out[1]
+    (recipe,) = (yaml.safe_load(one) for one in found.recipes.values())
+    assert list(recipe["workloads"]) == ["1k8k"]
+    whole = import_entry(master(text), KEY, replace(UNSAID, method="eagle3"))
+    assert len(whole.left_out) == 1
+
+
+def test_a_servers_line_gives_flags_environment_and_draft(master):
+    line = read_server_line(
+        "VLLM_ROCM_USE_AITER=1 vllm serve amd/Kimi-K2.5-MXFP4 --port 8888 --tensor-parallel-size=8 "
+        "--gpu-memory-utilization 0.90 --max-model-len 2304 --no-enable-prefix-caching --mm-encoder-tp-mode data "
+        """--speculative-config '{"model":"d","method":"eagle3","num_speculative_tokens":6,"""
+        """"draft_tensor_parallel_size":1}'"""
+    )
+    (text,) = import_entry(master(MASTER), KEY, Unsaid((0, 1000), line=line)).recipes.values()
+    recipe = yaml.safe_load(text)
+    assert recipe["servers"]["vllm"]["env"] == {"VLLM_ROCM_USE_AITER": "1"}
+    assert recipe["servers"]["vllm"]["flags"] == {
+        "gpu-memory-utilization": "0.90",
+        "no-enable-prefix-caching": True,
+        "mm-encoder-tp-mode": "data",
+    }
+    assert recipe["arms"]["eagle3-fp8"]["speculation"] == {"method": "eagle3", "num_steps": 6, "draft_tp": 1}
+    assert recipe["drafts"]["draft"]["id"] == "d"
+    sglang = read_server_line(
+        "python -m sglang.launch_server --model m --speculative-algorithm EAGLE3 --speculative-draft-model-path d "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --numa-node 0 1"
+    )
+    assert sglang.flags == {"numa-node": ("0", "1")}
+    assert sglang.speculation is not None
+    assert sglang.speculation.num_draft_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("python train.py", "starts neither"),
+        ("vllm serve m --port $PORT", "a variable of its script"),
+        ("""vllm serve m --speculative-config '{"method":"mtp","num_speculative_tokens":1}'""", "drafts by 'mtp'"),
+        ("""vllm serve m --speculative-config '{"method":"eagle3","temperature":1}'""", "says more than"),
+        ("python -m sglang.launch_server --speculative-algorithm NEXTN", "drafts by NEXTN"),
+    ],
+)
+def test_a_line_that_a_recipe_cannot_say_is_refused(line, words):
+    with pytest.raises(RecipeError, match=words):
+        read_server_line(line)
+
+
 def test_yaml_written_by_import_is_plain_yaml(master):
-    ((_, text),) = import_entry(master(MASTER), KEY, UNSAID).items()
+    ((_, text),) = import_entry(master(MASTER), KEY, UNSAID).recipes.items()
     assert yaml.safe_load(text)["traffic"]["requests_per_stream"] == 10
 
 

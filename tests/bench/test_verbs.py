@@ -146,3 +146,5 @@ def test_an_inferencex_entry_is_imported(tmp_path):
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert call("bench", "validate", done.output.strip()).exit_code == 0
+    every = call("bench", "import", tmp_path / "master.yaml", "--all", "--out", tmp_path)
+    assert "0 entries imported whole, 0 in part (rows above), 1 refused" in every.output

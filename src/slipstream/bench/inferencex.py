@@ -1,30 +1,53 @@
 """Turns entries of an InferenceX master YAML into recipes, and says what that file leaves unsaid."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from slipstream.bench.recipe import Recipe
 from slipstream.bench.recipe_file import RecipeError, find_problems, read_yaml
+from slipstream.bench.server_line import LineSpeculation, ServerLine
 from slipstream.records.schema import SchemaError, read
 
 FRAMEWORKS = {"vllm": "vllm", "sglang": "sglang"}
+_NO_DRAFT = ("none",)
+_EAGLE3 = ("eagle3", "eagle3_fp8")
+_SERVER_SAID = "server flags and environment are those of the line it was imported with."
+_SERVER_UNSAID = (
+    "server flags and environment live in its scripts and are not included; import with --line to have them."
+)
 MARGIN = 256
 """InferenceX starts servers with room for input, output and this many tokens more."""
 
 
 @dataclass(frozen=True)
 class Unsaid:
-    """What InferenceX keeps in shell scripts instead of its YAML, so that a person has to say it."""
+    """What InferenceX keeps in shell scripts instead of its YAML, so that a person has to say it.
+
+    Args:
+        method: how rows draft whose `spec-decoding` does not tell (`mtp` is said of EAGLE-3 drafts, too).
+        line: the server's own command line, as the script's log shows it: its flags, environment and draft.
+    """
 
     token_range: tuple[int, int]
     gpus: int = 8
     draft: str | None = None
     draft_precision: str = "bf16"
     num_steps: int | None = None
+    draft_tp: int | None = None
+    method: Literal["eagle3"] | None = None
+    line: ServerLine = field(default_factory=ServerLine)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Recipes by name, as YAML, and a sentence for each row that has no counterpart in one."""
+
+    recipes: dict[str, str]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,9 +69,27 @@ class _Row:
         ranged = self.conc_start is not None or self.conc_end is not None
         if ranged == bool(self.conc_list) or (ranged and (self.conc_start is None or self.conc_end is None)):
             raise ValueError("give either conc-list, or both conc-start and conc-end")
-        for name in ("dp_attn", "pp", "dcp_size", "pcp_size"):
-            if getattr(self, name) not in (False, 1):
-                raise ValueError(f"{name.replace('_', '-')} has no counterpart in a slipstream recipe")
+
+    def refusal(self, unsaid: Unsaid) -> str:
+        """Say why this row cannot be a part of a recipe; empty if it can."""
+        if self.dp_attn:
+            return "dp-attn: true (data-parallel attention) has no counterpart in a slipstream recipe"
+        for name in ("pp", "dcp_size", "pcp_size"):
+            if getattr(self, name) != 1:
+                return f"{name.replace('_', '-')}: {getattr(self, name)} has no counterpart in a slipstream recipe"
+        if self.spec_decoding in _NO_DRAFT:
+            return ""
+        if self.spec_decoding not in _EAGLE3 and unsaid.method is None and unsaid.line.speculation is None:
+            return (
+                f"spec-decoding: {self.spec_decoding} says neither method nor draft; where it stands for an EAGLE-3 "
+                "draft (as for MiniMax-M3), add --method eagle3, or the server's own line with --line"
+            )
+        if unsaid.line.speculation is None and (unsaid.draft is None or unsaid.num_steps is None):
+            return (
+                f"spec-decoding: {self.spec_decoding}, but neither which draft nor how many tokens it proposes; add "
+                "--draft and --num-steps, or the server's own line with --line"
+            )
+        return ""
 
     def concurrency(self) -> tuple[int, ...]:
         """Return the listed values, or doublings from start that end exactly on end."""
@@ -91,33 +132,34 @@ class _Entry:
     router: object = None
     kv_p2p_transfer: object = None
 
-    def __post_init__(self) -> None:
-        if self.multinode or self.disagg or self.router is not None:
-            raise ValueError("multinode or disaggregated serving has no counterpart in a slipstream recipe")
+
+@dataclass(frozen=True)
+class Master:
+    """A master file: its name and its entries as YAML has them."""
+
+    name: str
+    entries: Mapping[str, Any]
 
 
-def entry_keys(path: Path) -> list[str]:
-    """List the entries of a master file."""
+def read_master(path: Path) -> Master:
+    """Read a master file."""
     value = read_yaml(path)
     if not isinstance(value, Mapping):
         raise RecipeError(f"{path.name}: an InferenceX master file maps keys to entries.")
-    return [str(key) for key in value]
+    return Master(path.name, {str(key): entry for key, entry in value.items()})
 
 
-def import_entry(path: Path, key: str, unsaid: Unsaid) -> dict[str, str]:
-    """Return recipes (name to YAML text): one for each group of rows that share topologies and concurrencies."""
-    value = read_yaml(path)
-    if not isinstance(value, Mapping) or key not in value:
-        raise RecipeError(f"{path.name}: no entry {key!r}.")
-    try:
-        entry = read(_Entry, _underscored(value[key]), f"{path.name}: {key}")
-    except SchemaError as error:
-        raise RecipeError(str(error)) from error
-    if entry.framework not in FRAMEWORKS:
-        raise RecipeError(f"{key}: framework {entry.framework!r} has no launcher; there are {', '.join(FRAMEWORKS)}.")
-    groups = _groups(entry)
+def import_entry(master: Master, key: str, unsaid: Unsaid) -> Imported:
+    """Return recipes: one for each group of rows that share topologies and concurrencies.
+
+    Nothing is dropped: a row that has no counterpart is named, and an entry without any other is an error.
+    """
+    if key not in master.entries:
+        raise RecipeError(f"{master.name}: no entry {key!r}.")
+    entry = _read_entry(master.entries[key], f"{master.name}: {key}", key)
+    groups, left_out = _groups(entry, unsaid)
     if not groups:
-        raise RecipeError(f"{key}: holds no fixed-seq-len rows, and nothing else can be imported.")
+        raise RecipeError("\n".join(f"{key}: {sentence}" for sentence in left_out or ("has no fixed-seq-len rows.",)))
     recipes = {}
     for number, (shape, topologies) in enumerate(groups.items(), 1):
         name = key.replace(".", "-") if len(groups) == 1 else f"{key.replace('.', '-')}-{number}"
@@ -129,23 +171,49 @@ def import_entry(path: Path, key: str, unsaid: Unsaid) -> dict[str, str]:
         if problems:
             raise RecipeError("\n".join(f"{key}: {problem}" for problem in problems))
         recipes[name] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120)
-    return recipes
+    return Imported(recipes, left_out)
 
 
-def _groups(entry: _Entry) -> dict[tuple[Any, ...], list[tuple[int, int]]]:
+def _read_entry(value: Any, where: str, key: str) -> _Entry:  # YAML of any shape
+    fields = _underscored(value)
+    if isinstance(fields, Mapping):
+        for name in ("multinode", "disagg", "router", "kv_p2p_transfer"):
+            if fields.get(name) not in (None, False):
+                raise RecipeError(
+                    f"{key}: {name.replace('_', '-')}: {fields[name]}: serving over several machines or in several "
+                    "parts has no counterpart in a slipstream recipe."
+                )
+        if fields.get("framework") not in FRAMEWORKS:
+            raise RecipeError(
+                f"{key}: framework: {fields.get('framework')} has no launcher; there are {', '.join(FRAMEWORKS)}."
+            )
+    try:
+        return read(_Entry, fields, where)
+    except SchemaError as error:
+        raise RecipeError(str(error)) from error
+
+
+def _groups(entry: _Entry, unsaid: Unsaid) -> tuple[dict[tuple[Any, ...], list[tuple[int, int]]], tuple[str, ...]]:
     """Group topologies that run the same lengths at the same concurrencies with the same speculation."""
     lengths = (entry.scenarios.fixed_seq_len if entry.scenarios else ()) + entry.seq_len_configs
     cells: dict[tuple[int, int, str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    left_out: list[str] = []
+    if entry.scenarios is not None and entry.scenarios.agentic_coding is not None:
+        left_out.append("agentic-coding: traces of agents have no counterpart in a slipstream recipe.")
     for item in lengths:
         for row in item.search_space:
+            where = f"{item.isl}/{item.osl}, tp {row.tp}, ep {row.ep}"
+            if refusal := row.refusal(unsaid):
+                left_out.append(f"{where}: {refusal}.")
+                continue
             cell = cells.setdefault((row.tp, row.ep, row.spec_decoding, row.concurrency()), [])
             if (item.isl, item.osl) in cell:
-                raise RecipeError(f"{item.isl}/{item.osl} tp {row.tp} ep {row.ep} is given twice.")
+                raise RecipeError(f"{where} is given twice.")
             cell.append((item.isl, item.osl))
     groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for (tp, ep, spec, concurrency), pairs in cells.items():
         groups.setdefault((spec, concurrency, tuple(pairs)), []).append((tp, ep))
-    return groups
+    return groups, tuple(left_out)
 
 
 def _recipe(
@@ -156,7 +224,7 @@ def _recipe(
     recipe: dict[str, object] = {
         "name": name,
         "about": f"{entry.model} {entry.precision} on {entry.runner}, from InferenceX entry {key}",
-        "source": "InferenceX master YAML; server flags and environment live in its scripts and are not included.",
+        "source": f"InferenceX master YAML; {_SERVER_SAID if unsaid.line.is_given() else _SERVER_UNSAID}",
         "machine": {"name": entry.runner, "gpus": unsaid.gpus},
         "target": {
             "id": entry.model,
@@ -164,7 +232,7 @@ def _recipe(
             "context": longest,
             "token_range": list(unsaid.token_range),
         },
-        "servers": {FRAMEWORKS[entry.framework]: {"image": entry.image, "port": 8888}},
+        "servers": {FRAMEWORKS[entry.framework]: _server(entry, unsaid.line)},
         "baseline": "no-spec",
         "arms": {"no-spec": {}},
         "topologies": [{"tp": tp, "ep": ep} for tp, ep in topologies],
@@ -182,16 +250,29 @@ def _recipe(
         "seeds": [0, 1, 2],
         "traffic": {"requests_per_stream": 10, "warmups_per_stream": 2},
     }
-    if spec != "none":
-        if unsaid.draft is None or unsaid.num_steps is None:
-            raise RecipeError(
-                f"{key}: says spec-decoding {spec!r} but neither which draft nor how many tokens it proposes. "
-                "Add --draft and --num-steps."
-            )
-        recipe["drafts"] = {"draft": {"id": unsaid.draft, "precision": unsaid.draft_precision}}
-        speculation = {"method": "eagle3", "num_steps": unsaid.num_steps}
+    if spec not in _NO_DRAFT:
+        drafted = _drafted(unsaid)
+        recipe["drafts"] = {"draft": {"id": drafted.draft, "precision": unsaid.draft_precision}}
+        speculation: dict[str, object] = {"method": drafted.method, "num_steps": drafted.num_steps}
+        for field, number in (("topk", drafted.topk), ("num_draft_tokens", drafted.num_draft_tokens)):
+            speculation |= {field: number} if number is not None else {}
+        draft_tp = unsaid.draft_tp if unsaid.draft_tp is not None else drafted.draft_tp
+        speculation |= {"draft_tp": draft_tp} if draft_tp is not None else {}
         recipe["arms"] = {"no-spec": {}, spec.replace("_", "-"): {"draft": "draft", "speculation": speculation}}
     return recipe
+
+
+def _server(entry: _Entry, line: ServerLine) -> dict[str, object]:
+    server: dict[str, object] = {"image": entry.image, "port": 8888}
+    server |= {"flags": dict(line.flags)} if line.flags else {}
+    return server | ({"env": dict(line.env)} if line.env else {})
+
+
+def _drafted(unsaid: Unsaid) -> LineSpeculation:
+    if unsaid.draft is not None and unsaid.num_steps is not None:
+        return LineSpeculation("eagle3", unsaid.draft, unsaid.num_steps)
+    assert unsaid.line.speculation is not None, "rows without either were left out"
+    return unsaid.line.speculation
 
 
 def _short(tokens: int) -> str:

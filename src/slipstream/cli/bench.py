@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from slipstream.cli.bench_import import import_
 from slipstream.cli.bench_like import like
 from slipstream.cli.bench_rank import rank
 
@@ -156,36 +157,7 @@ def peer(
     print(" ".join(f"--set {key}={value}" for key, value in settings.items()))
 
 
-@app.command("import")
-def import_(
-    master: Annotated[Path, typer.Argument(help="An InferenceX master YAML.")],
-    key: Annotated[str | None, typer.Option(help="The entry to import; without it, entries are listed.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the recipes.")] = Path(),
-    token_range: Annotated[str, typer.Option(help="Token ids for random prompts, FIRST:LAST.")] = "0:32000",
-    draft: Annotated[str | None, typer.Option(help="The draft, which InferenceX keeps in a script.")] = None,
-    draft_precision: Annotated[str, typer.Option(help="The draft's number format.")] = "bf16",
-    num_steps: Annotated[int | None, typer.Option(help="Tokens drafted at a time.")] = None,
-    gpus: Annotated[int, typer.Option(help="Devices of the runner.")] = 8,
-) -> None:
-    """Turn an InferenceX entry into recipes.
-
-    Examples:
-      slipstream bench import amd-master.yaml
-
-      slipstream bench import amd-master.yaml --key kimik2.5-int4-mi355x-sglang
-    """
-    from slipstream.bench.inferencex import Unsaid, entry_keys, import_entry
-    from slipstream.bench.recipe_file import token_ids_between
-    from slipstream.records.store import write_text
-
-    if key is None:
-        print("\n".join(entry_keys(master)))
-        return
-    unsaid = Unsaid(token_ids_between(token_range), gpus, draft, draft_precision, num_steps)
-    for name, text in import_entry(master, key, unsaid).items():
-        path = out / f"{name}.yaml"
-        write_text(path, text)
-        print(path)
+app.command("import")(import_)
 
 
 def _plan(recipe: Path, arm: list[str] | None, workload: list[str] | None, override: list[str] | None) -> "Plan":

@@ -43,6 +43,7 @@ _GPU_DEFAULTS = (1 << 20, 64, 8192)
 """Where nobody says: the longest context (a model's own may be shorter), requests at once, tokens of a step."""
 _USUAL_POSITIONS = 1 << 17
 """Rotary tables are this long at most (tens of MB) unless a longer context is asked for: configs may say any."""
+_ROOM_FOR_DRAFTS = 256  # slots beside a context that fills all pages, for the nodes of a tree
 _DRAFTED_POSITIONS = 1024  # drafted tokens may lie past the context's end before they are dropped
 
 
@@ -57,7 +58,8 @@ class LoadOptions:
         tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
-        max_context: None takes what the model allows: up to 4096 on a CPU, and what memory holds on a GPU.
+        max_context: None takes what the model allows: up to 4096 on a CPU, and what memory holds on a GPU; with a memory
+            fraction, up to what fits in it (and 131072), as the servers do whose launch lines name one.
         max_requests: requests that run at once; None takes 32 on a CPU and 64 on a GPU.
         max_batch_tokens: query tokens of one step; None takes 512 on a CPU and 8192 on a GPU.
         memory_fraction: share of the device's memory for weights and KV cache; it decides the number of pages,
@@ -179,6 +181,8 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     source = open_checkpoint(path)
     allowed = model_spec(source.config, source.folder).max_position
     usual_context, usual_requests, usual_tokens = _GPU_DEFAULTS if device.type == "cuda" else _CPU_DEFAULTS
+    if options.memory_fraction is not None:
+        usual_context = max(usual_context, _USUAL_POSITIONS)
     max_context = options.max_context or min(usual_context, allowed)
     positions = min(allowed, max(_USUAL_POSITIONS, max_context + _DRAFTED_POSITIONS))
     target = load_target(source, dtype, device, positions, kept_for, seat.ranks)
@@ -218,7 +222,7 @@ def _lead(options: LoadOptions, seat: Seat) -> Loaded:
         fitting = [] if leader is None else [count for count in leader.collect() if count is not None]
         config = parts.config
         if fitting and config.num_pages is not None:
-            config = dataclasses.replace(config, num_pages=min(config.num_pages, *fitting))
+            config = _context_within(options, dataclasses.replace(config, num_pages=min(config.num_pages, *fitting)))
         engine = build_engine(parts.target, parts.draft, options.tree, config, parts.ops, leader)
         return Loaded(
             engine,
@@ -284,11 +288,21 @@ def _with_pages(
         sharing = target.ranks.size if device.type == "cpu" else 1  # ranks on CPUs have one memory between them
         room = options.memory_fraction * _total_memory(device) / sharing
         models: list[Target | Eagle3Draft] = [target, *([eagle] if eagle is not None else [])]
-        return dataclasses.replace(config, num_pages=pages_that_fit(room, models, config, extra_slots)), ""
+        num_pages = pages_that_fit(room, models, config, extra_slots)
+        return _context_within(options, dataclasses.replace(config, num_pages=num_pages)), ""
     if device.type != "cuda":
         return config, ""
     plan = plan_pages(target, eagle, config, extra_slots, DEFAULT_FRACTION, shorten=options.max_context is None)
     return dataclasses.replace(config, num_pages=plan.num_pages, max_context=plan.max_context), f" ({plan})"
+
+
+def _context_within(options: LoadOptions, config: EngineConfig) -> EngineConfig:
+    """Return settings whose context fits in their pages, where nobody asked for a longer one."""
+    assert config.num_pages is not None, "called once memory has decided"
+    if options.max_context is not None:
+        return config
+    room = config.num_pages * config.page_size - _ROOM_FOR_DRAFTS
+    return dataclasses.replace(config, max_context=max(1, min(config.max_context, room)))
 
 
 def _warm_up(engine: Engine) -> tuple[str, ...]:

@@ -1,0 +1,61 @@
+"""Every line of the published documents is one of ours after changing its first words, flag by flag."""
+
+from collections import Counter
+
+import pytest
+import typer
+
+from slipstream.bench.like import read_line
+from slipstream.cli.foreign_line import own_flags
+from slipstream.cli.quantize import quantize
+from slipstream.cli.serve import serve
+from slipstream.flags.line import settle
+from slipstream.flags.table import flag_table
+from tests.published.documents import ABSENT, FOLDER, published_lines, stray_flags
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=ABSENT)
+LINES = published_lines() if FOLDER.is_dir() else []
+ELSEWHERE = {
+    "hf": "fetches a checkpoint, which serve does by itself for a hub id",
+    "docker": "starts a container, which this program needs none of",
+    "cd": "goes to Quark's examples, which are not needed",
+    "export": "sets a variable for the lines after it",
+}
+
+
+def own_of(verb):
+    app = typer.Typer()
+    app.command()(verb)
+    return own_flags(typer.main.get_command(app))
+
+
+def test_the_commands_are_found():
+    kinds = Counter(line.kind() or line.words[0] for line in LINES)
+    assert kinds == {"export": 21, "serve": 3, "bench": 7, "quantize": 1, "hf": 1, "docker": 1, "cd": 1}
+    assert {line.words[0] for line in LINES if not line.kind()} == ELSEWHERE.keys()
+    flags = tuple(word for line in LINES for word in line.words if word.startswith("--"))
+    stray = [text for path in sorted(FOLDER.glob("*.txt")) for text in stray_flags(path)]
+    assert [text for text in stray if not text.startswith(flags)] == []  # fragments of the lines, in the prose
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.kind() == "serve"], ids=lambda line: line.document)
+def test_a_launch_line_has_nothing_unknown_and_nothing_refused(line):
+    own, table = own_of(serve), flag_table("serve")
+    settled = settle(line.arguments(), own, table)
+    assert [word for word in settled.words if word.startswith("--") and word not in own] == []
+    assert [name for name, _ in line.env if name not in table.variables] == []
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.kind() == "bench"], ids=lambda line: line.words[-1])
+def test_a_benchmark_line_is_a_load(line):
+    read = read_line(line.words)
+    assert read.load.num_requests == int(line.words[line.words.index("--num-prompts") + 1])
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.kind() == "quantize"], ids=lambda line: line.document)
+def test_the_quantization_line_is_ours(line):
+    words = settle(line.arguments(), own_of(quantize), flag_table("quark")).words
+    assert words == (
+        "lightseekorg/kimi-k2.5-eagle3", "--scheme", "ptpc_fp8", "--exclude", "fc", "--exclude", "lm_head",
+        "--out", "amd/kimi-k2.5-eagle3-fp8",
+    )  # fmt: skip

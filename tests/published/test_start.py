@@ -1,0 +1,202 @@
+"""Every published line is started, on tiny checkpoints of the right architectures, formats and names.
+
+On demand: make published. What a machine without GPUs cannot have is counted down, and the report says it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from slipstream.bench.plan import build_plan
+from slipstream.bench.plan_text import plan_rows
+from slipstream.bench.recipe_file import load_recipe
+from tests.ports import free_port
+from tests.published.checkpoints import write_published
+from tests.published.documents import ABSENT, FOLDER, published_lines
+
+pytestmark = [pytest.mark.published, pytest.mark.skipif(not FOLDER.is_dir(), reason=ABSENT)]
+ROOT = Path(__file__).parents[2]
+LINES = published_lines() if FOLDER.is_dir() else []
+START_S = 120
+PLACES = {
+    "/path/to/kimi-k2.5-eagle3": "lightseekorg/kimi-k2.5-eagle3",
+    "<path-to-kimi-k2.5>": "amd/Kimi-K2.5-W4A8",
+    "<path-to-this-model>": "ginsongsong/eagle3-kimik2.5-w4a8",
+}
+COUNTED_DOWN = {
+    **dict.fromkeys(("--tp", "--tensor-parallel-size"), "1"),
+    **dict.fromkeys(("--mem-fraction-static", "--gpu-memory-utilization"), "0.05"),
+    "--host": "127.0.0.1",
+}
+"""GPUs, the share of memory (of a machine that others use, too) and the address."""
+NOT_YET = {"--kv-cache-dtype": "fp8"}
+"""Refused with a sentence today; started without."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working folder with every checkpoint that the lines name; published lines make the FP8 and the INT4 draft."""
+    folder = tmp_path_factory.mktemp("published")
+    write_published(folder)
+    (line,) = [line for line in LINES if line.kind() == "quantize"]
+    done = slipstream(folder, "quantize", *line.arguments())
+    assert done.returncode == 0, done.stderr
+    card = "--quant_scheme int4_wo_per_channel --exclude_layers embed_tokens lm_head fc *norm --output_dir"
+    done = slipstream(
+        folder,
+        "quantize",
+        "--model_dir",
+        "lightseekorg/kimi-k2.5-eagle3",
+        *card.split(),
+        PLACES["<path-to-this-model>"],
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def slipstream(folder, *words, env=()):
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream", *words],
+        cwd=folder, env=environment(env), capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+
+
+def environment(more):
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", **dict(more)}
+
+
+def on_this_machine(words):
+    """Return a line for this machine, and what was changed."""
+    port, changed, line = str(free_port()), [], []
+    words = [PLACES.get(word, word) for word in words]
+    for i, word in enumerate(words):
+        before = words[i - 1] if i else ""
+        if before in COUNTED_DOWN and word != COUNTED_DOWN[before]:
+            changed.append(f"{before} {word} -> {COUNTED_DOWN[before]}")
+            line.append(COUNTED_DOWN[before])
+        else:
+            line.append(port if before == "--port" else word)
+    if "--port" not in line:
+        line += ["--port", port]
+    for flag in ("--enable-expert-parallel",):
+        if flag in line:
+            line.remove(flag)
+            changed.append(f"{flag} -> one rank")
+    return line, port, changed
+
+
+@contextmanager
+def started(folder, words, env=()):
+    """Start a launch line and give its address and what it said; end it afterwards."""
+    line, port, changed = on_this_machine(words)
+    log = folder / f"{port}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream", "serve", *line],
+            cwd=folder, env=environment(env), stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + START_S
+        while not answers(port):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}", log, changed
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def answers(port):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def completion(url):
+    body = {"prompt": "the then they", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)["choices"][0]["token_ids"]
+
+
+def bench_words(line, requests, streams):
+    """Return a benchmark line with fewer requests, for a machine without GPUs."""
+    words = list(line.words)
+    for i, flag in enumerate(words):
+        fewer = {"--num-prompts": requests, "--max-concurrency": streams}.get(flag)
+        fewer = 32 if flag.startswith("--random-output") else fewer
+        if fewer is not None:
+            words[i + 1] = str(fewer)
+    return words
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.kind() == "serve"], ids=lambda line: line.document)
+def test_a_published_launch_line_starts_and_answers_and_takes_its_published_load(folder, line):
+    with started(folder, line.arguments(), line.env) as (url, log, changed):
+        tokens = completion(url)
+        assert len(tokens) == 24
+        said = log.read_text()
+        assert "not needed here" in said or line.document.startswith("003")
+        loads = [other for other in LINES if other.kind() == "bench" and other.document == line.document]
+        for load in loads:
+            done = slipstream(folder, "bench", "like", "--url", url, "--", *bench_words(load, 2, 2))
+            assert done.returncode == 0, done.stdout + done.stderr
+    changed.append(f"{len(loads)} loads of 2 requests and 32 tokens each")
+    sys.stdout.write(f"\n{line.document}:{line.number}: {'; '.join(changed)}\n")
+
+
+def inferencex_rows():
+    """The lines of the InferenceX pull requests that the second blog describes, as the shipped recipes render them."""
+    rows = {}
+    for recipe in ("kimi-k2.5-mxfp4-vllm.yaml", "minimax-m2.5-vllm.yaml"):
+        for row in plan_rows(build_plan(load_recipe(ROOT / "recipes" / "bench" / recipe))):
+            # One line an arm and length: other topologies differ in numbers that are counted down here.
+            if row["workload"] in ("1k1k", "8k1k"):
+                rows.setdefault((recipe, row["arm"], row["workload"]), row)
+    return list(rows.values())
+
+
+@pytest.mark.parametrize(
+    "row", inferencex_rows(), ids=lambda row: f"{row['argv'][2]}-{row['arm']}-{row['workload']}-{row['topology']}"
+)
+def test_an_inferencex_line_starts_and_answers(folder, row):
+    words, left_out = without(row["argv"][2:], NOT_YET)
+    if left_out:
+        refused = slipstream(folder, "serve", *row["argv"][2:])
+        assert "cannot be honoured here" in refused.stderr
+    with started(folder, words, row["env"].items()) as (url, _, changed):
+        assert len(completion(url)) == 24
+    sys.stdout.write(f"\n{row['arm']} {row['workload']} {row['topology']}: {'; '.join(changed + left_out)}\n")
+
+
+def without(words, flags):
+    """Return a line without some flags and their values, and those."""
+    kept, left_out = [], []
+    for i, word in enumerate(words):
+        mine = word in flags or (i > 0 and words[i - 1] in flags)
+        (left_out if mine else kept).append(word)
+    return kept, left_out
+
+
+def test_flags_that_are_not_needed_change_no_token(folder):
+    (line,) = [line for line in LINES if line.kind() == "serve" and line.document.startswith("000")]
+    plain, _ = without(line.arguments(), ["--attention-backend"])
+    plain = [word for word in plain if word not in ("--enable-torch-compile", "--trust-remote-code", "--numa-node")]
+    plain = plain[: plain.index("0")] + plain[plain.index("--speculative-algorithm") :]
+    with started(folder, line.arguments(), line.env) as (url, _, _):
+        published = completion(url)
+    with started(folder, plain) as (url, log, _):
+        assert completion(url) == published
+        assert "not needed here" not in log.read_text()
