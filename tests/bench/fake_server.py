@@ -57,6 +57,7 @@ class FakeServer:
         app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/get_server_info", self._server_info)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -112,6 +113,12 @@ class FakeServer:
             for position, count in enumerate(self.drafted):
                 lines += [f'slipstream_drafted_tokens_total{{position="{position}"}} {count}']
         return web.Response(text="\n".join(lines) + "\n")
+
+    async def _server_info(self, _):
+        if self.behaviour.names != "sglang":
+            return web.Response(status=404)
+        length = {"avg_spec_accept_length": 1 + sum(self.accepted) / self.drafts} if self.drafts else {}
+        return web.json_response({"version": "0.0-fake", "internal_states": [length]})
 
     def _tokens_of_step(self) -> int:
         """Draft, verify, and return how many tokens the step emits."""

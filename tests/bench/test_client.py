@@ -7,8 +7,9 @@ import pytest
 from aiohttp import web
 
 from slipstream.bench.client import Client, Sampling, open_session
+from slipstream.bench.measure import scrape
 from slipstream.bench.metrics import latency_of, repetition_of, throughput_of
-from slipstream.bench.server_metrics import parse_metrics, read_acceptance, read_phases
+from slipstream.bench.server_metrics import read_acceptance, read_phases
 from slipstream.bench.traffic import LoadRun
 from slipstream.bench.workload import Prompt
 from tests.bench.fake_server import Behaviour, FakeServer
@@ -23,11 +24,11 @@ def exchange_all(behaviour, num_requests=12, concurrency=3, tokens=40, rate=None
         url = await fake.start()
         async with open_session() as session:
             client = await Client.connect(session, url)
-            before = parse_metrics(await client.get_text("/metrics")) if behaviour.metrics else None
+            before = await scrape(client)
             load = LoadRun(client, Sampling(), concurrency, timeout_s)
             prompts = [Prompt(tokens, token_ids=(7, 8, 9)) for _ in range(num_requests)]
             exchanges = await load.run(prompts, seed=1, request_rate=rate)
-            after = parse_metrics(await client.get_text("/metrics")) if behaviour.metrics else None
+            after = await scrape(client)
         await fake.stop()
         return exchanges, fake, before, after
 
@@ -70,6 +71,14 @@ def test_acceptance_is_read_from_sglangs_counters_too():
     acceptance = read_acceptance(before, after)
     assert acceptance.length == pytest.approx(1 + 0.9 + 0.81, rel=0.02)
     assert "spec_verify_calls_total" in acceptance.source
+
+
+def test_acceptance_is_read_from_what_sglang_says_of_itself_where_its_metrics_are_off():
+    behaviour = Behaviour(accepts=(0.9, 0.9), seed=5, names="sglang", metrics=False)
+    _, _, before, after = exchange_all(behaviour, num_requests=30, tokens=150)
+    acceptance = read_acceptance(before, after)
+    assert acceptance.length == pytest.approx(1 + 0.9 + 0.81, rel=0.02)
+    assert "average since the server's start" in acceptance.source
 
 
 @pytest.mark.parametrize("names", ["vllm", "slipstream"])

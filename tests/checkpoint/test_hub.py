@@ -49,6 +49,27 @@ def test_a_cached_repository_needs_no_hub_but_a_broken_off_download_does(tmp_pat
     assert ask("org/model", tmp_path) == str(snapshot)
 
 
+def test_a_kimi_is_fetched_with_its_tokenizer_and_again_where_that_was_left_out(tmp_path, monkeypatch):
+    """The hub's own client is replaced: what it is asked for is the point."""
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["KimiK25ForConditionalGeneration"]}))
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    asked = []
+
+    def snapshot_download(repo_id, allow_patterns=None, local_files_only=False):
+        asked.append(allow_patterns)
+        if not local_files_only:
+            (folder / "tiktoken.model").touch()
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve("moonshotai/Kimi-K2.5") == folder
+    assert "tiktoken.model" in asked[1]
+    assert resolve("moonshotai/Kimi-K2.5") == folder
+    assert len(asked) == 3  # the last time, the cache was enough
+
+
 def test_an_unknown_name_without_network_says_what_to_do(tmp_path):
     answer = ask("org/absent", tmp_path)
     assert "not in the Hugging Face cache" in answer

@@ -136,7 +136,8 @@ def bench_words(line, requests, streams):
     words = list(line.words)
     for i, flag in enumerate(words):
         fewer = {"--num-prompts": requests, "--max-concurrency": streams}.get(flag)
-        fewer = 32 if flag.startswith("--random-output") else fewer
+        fewer = 16 if flag.startswith("--random-output") else fewer
+        fewer = 512 if flag.startswith("--random-input") else fewer
         if fewer is not None:
             words[i + 1] = str(fewer)
     return words
@@ -153,7 +154,7 @@ def test_a_published_launch_line_starts_and_answers_and_takes_its_published_load
         for load in loads:
             done = slipstream(folder, "bench", "like", "--url", url, "--", *bench_words(load, 2, 2))
             assert done.returncode == 0, done.stdout + done.stderr
-    changed.append(f"{len(loads)} loads of 2 requests and 32 tokens each")
+    changed.append(f"{len(loads)} loads of 2 requests, 512 tokens in and 16 out each")
     sys.stdout.write(f"\n{line.document}:{line.number}: {'; '.join(changed)}\n")
 
 

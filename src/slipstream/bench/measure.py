@@ -9,7 +9,13 @@ from slipstream.bench.launch.command import Load
 from slipstream.bench.metrics import REPETITIVE, Exchange, latency_of, throughput_of
 from slipstream.bench.plan import Point
 from slipstream.bench.recipe import Recipe
-from slipstream.bench.server_metrics import MetricsPage, parse_metrics, read_acceptance, read_phases
+from slipstream.bench.server_metrics import (
+    MetricsPage,
+    page_of_server_info,
+    parse_metrics,
+    read_acceptance,
+    read_phases,
+)
 from slipstream.bench.traffic import LoadRun
 from slipstream.bench.workload import Prompt, Template, file_prompts, random_prompts
 from slipstream.records.point import Acceptance, Latency, Phases, RequestResult, Throughput
@@ -73,7 +79,7 @@ def judge(
     elif spec and before and after and acceptance is None:
         reasons.append(f"the arm declares {spec.method} drafting, but the server counted no drafts")
     elif spec and acceptance is None:
-        warnings.append("the server has no /metrics, so acceptance is unknown")
+        warnings.append("the server has neither /metrics nor SGLang's /server_info, so acceptance is unknown")
     elif spec is None and acceptance is not None:
         reasons.append("the arm declares no drafting, but the server counted drafts")
     elif spec and acceptance and acceptance.length < HARDLY_ACCEPTS:
@@ -119,8 +125,14 @@ def failures_in_words(failed: Sequence[Exchange], num_sent: int) -> str:
 
 
 async def scrape(client: Client) -> MetricsPage | None:
-    """Read the server's counters; None where it has no such page."""
+    """Read the server's counters, or what SGLang says of itself without them; None where there is neither."""
     try:
         return parse_metrics(await client.get_text("/metrics"))
-    except ServerError:
-        return None  # judged where it matters: an arm that drafts is warned about, any other does not need counters
+    except ServerError:  # judged where it matters: an arm that drafts is warned about, any other needs no counters
+        pass
+    for path in ("/server_info", "/get_server_info"):
+        try:
+            return page_of_server_info(await client.get_json(path))
+        except ServerError:
+            continue
+    return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from slipstream.records.point import Acceptance, Phases
 
 _VLLM = "vllm:spec_decode_num_"
+_AVERAGE = "avg_spec_accept_length"
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
@@ -44,6 +45,16 @@ def parse_metrics(text: str) -> MetricsPage:
             key = (name, label, text_value)
             by_label[key] = by_label.get(key, 0.0) + value
     return MetricsPage(values, by_label)
+
+
+def page_of_server_info(document: Mapping[str, object]) -> MetricsPage | None:
+    """Return what SGLang's description of itself counts, which it has without `--enable-metrics`; None if nothing."""
+    states = document.get("internal_states")
+    if not isinstance(states, list):
+        return None
+    lengths = [state.get(_AVERAGE) for state in states if isinstance(state, dict)]
+    told = [float(length) for length in lengths if isinstance(length, int | float)]
+    return MetricsPage({_AVERAGE: sum(told) / len(told)} if told else {}, {})
 
 
 def read_acceptance(before: MetricsPage, after: MetricsPage) -> Acceptance | None:
@@ -102,6 +113,10 @@ def _from_sglang_names(before: MetricsPage, after: MetricsPage) -> Acceptance | 
         return Acceptance(
             length=gauge, source="sglang:spec_accept_length (gauge: a recent window, not this point alone)"
         )
+    average = after.values.get(_AVERAGE)
+    if average:
+        source = f"/server_info: {_AVERAGE} (the average since the server's start, not this point alone)"
+        return Acceptance(length=average, source=source)
     return None
 
 

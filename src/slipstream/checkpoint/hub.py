@@ -13,8 +13,9 @@ log = logging.getLogger(__name__)
 EMBEDDED = "embedded"
 _EMBEDDED_NAMES = (EMBEDDED, "auto")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
-_PICKLE_PATTERNS = ["*.json", "*.jinja", "pytorch_model*.bin", "tokenizer.model"]
+_BESIDE = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model"]
+_PATTERNS = [*_BESIDE, "*.safetensors"]
+_PICKLE_PATTERNS = [*_BESIDE, "pytorch_model*.bin"]
 
 
 def resolve(path_or_id: str | Path | None, progress: Progress | None = None) -> Path:
@@ -48,7 +49,7 @@ def _from_hub(repo_id: str) -> Path:
 
     try:
         folder = Path(snapshot_download(repo_id, local_files_only=True))
-        if _is_complete(folder):
+        if _is_complete(folder) and not _lacks_its_tokenizer(folder):
             return folder
     except LocalEntryNotFoundError:
         log.info("%s is not in the Hugging Face cache; asking the hub", repo_id)
@@ -75,6 +76,13 @@ def _from_hub(repo_id: str) -> Path:
             f"Go online once (`hf download {repo_id}`); if that changes nothing, it is not a model repository."
         )
     return folder
+
+
+def _lacks_its_tokenizer(folder: Path) -> bool:
+    """Whether this is a Kimi without tiktoken.model, which other tools (and this one, once) leave unfetched."""
+    names = read_json(folder / "config.json").get("architectures") or []
+    kimi = any("Kimi" in str(name) for name in names if isinstance(names, list))
+    return kimi and not any((folder / name).is_file() for name in ("tiktoken.model", "tokenizer.json"))
 
 
 def _is_complete(folder: Path) -> bool:

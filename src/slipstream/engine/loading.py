@@ -170,6 +170,7 @@ class _Parts:
     draft_line: str
     config: EngineConfig
     memory_line: str
+    tokenizer: Tokenizer | None  # the first rank's
 
 
 def _read(options: LoadOptions, seat: Seat) -> _Parts:
@@ -180,9 +181,11 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     path, kept_for = _target_path(options, ops)
     source = open_checkpoint(path)
     allowed = model_spec(source.config, source.folder).max_position
+    # A missing tokenizer is found before hundreds of gigabytes are read.
+    tokenizer = Tokenizer.load(path) if seat.ranks.rank == 0 else None
     usual_context, usual_requests, usual_tokens = _GPU_DEFAULTS if device.type == "cuda" else _CPU_DEFAULTS
     if options.memory_fraction is not None:
-        usual_context = max(usual_context, _USUAL_POSITIONS)
+        usual_context = _USUAL_POSITIONS
     max_context = options.max_context or min(usual_context, allowed)
     positions = min(allowed, max(_USUAL_POSITIONS, max_context + _DRAFTED_POSITIONS))
     target = load_target(source, dtype, device, positions, kept_for, seat.ranks)
@@ -195,7 +198,7 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
     draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
     config, memory_line = _with_pages(options, target, draft, config, options.tree or default_shape(draft, ops))
-    return _Parts(path, dtype, ops, target, draft, draft_line, config, memory_line)
+    return _Parts(path, dtype, ops, target, draft, draft_line, config, memory_line, tokenizer)
 
 
 def _follow(options: LoadOptions, seat: Seat) -> None:
@@ -224,9 +227,10 @@ def _lead(options: LoadOptions, seat: Seat) -> Loaded:
         if fitting and config.num_pages is not None:
             config = _context_within(options, dataclasses.replace(config, num_pages=min(config.num_pages, *fitting)))
         engine = build_engine(parts.target, parts.draft, options.tree, config, parts.ops, leader)
+        assert parts.tokenizer is not None, "this is the first rank"
         return Loaded(
             engine,
-            Tokenizer.load(parts.path),
+            parts.tokenizer,
             parts.target,
             parts.ops,
             str(options.model),
