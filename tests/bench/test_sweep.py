@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import sys
 
@@ -11,6 +12,7 @@ from slipstream.bench.client import ServerError
 from slipstream.bench.plan import build_plan
 from slipstream.bench.recipe_file import RecipeError, load_recipe
 from slipstream.bench.sweep import RunOptions, run_plan
+from slipstream.errors import ConfigError
 from slipstream.records.store import read_record, read_records
 from tests.bench.fake_server import DRAFTING, FAKE, FAST
 from tests.bench.quiet import Quiet
@@ -59,10 +61,10 @@ def bench(tmp_path):
         path = tmp_path / "faults.yaml"
         path.write_text(json.dumps(recipe))
 
-        def run(url=None, arms=(), keep_going=True):
+        def run(url=None, arms=(), keep_going=True, images=None):
             plan = build_plan(load_recipe(path), arms)
             watcher = Quiet()
-            options = RunOptions(tmp_path / "out", url, keep_going=keep_going)
+            options = RunOptions(tmp_path / "out", url, keep_going=keep_going, images=images)
             summary = asyncio.run(run_plan(plan, options, watcher))
             records = {record.key.arm: record for record in read_records([tmp_path / "out" / "points"]).points}
             return summary, records, watcher
@@ -209,7 +211,37 @@ def test_a_url_measures_one_arm_and_starts_nothing(bench, tmp_path):
     assert records["plain"].provenance.versions["server"] == "vllm 0.0-fake"
 
 
-def test_arms_in_different_images_cannot_share_one_environment(bench, tmp_path):
-    run = bench({}, arms={"plain": {}, "other": {"image": "vllm:v1"}})
-    with pytest.raises(RecipeError, match="Run each inside its image with --arm"):
+# A container runtime without containers: it runs the entry point with what stands behind the image.
+DOCKER = """#!/bin/sh
+while [ "$1" != --entrypoint ]; do shift; done
+entry=$2; shift 3; exec "$entry" "$@"
+"""
+
+
+def test_arms_run_in_their_own_images_and_the_record_names_an_image_only_if_it_was_used(bench, tmp_path, monkeypatch):
+    docker = tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text(DOCKER)
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
+    behaviour = {"behaviour": str(tmp_path / "plain.json")}
+    arms = {"plain": {"flags": behaviour, "image": "vllm:v1"}, "other": {"flags": behaviour, "image": "vllm:v2"}}
+    run = bench({}, arms=arms)
+    with pytest.raises(RecipeError, match="Start containers of them with --images docker"):
         run()
+    summary, records, _ = run(images="docker")
+    assert (summary.measured, summary.invalid) == (2, 0)
+    assert [records[arm].provenance.image for arm in arms] == ["vllm:v1", "vllm:v2"]
+    assert records["other"].provenance.argv[:3] == ("docker", "run", "--rm")
+    assert "vllm:v2" in records["other"].provenance.argv
+    assert records["other"].warnings == ()
+
+
+def test_an_image_that_was_not_used_is_a_warning_not_provenance(bench):
+    arms = {"plain": {"image": "vllm:v1", "env": {"A": "1"}}}
+    run = bench({}, arms=arms)
+    _, records, _ = run()
+    assert records["plain"].provenance.image == ""
+    assert records["plain"].warnings == ("the recipe's image was not used: vllm:v1",)
+    with pytest.raises(ConfigError, match="names no image"):
+        bench({})(images="docker")

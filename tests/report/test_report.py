@@ -12,6 +12,7 @@ from slipstream.report.build import ReportError, write_report
 from slipstream.report.contents import make_contents
 from slipstream.report.page import html_page
 from slipstream.report.series import Grid, output_per_device
+from slipstream.report.tables import delta_table
 from slipstream.report.text import cells_csv, markdown
 from tests.report.sample import ARMS, point, sample_set
 
@@ -54,6 +55,21 @@ def test_every_figure_and_section_is_there(page):
     ):
         assert words in page, words
     assert page.count("data:image/svg+xml") == 8
+
+
+def test_changes_are_shown_as_published_in_per_cent_of_the_baseline():
+    grid = Grid([point(arm, 4, seed, noise=0.0) for arm in ("no-spec", "eagle3-bf16") for seed in (1, 2, 3)])
+    (setting,) = grid.settings
+    table = delta_table(grid, setting)
+    assert table.header == ("Conc.", "metric", "no-spec", "eagle3-bf16 (Δ from no-spec)")
+    assert [row[1] for row in table.rows] == [
+        "TPOT median (ms) ↓", "Output throughput (tok/s) ↑", "ITL median (ms) ↓", "TTFT median (ms) ↓",
+    ]  # fmt: skip
+    tpot, throughput = table.rows[0], table.rows[1]
+    before, after = float(throughput[2]), float(throughput[3].split()[0])
+    assert f"(+{100 * (after / before - 1):.0f}" in throughput[3]
+    assert "(−" in tpot[3]
+    assert "▲" in tpot[3]
 
 
 def test_a_planted_speed_up_is_shown_with_its_verdict(contents):
@@ -136,5 +152,10 @@ def test_the_report_is_made_from_files(tmp_path):
     files = write_report([tmp_path], tmp_path / "out")
     assert files.html.read_text().startswith("<!doctype html>")
     assert files.csv.read_text().count("\n") == 3
+    images = sorted(path.name for path in files.images.iterdir())
+    assert "01-speed-up.svg" in images
+    assert len(images) == 2 * files.html.read_text().count("data:image/svg+xml")
+    assert (files.images / "01-speed-up.png").read_bytes().startswith(b"\x89PNG")
+    assert "](figures/01-speed-up.svg)" in files.markdown.read_text()
     with pytest.raises(ReportError, match="no records there"):
         write_report([tmp_path / "out"], tmp_path)

@@ -4,7 +4,7 @@ import logging
 import platform
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -13,9 +13,10 @@ import aiohttp
 
 from slipstream import __version__
 from slipstream.bench.client import Client, ServerError, open_session
+from slipstream.bench.container import Images, in_container
 from slipstream.bench.hardware import find_hardware
 from slipstream.bench.launch import SERVERS
-from slipstream.bench.launch.command import Launch
+from slipstream.bench.launch.command import Command, Launch
 from slipstream.bench.launch.process import LaunchError, ServerProcess
 from slipstream.bench.measure import Measurement, measure_point
 from slipstream.bench.plan import Block, Plan, Point, point_sha256, server_command
@@ -63,12 +64,21 @@ class RunOptions:
         url: measure the server at this address instead of starting one.
         gsm8k_data: folder with the questions, for recipes that ask them.
         keep_going: measure the other arms where one arm's server cannot be started.
+        images: run servers in their images, or say that this program runs in the one there is; None uses no image.
     """
 
     out: Path
     url: str | None = None
     gsm8k_data: Path | None = None
     keep_going: bool = False
+    images: Images | None = None
+
+    def command(self, launch: Launch) -> Command:
+        """Return what is really run for a launch; it names an image only if that is where it runs."""
+        command = SERVERS[launch.server].command(launch)
+        if self.url is not None or self.images is None:
+            return replace(command, image="")
+        return command if self.images == "inside" else in_container(command, launch, self.images)
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,9 @@ class _Sweep:
             result = Measurement(reasons=(str(error),))
             if isinstance(error, LaunchError) and not self._options.keep_going:
                 self.stopped = f"the server of arm {point.key.arm} cannot be started: {error}"
-        record = _record(self._plan, point, result, _Context(started, versions, self._hardware, server.url))
+        record = _record(
+            self._plan, point, result, _Context(started, versions, self._hardware, server.url, self._options)
+        )
         path = record_path(self._options.out, point)
         _set_aside(path)
         write_record(path, record)
@@ -209,7 +221,7 @@ class _Server:
         if self._failed_starts >= 2:
             raise LaunchError("the server failed to start twice; its remaining points are not tried in this run")
         kind = SERVERS[self._launch.server]
-        command = kind.command(self._launch)
+        command = self._options.command(self._launch)
         log_file = self._options.out / "logs" / f"{self._launch.server}-{command.sha256()[:12]}.log"
         self._watcher.server_starting(self._launch, log_file)
         self._failed_starts += 1
@@ -228,11 +240,15 @@ class _Context:
     versions: dict[str, str]
     hardware: Hardware
     url: str
+    options: RunOptions
 
 
 def _record(plan: Plan, point: Point, result: Measurement, context: _Context) -> PointRecord:
     recipe = plan.loaded.recipe
-    command = server_command(point.launch)
+    command = context.options.command(point.launch)
+    absent = (
+        f"the recipe's image was not used: {point.launch.image}" if point.launch.image and not command.image else ""
+    )
     provenance = Provenance(
         recipe=recipe.name,
         recipe_sha256=plan.loaded.sha256,
@@ -257,7 +273,7 @@ def _record(plan: Plan, point: Point, result: Measurement, context: _Context) ->
         input_tokens=round(sum(r.input_tokens for r in good) / len(good)) if good else 0,
         output_tokens=point.load.workload.output_tokens,
         reasons=result.reasons,
-        warnings=result.warnings,
+        warnings=(*result.warnings, *([absent] if absent else [])),
         num_requests=point.load.num_requests,
         num_failed=sum(request.error is not None for request in result.requests),
         throughput=result.throughput,
@@ -300,10 +316,11 @@ def _set_aside(path: Path) -> None:
 
 def _check_images(plan: Plan, options: RunOptions) -> None:
     images = sorted({point.launch.image for point in plan.points()})
-    if options.url is None and len(images) > 1:
+    if options.url is None and options.images not in ("docker", "podman") and len(images) > 1:
         raise RecipeError(
             f"the arms need different images ({', '.join(image or 'none' for image in images)}), and one environment "
-            "is only one of them. Run each inside its image with --arm; the records of all go into the same folder."
+            "is only one of them. Start containers of them with --images docker (or podman), or run each inside its "
+            "image with --arm and --images inside; the records of all go into the same folder."
         )
     arms = sorted({point.key.arm for point in plan.points()})
     if options.url is not None and len(arms) != 1:

@@ -96,6 +96,10 @@ def run(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Measure the other arms where one arm's server cannot be started.")
     ] = False,
+    images: Annotated[
+        Literal["docker", "podman", "inside"] | None,
+        typer.Option(help="Start servers in the recipe's images, or say that this runs inside the only one."),
+    ] = None,
     arm: Arms = None,
     workload: Workloads = None,
     override: Overrides = None,
@@ -108,6 +112,7 @@ def run(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from slipstream.bench.evals.gsm8k import WHERE_IT_IS
     from slipstream.bench.sweep import RunOptions, run_plan
 
     made = _plan(recipe, arm, workload, override)
@@ -125,7 +130,7 @@ def run(
         TimeElapsedColumn(),
         console=console,
     ) as progress:
-        summary = asyncio.run(run_plan(made, RunOptions(folder, url, gsm8k, keep_going), _Screen(progress)))
+        summary = asyncio.run(run_plan(made, RunOptions(folder, url, gsm8k, keep_going, images), _Screen(progress)))
     print(
         f"{summary.measured} points measured, {summary.invalid} of them invalid; {summary.skipped} were already there."
     )
@@ -134,7 +139,7 @@ def run(
     for failure in summary.failed_evals:
         print(f"not evaluated: {failure}")
     if made.loaded.recipe.evals.gsm8k and gsm8k is None:
-        print("not evaluated: the recipe asks GSM8K; give its folder with --gsm8k.")
+        print(f"not evaluated: the recipe asks GSM8K; give its folder with --gsm8k ({WHERE_IT_IS}).")
     print(f"records: {folder}\nnext: slipstream report {folder}")
     if summary.invalid or summary.failed_evals or summary.stopped:
         raise typer.Exit(1)

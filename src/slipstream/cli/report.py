@@ -10,7 +10,7 @@ def report(
     sources: Annotated[list[Path], typer.Argument(metavar="RECORDS...", help="Record files, or folders of them.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="the first folder given")] = None,
 ) -> None:
-    """Write report.html (self-contained), report.md and report.csv.
+    """Write report.html (self-contained), report.md, report.csv, and every figure as SVG and PNG.
 
     Example:
       slipstream report out/bench/embedded
@@ -23,4 +23,4 @@ def report(
         print(f"{headline.figure}  {headline.words}")
     for line in files.headlines:
         print(line)
-    print(f"{files.html}\n{files.markdown}\n{files.csv}")
+    print(f"{files.html}\n{files.markdown}\n{files.csv}\n{files.images}")

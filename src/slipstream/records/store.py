@@ -41,11 +41,16 @@ def write_record(path: Path, record: Record) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write text to `path` through a temporary name in the same folder."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file through a temporary name in the same folder."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(content)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -44,7 +44,8 @@ def six_panels(grid: Grid, setting: Setting) -> Plot:
             axis.text(0.5, 0.5, "no arm drafted", ha="center", transform=axis.transAxes, color="#555555")
     legend_below(figure, axes)
     caption = f"Serving metrics, {setting.title()}. Bars are means over seeds, whiskers their range."
-    return Plot(caption, to_svg(figure), f"Six bar charts by concurrency for arms {', '.join(grid.arms(setting))}")
+    alt = f"Six bar charts by concurrency for arms {', '.join(grid.arms(setting))}"
+    return Plot(caption, to_svg(figure), alt, figure)
 
 
 def phase_shares(grid: Grid) -> Plot | None:
@@ -76,7 +77,8 @@ def phase_shares(grid: Grid) -> Plot | None:
     axis.grid(visible=False)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     legend_below(figure, axes)
-    return Plot("Where step time goes, from the engine's timers.", to_svg(figure), "Stacked bars of phase shares")
+    caption = "Where step time goes, from the engine's timers."
+    return Plot(caption, to_svg(figure), "Stacked bars of phase shares", figure)
 
 
 def _bars(axis: Any, grid: Grid, setting: Setting, metric: Metric, looks: dict[str, Look]) -> None:

@@ -1,5 +1,6 @@
 """What a report holds, in order, before anyone decides how it is written."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from slipstream.report.headline import Headline, headline_figures
 from slipstream.report.series import Grid
 from slipstream.report.style import Plot
 from slipstream.report.tables import Table
+
+_WORD = re.compile(r"[a-z0-9]+")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,14 @@ def make_contents(records: RecordSet) -> Contents:
     return Contents(title, tuple(headline_figures(grid)), tuple(_headlines(records, grid)), tuple(sections))
 
 
+def named_plots(contents: Contents) -> dict[str, Plot]:
+    """Return every figure by the name its files have: its number in the report, and its section."""
+    plots = [(section.title, plot) for section in contents.sections for plot in section.plots]
+    return {
+        f"{number:02d}-{'-'.join(_WORD.findall(title.lower()))}": plot for number, (title, plot) in enumerate(plots, 1)
+    }
+
+
 def _headlines(records: RecordSet, grid: Grid) -> Iterator[str]:
     yield from tables.headlines(grid)
     invalid = sum(record.status == "invalid" for record in records.points)
@@ -59,9 +70,10 @@ def _sections(records: RecordSet, grid: Grid) -> Iterator[Section | None]:
         yield Section("Throughput and speed-up", tables=tuple(tables.speedup_table(grid, s) for s in measured))
     yield _figures("Speed-up", lines.speedup_by_concurrency(grid), lines.speedup_by_context(grid))
     if measured:
+        changes = [tables.delta_table(grid, setting) for setting in measured if len(grid.arms(setting)) > 1]
         yield Section(
             "Serving metrics",
-            tables=tuple(tables.detail_table(grid, s) for s in measured),
+            tables=(*changes, *(tables.detail_table(grid, s) for s in measured)),
             plots=tuple(bars.six_panels(grid, s) for s in measured),
         )
     yield _figures("Throughput against interactivity", lines.pareto(grid))

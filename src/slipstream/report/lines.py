@@ -43,6 +43,7 @@ def speedup_by_concurrency(grid: Grid) -> Plot | None:
         "Speed-up of output throughput over the baseline, with 95% intervals.",
         to_svg(figure),
         "Line charts of speed-up against concurrency",
+        figure,
     )
 
 
@@ -70,7 +71,8 @@ def speedup_by_context(grid: Grid) -> Plot | None:
             _context_axis(axis)
             axis.set_title(f"{topology}, concurrency {concurrency}", fontsize=9, loc="left")
     legend_below(figure, axes)
-    return Plot("Speed-up against prompt length.", to_svg(figure), "Line charts of speed-up against prompt length")
+    alt = "Line charts of speed-up against prompt length"
+    return Plot("Speed-up against prompt length.", to_svg(figure), alt, figure)
 
 
 def verify_cost_by_context(grid: Grid) -> Plot | None:
@@ -95,7 +97,7 @@ def verify_cost_by_context(grid: Grid) -> Plot | None:
         axis.set_ylabel("verify ms per accepted token", fontsize=8)
     legend_below(figure, axes)
     caption = "Cost of verification against prompt length, from the engine's timers."
-    return Plot(caption, to_svg(figure), "Line charts of verification cost against prompt length")
+    return Plot(caption, to_svg(figure), "Line charts of verification cost against prompt length", figure)
 
 
 def acceptance_by_position(grid: Grid) -> Plot | None:
@@ -125,7 +127,8 @@ def acceptance_by_position(grid: Grid) -> Plot | None:
         axis.set_title(setting.title(), fontsize=9, loc="left")
     hide_unused(axes, len(rates))
     legend_below(figure, axes)
-    return Plot("Share of drafts accepted, by position.", to_svg(figure), "Line charts of acceptance by position")
+    alt = "Line charts of acceptance by position"
+    return Plot("Share of drafts accepted, by position.", to_svg(figure), alt, figure)
 
 
 def pareto(grid: Grid) -> Plot | None:
@@ -158,7 +161,10 @@ def pareto(grid: Grid) -> Plot | None:
     hide_unused(axes, len(settings))
     legend_below(figure, axes)
     return Plot(
-        "Throughput per device against interactivity; labels are concurrencies.", to_svg(figure), "Pareto curves by arm"
+        "Throughput per device against interactivity; labels are concurrencies.",
+        to_svg(figure),
+        "Pareto curves by arm",
+        figure,
     )
 
 

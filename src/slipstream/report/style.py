@@ -3,7 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import matplotlib as mpl
@@ -37,11 +37,24 @@ LOOKS = (
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure ready to be shown: its image, its caption, and words for those who cannot see it."""
+    """A figure ready to be shown: its image, its caption, words for those who cannot see it, and what drew it."""
 
     caption: str
     image: str
     alt: str
+    figure: Figure | None = field(default=None, repr=False, compare=False)
+
+    def svg(self) -> bytes:
+        """Return the image as a file's bytes."""
+        return base64.b64decode(self.image.partition(",")[2])
+
+    def png(self) -> bytes:
+        """Return the image in pixels, for slides and web pages that take no SVG."""
+        assert self.figure is not None, "only called on figures that were drawn here"
+        buffer = io.BytesIO()
+        with mpl.rc_context(RC):
+            self.figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
+        return buffer.getvalue()
 
 
 def looks_of(arms: Sequence[str]) -> dict[str, Look]:

@@ -43,6 +43,14 @@ COLUMNS: tuple[tuple[str, Metric, str], ...] = (
 )
 
 
+DELTAS: tuple[tuple[str, Metric, str, bool], ...] = (
+    ("TPOT median (ms)", tpot_median, ".2f", False),
+    ("Output throughput (tok/s)", output_tok_s, ".2f", True),
+    ("ITL median (ms)", itl_median, ".2f", False),
+    ("TTFT median (ms)", ttft_median, ".2f", False),
+)
+
+
 @dataclass(frozen=True)
 class Table:
     """A caption, a header, rows of text, and a remark below."""
@@ -73,6 +81,24 @@ def speedup_table(grid: Grid, setting: Setting) -> Table:
     over = "" if several else f" over {grid.baseline(setting, arms[0])}"
     caption = f"{setting.title()}: output tok/s per device, and speed-up{over}"
     return Table(caption, ("Concurrency", *names), tuple(rows), note)
+
+
+def delta_table(grid: Grid, setting: Setting) -> Table:
+    """Return the other published form: each metric of each arm, and its change against the baseline in per cent.
+
+    The sign is the figure's own: less is better where the arrow points down.
+    """
+    arms = grid.arms(setting)
+    rows = []
+    for concurrency in grid.concurrencies(setting):
+        for name, metric, form, higher_is_better in DELTAS:
+            cells = [grid.cell(setting, arm, concurrency) for arm in arms]
+            shown = [_with_delta(grid, cell, metric, form, higher_is_better) if cell else "–" for cell in cells]
+            rows.append((str(concurrency), f"{name} {'↑' if higher_is_better else '↓'}", *shown))
+    names = [arm if arm == base else f"{arm} (Δ from {base})" for arm in arms for base in [grid.baseline(setting, arm)]]
+    note = "↓ less is better, ↑ more is better. ▲ better, ▼ worse, = same (within 5%), ? not told apart by these seeds."
+    caption = f"{setting.title()}: change against the baseline"
+    return Table(caption, ("Conc.", "metric", *names), tuple(rows), note)
 
 
 def detail_table(grid: Grid, setting: Setting) -> Table:
@@ -196,6 +222,15 @@ def _with_speedup(grid: Grid, cell: Cell) -> str:
     text = number(cell.mean(output_per_device), ".1f")
     ratio = grid.speedup(cell, output_per_device)
     return f"{text} ({ratio.ratio:.2f}x) {MARKS[ratio.verdict]}\n{interval(ratio)}" if ratio else text
+
+
+def _with_delta(grid: Grid, cell: Cell, metric: Metric, form: str, higher_is_better: bool) -> str:
+    text = number(cell.mean(metric), form)
+    ratio = grid.speedup(cell, metric, higher_is_better)
+    if ratio is None:
+        return text
+    change = 100 * ((ratio.ratio if higher_is_better else 1 / ratio.ratio) - 1)
+    return f"{text} ({change:+.1f}%) {MARKS[ratio.verdict]}".replace("-", "−")
 
 
 def _counts(found: Sequence[tuple[Speedup, Cell]]) -> str:

@@ -2,19 +2,20 @@
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from slipstream.report.contents import Contents, Section
+from slipstream.report.contents import Contents, Section, named_plots
 from slipstream.report.series import Grid, input_tokens, interactivity, output_per_device
 from slipstream.report.tables import COLUMNS, Table
 
 
 def markdown(contents: Contents) -> str:
-    """Return the report as Markdown; figures are named, the page has them."""
+    """Return the report as Markdown; figures are the files beside it."""
     figures = [f"**{headline.figure}** {_plain(headline.words)}\n" for headline in contents.figures]
     lines = [f"# {contents.title}", "", *figures, *(f"- {_plain(line)}" for line in contents.headlines)]
+    names = {id(plot): name for name, plot in named_plots(contents).items()}
     for section in contents.sections:
-        lines += _section(section)
+        lines += _section(section, names)
     return "\n".join(lines) + "\n"
 
 
@@ -35,7 +36,7 @@ def cells_csv(grid: Grid) -> str:
     return buffer.getvalue()
 
 
-def _section(section: Section) -> Iterator[str]:
+def _section(section: Section, names: Mapping[int, str]) -> Iterator[str]:
     yield ""
     yield f"## {section.title}"
     for paragraph in section.paragraphs:
@@ -43,7 +44,9 @@ def _section(section: Section) -> Iterator[str]:
         yield _plain(paragraph)
     for plot in section.plots:
         yield ""
-        yield f"*Figure, in the HTML page: {_plain(plot.caption)}*"
+        yield f"![{_plain(plot.alt)}](figures/{names[id(plot)]}.svg)"
+        yield ""
+        yield f"*{_plain(plot.caption)}*"
     for table in section.tables:
         yield from _table(table)
     for name, text in section.listings:

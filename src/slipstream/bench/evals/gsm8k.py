@@ -17,6 +17,7 @@ from slipstream.records.evals import Gsm8kItem
 STOPS = ("Question:", "</s>", "<|im_end|>")
 FEWSHOT_SEED = 1234
 INVALID = "[invalid]"
+WHERE_IT_IS = "train.jsonl and test.jsonl of github.com/openai/grade-school-math, grade_school_math/data"
 
 _STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")

@@ -45,13 +45,16 @@ def vllm_bench_serve(launch: Launch, load: Load, backend: str) -> Command:
         argv += ["--dataset-name", "random", "--random-input-len", str(workload.input_tokens)]
         argv += ["--random-output-len", str(workload.output_tokens)]
         argv += ["--random-range-ratio", f"{workload.range_ratio:g}"]
+        # InferenceX's copy of this client has it; vLLM's own sends random prompts without a template.
+        template = ["--use-chat-template"] if workload.chat_template else []
     else:
         argv += ["--dataset-name", "custom", "--dataset-path", str(workload.path)]
         argv += ["--custom-output-len", str(workload.output_tokens)]
+        template = [] if workload.chat_template else ["--skip-chat-template"]
     argv += ["--num-prompts", str(load.num_requests), "--max-concurrency", str(load.concurrency)]
     argv += ["--request-rate", "inf" if load.request_rate is None else f"{load.request_rate:g}"]
     argv += ["--ignore-eos"] if workload.ignore_eos else []
-    argv += ["--use-chat-template"] if workload.chat_template else []
+    argv += template
     argv += ["--trust-remote-code"] if launch.flags.get("trust-remote-code") is True else []
     argv += ["--num-warmups", str(load.num_warmups), "--seed", str(load.seed)]
     return Command(tuple(argv), {})
