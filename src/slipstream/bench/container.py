@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from slipstream.bench.launch.command import Command, Launch
 from slipstream.errors import ConfigError
+from slipstream.launch.command import Command, Launch
 
 Runtime = Literal["docker", "podman"]
 Images = Literal["docker", "podman", "inside"]

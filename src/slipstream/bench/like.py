@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from slipstream.bench.client import Client, Sampling, ServerError
-from slipstream.bench.launch.command import Load
 from slipstream.bench.measure import Measurement, failures_in_words, make_prompts, scrape
 from slipstream.bench.metrics import latency_of, throughput_of
 from slipstream.bench.recipe import Workload
+from slipstream.bench.reference_client import Load
 from slipstream.bench.server_metrics import read_acceptance
 from slipstream.bench.traffic import LoadRun
 from slipstream.errors import ConfigError

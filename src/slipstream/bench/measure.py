@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.bench.client import Client, Sampling, ServerError
-from slipstream.bench.launch.command import Load
 from slipstream.bench.metrics import REPETITIVE, Exchange, latency_of, throughput_of
 from slipstream.bench.plan import Point
 from slipstream.bench.recipe import Recipe
+from slipstream.bench.reference_client import Load
 from slipstream.bench.server_metrics import (
     MetricsPage,
     page_of_server_info,

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.bench.arms import notes_on
-from slipstream.bench.launch import SERVERS
-from slipstream.bench.launch.command import Command, Launch, Load
-from slipstream.bench.recipe import Arm, FlagValue, Recipe, Topology, Workload
+from slipstream.bench.recipe import Arm, Recipe, Workload
 from slipstream.bench.recipe_file import LoadedRecipe, RecipeError, context_of
+from slipstream.bench.reference_client import Load
+from slipstream.launch import SERVERS
+from slipstream.launch.command import Command, Launch
+from slipstream.launch.settings import FlagValue, Topology
 from slipstream.records.point import PointKey
 from slipstream.records.store import sha256_of
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from slipstream.bench.arms import differences
-from slipstream.bench.launch import SERVERS
-from slipstream.bench.launch.command import shell_line
 from slipstream.bench.plan import Plan, Point, server_command
+from slipstream.bench.reference_client import reference_client
+from slipstream.launch.command import shell_line
 
 
 def plan_text(plan: Plan) -> str:
@@ -18,7 +18,7 @@ def plan_rows(plan: Plan) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for point in plan.points():
         command = server_command(point.launch)
-        client = SERVERS[point.launch.server].reference_client(point.launch, point.load)
+        client = reference_client(point.launch, point.load)
         rows.append(
             {
                 "arm": point.key.arm,
@@ -89,5 +89,5 @@ def _blocks(plan: Plan) -> Iterator[str]:
             clients.setdefault(f"{number} {point.key.workload} {point.key.concurrency}", point)
         yield "  the same with the server's own benchmark client (first seed of each):"
         for point in clients.values():
-            client = SERVERS[point.launch.server].reference_client(point.launch, point.load)
+            client = reference_client(point.launch, point.load)
             yield f"    {shell_line(client.argv).replace(chr(92) + chr(10) + '    ', '')}"

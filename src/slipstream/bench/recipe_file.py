@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
-from slipstream.bench.recipe import Arm, Recipe, Topology, Workload
+from slipstream.bench.recipe import Arm, Recipe, Workload
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.errors import ConfigError
+from slipstream.launch.settings import Topology
 from slipstream.records.schema import SchemaError, read
 from slipstream.records.store import sha256_of
 

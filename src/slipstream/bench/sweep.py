@@ -15,13 +15,13 @@ from slipstream import __version__
 from slipstream.bench.client import Client, ServerError, open_session
 from slipstream.bench.container import Images, in_container
 from slipstream.bench.hardware import find_hardware
-from slipstream.bench.launch import SERVERS
-from slipstream.bench.launch.command import Command, Launch
-from slipstream.bench.launch.process import LaunchError, ServerProcess
 from slipstream.bench.measure import Measurement, measure_point
 from slipstream.bench.plan import Block, Plan, Point, point_sha256, server_command
 from slipstream.bench.recipe_file import RecipeError
 from slipstream.bench.sweep_evals import EvalTask, missing_evals, run_eval
+from slipstream.launch import SERVERS
+from slipstream.launch.command import Command, Launch
+from slipstream.launch.process import LaunchError, ServerProcess
 from slipstream.records.point import Hardware, PointRecord, Provenance
 from slipstream.records.schema import SchemaError
 from slipstream.records.store import RecordError, read_record, write_record
@@ -202,7 +202,7 @@ class _Server:
             await self.stop()
         if self._connection is None:
             if self._options.url is None:
-                await self._start(session)
+                await self._start()
             client = await Client.connect(session, self.url)
             self._connection = (client, await _version(client, self._launch))
         return self._connection
@@ -217,7 +217,7 @@ class _Server:
         if process is not None:
             await process.stop()
 
-    async def _start(self, session: aiohttp.ClientSession) -> None:
+    async def _start(self) -> None:
         if self._failed_starts >= 2:
             raise LaunchError("the server failed to start twice; its remaining points are not tried in this run")
         kind = SERVERS[self._launch.server]
@@ -227,7 +227,7 @@ class _Server:
         self._failed_starts += 1
         self._process = await ServerProcess.start(command, self.url, log_file)
         try:
-            await self._process.wait_healthy(session, kind.health_path, self._launch.start_timeout_s)
+            await self._process.wait_healthy(kind.health_path, self._launch.start_timeout_s)
         except LaunchError:
             await self.stop()
             raise

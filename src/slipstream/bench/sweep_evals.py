@@ -5,9 +5,9 @@ from pathlib import Path
 
 from slipstream.bench.client import Client
 from slipstream.bench.evals.run import Gsm8kSettings, run_gsm8k
-from slipstream.bench.launch.command import Launch
 from slipstream.bench.plan import Block
 from slipstream.bench.recipe import Recipe
+from slipstream.launch.command import Launch
 from slipstream.records.store import write_record
 
 

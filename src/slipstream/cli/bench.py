@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from slipstream.bench.estimate import TimeLeft
-    from slipstream.bench.launch.command import Launch
     from slipstream.bench.plan import Plan, Point
+    from slipstream.launch.command import Launch
     from slipstream.records.point import PointKey, PointRecord
 
 app = typer.Typer(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.bench.recipe import Draft, FlagValue, ServerName, Speculation, Topology, Workload
+from slipstream.launch.settings import Draft, FlagValue, ServerName, Speculation, Topology
 from slipstream.records.store import sha256_of
 
 
@@ -36,18 +36,6 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Load:
-    """The traffic of one point, as another benchmark client would be told it."""
-
-    workload: Workload
-    concurrency: int
-    num_requests: int
-    num_warmups: int
-    seed: int
-    request_rate: float | None
-
-
-@dataclass(frozen=True)
 class Command:
     """A rendered command: what runs, in which environment, in which image."""
 
@@ -66,17 +54,13 @@ class Command:
 
 
 class ServerKind(Protocol):
-    """One kind of server: how it is started, asked how it is, and measured by its own project's client."""
+    """One kind of server: how it is started, and asked how it is."""
 
     health_path: str
     version_path: str
 
     def command(self, launch: Launch) -> Command:
         """Render the start command."""
-        ...
-
-    def reference_client(self, launch: Launch, load: Load) -> Command:
-        """Render the same point for that project's own benchmark client, so that anyone can check ours."""
         ...
 
     def version(self, document: Mapping[str, object]) -> str:

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from slipstream.bench.launch.command import Command, Launch, Load, render_flags
-from slipstream.bench.launch.vllm import vllm_bench_serve
+from slipstream.launch.command import Command, Launch, render_flags
 
 
 class SlipstreamServer:
@@ -22,10 +21,6 @@ class SlipstreamServer:
         argv += render_flags(launch.flags)
         argv += _drafting(launch)
         return Command(tuple(argv), launch.env, launch.image)
-
-    def reference_client(self, launch: Launch, load: Load) -> Command:
-        """Render `vllm bench serve` against this server."""
-        return vllm_bench_serve(launch, load, backend="openai")
 
     def version(self, document: Mapping[str, object]) -> str:
         """Read `{"version": ...}`."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import http.client
 import os
 import shutil
 import signal
@@ -9,11 +10,10 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import aiohttp
-
-from slipstream.bench.launch.command import Command
 from slipstream.errors import SlipstreamError
+from slipstream.launch.command import Command
 
 POLL_S = 0.25
 STOP_S = 30.0
@@ -78,14 +78,14 @@ class ServerProcess:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
         return f"log {self.log.name} ends: {' | '.join(line.strip() for line in lines)[-600:]}"
 
-    async def wait_healthy(self, session: aiohttp.ClientSession, path: str, timeout_s: float) -> None:
+    async def wait_healthy(self, path: str, timeout_s: float) -> None:
         """Wait until the health page answers, the process ends, or time is up."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while loop.time() < deadline:
             if not self.is_alive():
                 raise LaunchError(self.death())
-            if await is_healthy(session, self.url + path):
+            if await asyncio.to_thread(is_healthy, self.url + path):
                 return
             await asyncio.sleep(POLL_S)
         raise LaunchError(f"the server was not healthy within {timeout_s:g} s; {self.last_words()}")
@@ -121,13 +121,18 @@ def _end_with_parent() -> Callable[[], None] | None:
     return run
 
 
-async def is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+def is_healthy(url: str) -> bool:
     """Say whether a health page answers 200 within two seconds."""
+    address = urlsplit(url)
+    assert address.hostname is not None, url
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=2.0)
     try:
-        async with asyncio.timeout(2.0), session.get(url) as response:
-            return response.status == 200
-    except (aiohttp.ClientError, TimeoutError, OSError):
+        connection.request("GET", address.path)
+        return connection.getresponse().status == 200
+    except (http.client.HTTPException, OSError):
         return False
+    finally:
+        connection.close()
 
 
 def _find(program: str) -> str:

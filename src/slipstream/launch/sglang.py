@@ -1,8 +1,8 @@
-"""SGLang's spelling of a launch, and `sglang.bench_serving` as the second opinion on a point."""
+"""SGLang's spelling of a launch."""
 
 from collections.abc import Mapping
 
-from slipstream.bench.launch.command import Command, Launch, Load, render_flags
+from slipstream.launch.command import Command, Launch, render_flags
 
 ALGORITHMS = {"eagle3": "EAGLE3", "ngram": "NGRAM"}
 
@@ -25,25 +25,6 @@ class SglangServer:
         argv += render_flags(launch.flags)
         argv += _speculative_flags(launch)
         return Command(tuple(argv), launch.env, launch.image)
-
-    def reference_client(self, launch: Launch, load: Load) -> Command:
-        """Render `sglang.bench_serving`, which ignores end-of-sequence unless told otherwise."""
-        workload = load.workload
-        argv = ["python3", "-m", "sglang.bench_serving", "--model", launch.model]
-        if workload.kind == "random":
-            argv += ["--dataset-name", "random", "--random-input", str(workload.input_tokens)]
-            argv += ["--random-output", str(workload.output_tokens)]
-        else:
-            argv += ["--dataset-name", "custom", "--dataset-path", str(workload.path)]
-            argv += ["--sharegpt-output-len", str(workload.output_tokens)]
-        argv += ["--num-prompts", str(load.num_requests), "--max-concurrency", str(load.concurrency)]
-        argv += ["--request-rate", "inf" if load.request_rate is None else f"{load.request_rate:g}"]
-        argv += ["--port", str(launch.port)]
-        argv += ["--random-range-ratio", str(workload.range_ratio)] if workload.kind == "random" else []
-        argv += [] if workload.ignore_eos else ["--disable-ignore-eos"]
-        argv += ["--apply-chat-template"] if workload.chat_template else []
-        argv += ["--warmup-requests", str(load.num_warmups), "--seed", str(load.seed)]
-        return Command(tuple(argv), {})
 
     def version(self, document: Mapping[str, object]) -> str:
         """Read the version out of the server's own description."""

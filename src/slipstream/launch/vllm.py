@@ -1,0 +1,45 @@
+"""vLLM's spelling of a launch."""
+
+from collections.abc import Mapping
+
+from slipstream.launch.command import Command, Launch, compact_json, render_flags
+
+
+class VllmServer:
+    """`vllm serve`; chains only, experts spread over the whole tensor-parallel group or not at all."""
+
+    health_path = "/health"
+    version_path = "/version"
+
+    def command(self, launch: Launch) -> Command:
+        """Render `vllm serve`."""
+        argv = [*(launch.program or ("vllm", "serve")), launch.model, "--port", str(launch.port)]
+        argv += ["--host", launch.host] if launch.host else []
+        argv += ["--revision", launch.revision] if launch.revision else []
+        argv += ["--tensor-parallel-size", str(launch.topology.tp)]
+        argv += ["--enable-expert-parallel"] if launch.topology.ep > 1 else []
+        argv += ["--max-model-len", str(launch.context)] if launch.context else []
+        argv += render_flags(launch.flags)
+        if launch.speculation:
+            argv += ["--speculative-config", compact_json(_speculative_config(launch))]
+        return Command(tuple(argv), launch.env, launch.image)
+
+    def version(self, document: Mapping[str, object]) -> str:
+        """Read `{"version": ...}`."""
+        return f"vllm {document.get('version', 'unknown')}"
+
+
+def _speculative_config(launch: Launch) -> dict[str, object]:
+    assert launch.speculation is not None, "only called for arms that speculate"
+    config: dict[str, object] = {}
+    if launch.draft:
+        config["model"] = launch.draft.path or launch.draft.id
+    config["method"] = launch.speculation.method
+    config["num_speculative_tokens"] = launch.speculation.num_steps
+    if launch.speculation.draft_tp is not None:
+        config["draft_tensor_parallel_size"] = launch.speculation.draft_tp
+    if launch.draft and launch.draft.revision:
+        config["revision"] = launch.draft.revision
+    if launch.speculation.method == "ngram":
+        config["prompt_lookup_max"] = 3
+    return config
