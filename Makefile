@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser attack peers-clients peers-vllm peers-sglang peers-kimi crash exact published check pins wheel fix docs clean sanitize
+.PHONY: demo test test-browser test-nodes attack peers-clients peers-vllm peers-sglang peers-kimi crash exact published check pins wheel fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,10 @@ test-browser: $(VENV)/.ready
 	  $$SUDO apt-get update -qq && $$SUDO apt-get install -qq -y --no-install-recommends chromium; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
 	$(BIN)/python -m pytest -m browser tests/serve/test_playground.py
+
+# Several machines, played by network namespaces: needs root. Installs vLLM's CPU build and Ray on first use; minutes.
+test-nodes: $(VENV)/.ready
+	$(BIN)/python -m pytest -m nodes tests/nodes -s
 
 # Everything one client could do to the others, against a server on this machine: minutes. ATTACK="--tp 3", say, to choose.
 attack: $(VENV)/.ready

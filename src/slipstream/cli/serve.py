@@ -19,6 +19,9 @@ def serve(
     tp: o.Tp = 1,
     ep: o.Ep = None,
     draft_tp: o.DraftTp = None,
+    nnodes: o.Nnodes = 1,
+    node_rank: o.NodeRank = 0,
+    rendezvous: o.Rendezvous = "",
     max_context: options.MaxContext = None,
     max_requests: o.MaxRequests = None,
     max_batch_tokens: o.MaxBatchTokens = None,
@@ -78,6 +81,7 @@ def serve(
         --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
     """
     from slipstream.engine.config import EngineConfig
+    from slipstream.engine.hosts import Hosts
     from slipstream.engine.loading import LoadOptions
     from slipstream.serve import flags
     from slipstream.serve.config import ServeConfig
@@ -114,6 +118,7 @@ def serve(
         memory_fraction=memory_fraction,
         engine=engine,
         topology=flags.topology(tp, ep, enable_expert_parallel, draft_tp, wanted),
+        hosts=Hosts(nnodes, node_rank, rendezvous),
     )
     names = tuple(served_model_name or [str(options.model)])  # "auto" is "embedded" by now
     config = ServeConfig(

@@ -39,6 +39,12 @@ Ep = Annotated[
 DraftTp = Annotated[
     int | None, typer.Option(help="1 keeps the draft whole, on the first rank; --tp's value splits it too.")
 ]
+Nnodes = Annotated[int, typer.Option(help="Machines that the --tp ranks are dealt to; each runs this command.")]
+NodeRank = Annotated[int, typer.Option(help="Which of the machines this is, from 0; the first has the server.")]
+Rendezvous = Annotated[
+    str,
+    typer.Option("--rendezvous", "--rdzv-endpoint", help="HOST:PORT of the first machine, where the others find it."),
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 MaxRequests = Annotated[
     int | None,

@@ -1,4 +1,4 @@
-"""Starting the ranks: torchrun has started them already, or this process starts the others and becomes the first."""
+"""Starting the ranks: torchrun has started them already, or one process on each host starts the others there."""
 
 import atexit
 import datetime
@@ -9,12 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it, but not to type checkers
 
+from slipstream.engine.hosts import (
+    Hosts,
+    accept_ranks,
+    gloo_at,
+    meet,
+    own_address,
+    peer_address,
+    probe_connections,
+    reach_first,
+)
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.executors.channel import Follower, Leader, connect
 from slipstream.models.parallel import ALONE, Ranks
@@ -23,6 +33,7 @@ from slipstream.models.topology import Topology
 logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
+_ONE_HOST = Hosts()
 _TIMEOUT = datetime.timedelta(seconds=120)
 """How long one exchange of tensors may take. Ranks that die are noticed at once; this is for one that hangs."""
 
@@ -38,24 +49,41 @@ class Seat:
     channel: Leader | Follower | None = None
 
 
-def take_seat(topology: Topology, device: torch.device, program: Callable[[O, Seat], None], options: O) -> Seat:
+def take_seat(
+    topology: Topology, device: torch.device, program: Callable[[O, Seat], None], options: O, hosts: Hosts = _ONE_HOST
+) -> Seat:
     """Start or join the ranks, and return this process's place among them.
 
     Args:
         program: what the other ranks run where this process starts them; an importable function, as is every option.
+        hosts: which of several machines this is; each starts the ranks of its own.
     """
     if dist.is_torchelastic_launched():
+        if hosts != _ONE_HOST:
+            raise ConfigError("torchrun knows the nodes already: leave --nnodes, --node-rank and --rendezvous to it.")
         return _join_torchrun(topology, device)
+    local = hosts.local_ranks(topology)
     if topology.tp == 1:
         return Seat(ALONE, device)
-    _check_gpus(topology.tp, device)
+    _check_gpus(len(local), device)
     if dist.is_initialized():
         raise ConfigError("This process holds part of a split model already; close that first.")
-    store = TCPStore(_HOST, 0, topology.tp, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-    threads = max(1, torch.get_num_threads() // topology.tp)
+    threads = max(1, torch.get_num_threads() // len(local))
     torch.set_num_threads(threads)
-    places = [_Place(r, topology, _device_of(device, r), store.port, threads) for r in range(topology.tp)]
-    leader = _start_others(places[1:], program, options)
+    if hosts == _ONE_HOST:
+        store = TCPStore(_HOST, 0, topology.tp, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    else:
+        store = meet(hosts, topology)
+    places = [_Place(r, topology, _device_of(device, r - local.start), store.port, threads, hosts) for r in local]
+    if hosts.node_rank > 0:
+        channel = Follower(reach_first(store, hosts, topology, places[0].rank))
+        _start_others(places[1:], program, options)
+        channel.answer("up")
+        return _sit(places[0], store, channel)
+    elsewhere = {} if hosts == _ONE_HOST else accept_ranks(store, hosts, topology)
+    here = _start_others(places[1:], program, options)
+    addresses = {rank: peer_address(connection) for rank, connection in elsewhere.items()}
+    leader = Leader({**here.connections, **elsewhere}, here.processes, addresses)
     atexit.register(leader.close)
     try:
         leader.collect()  # every other rank has come up
@@ -84,9 +112,15 @@ class _Place:
     device: torch.device
     port: int
     threads: int
+    hosts: Hosts
 
 
-def _start_others(places: list[_Place], program: Callable[[O, Seat], None], options: O) -> Leader:
+class _Started(NamedTuple):
+    connections: dict[int, Connection]
+    processes: dict[int, BaseProcess]
+
+
+def _start_others(places: list[_Place], program: Callable[[O, Seat], None], options: O) -> _Started:
     spawn = multiprocessing.get_context("spawn")
     connections: dict[int, Connection] = {}
     processes: dict[int, BaseProcess] = {}
@@ -98,15 +132,19 @@ def _start_others(places: list[_Place], program: Callable[[O, Seat], None], opti
         processes[place.rank].start()
         theirs.close()  # so that the pipe ends when the process does
         logger.info("rank %d is process %d", place.rank, processes[place.rank].pid)
-    return Leader(connections, processes)
+    return _Started(connections, processes)
 
 
 def _other_rank(place: _Place, connection: Connection, program: Callable[[O, Seat], None], options: O) -> None:
     """Be one of the other ranks, from start to end; a failure is the first rank's to report."""
     torch.set_num_threads(place.threads)
+    if place.hosts.node_rank > 0:  # this host's first process started it, but the first host's leads
+        store = meet(place.hosts, place.topology)
+        connection = reach_first(store, place.hosts, place.topology, place.rank)
+    else:
+        store = TCPStore(_HOST, place.port, place.topology.tp, is_master=False, timeout=_TIMEOUT)
     channel = Follower(connection)
     channel.answer("up")
-    store = TCPStore(_HOST, place.port, place.topology.tp, is_master=False, timeout=_TIMEOUT)
     run_other(_sit(place, store, channel), program, options)
 
 
@@ -131,7 +169,11 @@ def _sit(place: _Place, store: TCPStore, channel: Leader | Follower) -> Seat:
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     backend = "nccl" if place.device.type == "cuda" else "gloo"
+    if backend == "gloo" and place.hosts != _ONE_HOST:
+        backend = gloo_at(own_address(store, place.hosts))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.topology.tp, timeout=_TIMEOUT)
+    if place.hosts != _ONE_HOST:
+        probe_connections()
     return _seat(place.topology, place.device, channel)
 
 

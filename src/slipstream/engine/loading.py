@@ -16,6 +16,7 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.build import build_engine, build_other_rank, default_shape, paces
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.hosts import Hosts
 from slipstream.engine.launch import Seat, leave, run_other, take_seat
 from slipstream.engine.memory import (
     DEFAULT_FRACTION,
@@ -66,6 +67,7 @@ class LoadOptions:
             unless `engine` names one. None takes 85% of what is free on a GPU once the weights are there, less what
             a step needs, and leaves it to the engine's settings on a CPU.
         topology: over how many processes the model is split.
+        hosts: which of several machines this is, where the processes are on more than one.
     """
 
     model: str | Path = EMBEDDED
@@ -80,6 +82,7 @@ class LoadOptions:
     memory_fraction: float | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
     topology: Topology = field(default_factory=Topology)
+    hosts: Hosts = field(default_factory=Hosts)
 
     def __post_init__(self) -> None:
         if is_embedded(self.model):
@@ -115,11 +118,12 @@ def load(options: LoadOptions) -> Loaded:
     """Read the checkpoints, build the engine and make it ready.
 
     Where the model is split, the other ranks are started here, or joined if torchrun started them. In a process that
-    torchrun started as another rank this never returns: it serves the first rank until that is done, then exits.
+    is another rank (torchrun's, or another host's) this never returns: it serves the first rank until that is done,
+    then exits.
     """
     device = _device(options.device)
     _check_split(options, device)
-    seat = take_seat(options.topology, device, _follow, options)
+    seat = take_seat(options.topology, device, _follow, options, options.hosts)
     if isinstance(seat.channel, Follower):
         run_other(seat, _follow, options)
         raise SystemExit(0)
@@ -289,7 +293,7 @@ def _with_pages(
     eagle = draft if isinstance(draft, Eagle3Draft) else None
     extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
     if options.memory_fraction is not None:
-        sharing = target.ranks.size if device.type == "cpu" else 1  # ranks on CPUs have one memory between them
+        sharing = target.ranks.size // options.hosts.nnodes if device.type == "cpu" else 1  # a host's have one memory
         room = options.memory_fraction * _total_memory(device) / sharing
         models: list[Target | Eagle3Draft] = [target, *([eagle] if eagle is not None else [])]
         num_pages = pages_that_fit(room, models, config, extra_slots)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,11 +56,18 @@ class Leader:
 
     Args:
         processes: those of the others that this process started, by rank; their exit codes are known.
+        elsewhere: the addresses of those on other hosts, by rank.
     """
 
-    def __init__(self, connections: Mapping[int, Connection], processes: Mapping[int, BaseProcess]) -> None:
+    def __init__(
+        self,
+        connections: Mapping[int, Connection],
+        processes: Mapping[int, BaseProcess],
+        elsewhere: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self._connections = dict(connections)
         self._processes = dict(processes)
+        self._elsewhere = dict(elsewhere)
         self._group: dist.ProcessGroup | None = None
         self._answers: dict[int, queue.SimpleQueue[Any]] = {rank: queue.SimpleQueue() for rank in connections}
         self._lost: RankLostError | None = None
@@ -135,9 +143,9 @@ class Leader:
                 rank = by_connection[ready]
                 try:
                     message = _receive(ready)
-                except (EOFError, OSError):
+                except (EOFError, OSError) as error:
                     if not self._closed:
-                        self._lose(RankLostError(f"Rank {rank} {self._fate(rank)}; the other ranks were ended."))
+                        self._lose(RankLostError(f"Rank {rank} {self._fate(rank, error)}; the other ranks were ended."))
                     return
                 if isinstance(message, _Failed):
                     if not self._closed:  # while all end, nobody is missed
@@ -146,8 +154,13 @@ class Leader:
                     return
                 self._answers[rank].put(message)
 
-    def _fate(self, rank: int) -> str:
+    def _fate(self, rank: int, error: Exception) -> str:
         process = self._processes.get(rank)
+        if rank in self._elsewhere:
+            host = self._elsewhere[rank]
+            if isinstance(error, EOFError | ConnectionResetError):
+                return f"on host {host} ended (the log there says why)"
+            return f"is lost: host {host} does not answer any more ({error})"
         if process is None:
             return "closed its connection (its launcher's log has its exit code)"
         process.join(_GRACE_S)

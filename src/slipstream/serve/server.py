@@ -35,7 +35,8 @@ _FLUSH_S = 2.0  # for clients to read why their answers ended
 
 def serve(options: LoadOptions, config: ServeConfig, simulated_acceptance: tuple[float, ...] = ()) -> None:
     """Load a model and serve it until SIGTERM or SIGINT; returns once everything has ended."""
-    check_address(config)
+    if options.hosts.node_rank == 0:  # the others only compute
+        check_address(config)
     loaded = load(options)
     loaded.engine.simulate_acceptance(simulated_acceptance)
     app = build_app(loaded.engine, loaded.tokenizer, config, int(time.time()))

@@ -1,0 +1,1 @@
+"""Several machines, played by network namespaces of this one."""
