@@ -12,12 +12,12 @@ import pytest
 from slipstream.bench.client import Client, open_session
 from slipstream.bench.measure import make_prompts, measure_point
 from slipstream.bench.peers.environments import vllm_environment
-from slipstream.bench.plan import build_plan, server_command
+from slipstream.bench.plan import build_plan
 from slipstream.bench.recipe_file import load_recipe
 from slipstream.bench.sweep import RunOptions, run_plan
 from slipstream.checkpoint.embedded_folder import embedded_folder
 from slipstream.cli.peers import vllm_settings
-from slipstream.launch.process import ServerProcess
+from slipstream.launch.server import Server
 from slipstream.records.store import read_records
 from tests.bench.quiet import Quiet
 from tests.bench.verbs import call
@@ -71,9 +71,9 @@ def test_vllm_bench_serve_agrees_with_our_client_on_the_same_server(settings, tm
     async def take_turns():
         async with open_session() as session:
             url = point.launch.url()
-            server = await ServerProcess.start(server_command(point.launch), url, tmp_path / "server.log")
+            server = await Server.start(point.launch, tmp_path / "server.log")
             try:
-                await server.wait_healthy("/health", 600)
+                await server.wait_healthy(600)
                 client = await Client.connect(session, url)
                 prompts = await make_prompts(client, point.load, recipe.recipe.target.token_range)
                 given = tmp_path / "prompts.jsonl"

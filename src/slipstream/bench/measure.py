@@ -98,7 +98,7 @@ def judge(
     return Measurement(
         reasons=tuple(reasons),
         warnings=tuple(warnings),
-        throughput=throughput_of(exchanges, point.launch.topology.tp) if valid else None,
+        throughput=throughput_of(exchanges, point.launch.topology.devices()) if valid else None,
         latency=latency_of(exchanges) if valid else None,
         acceptance=acceptance if valid else None,
         phases=read_phases(before, after) if valid and before and after else None,

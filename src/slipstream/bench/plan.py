@@ -10,9 +10,9 @@ from slipstream.bench.arms import notes_on
 from slipstream.bench.recipe import Arm, Recipe, Workload
 from slipstream.bench.recipe_file import LoadedRecipe, RecipeError, context_of
 from slipstream.bench.reference_client import Load
-from slipstream.launch import SERVERS
 from slipstream.launch.command import Command, Launch
 from slipstream.launch.settings import FlagValue, Topology
+from slipstream.launch.spread import spread
 from slipstream.records.point import PointKey
 from slipstream.records.store import sha256_of
 
@@ -63,8 +63,8 @@ class Plan:
 
 
 def server_command(launch: Launch) -> Command:
-    """Render the command that starts a server."""
-    return SERVERS[launch.server].command(launch)
+    """Render the command that starts a server; over several nodes, the one on its first."""
+    return spread(launch).server[0].command
 
 
 def point_sha256(point: Point, recipe: Recipe) -> str:
@@ -118,6 +118,7 @@ def make_launch(recipe: Recipe, arm: Arm, topology: Topology, workload: Workload
         env=env,
         image=common.image if arm.image is None else arm.image,
         start_timeout_s=common.start_timeout_s,
+        nodes=recipe.nodes,
     )
 
 

@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from slipstream.launch.nodes import Nodes
 from slipstream.launch.settings import Draft, FlagValue, ServerName, Speculation, Topology
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the recipe is meant for; `gpus: 0` is a CPU, which counts as one device."""
+    """What the recipe is meant for, each node of it; `gpus: 0` is a CPU, which counts as one device."""
 
     name: str
     gpus: int
@@ -193,7 +194,11 @@ class Evals:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The whole comparison; `load_recipe` also checks what no single part can see."""
+    """The whole comparison; `load_recipe` also checks what no single part can see.
+
+    Args:
+        nodes: the machines every server is spread over; by default each runs on the one that measures.
+    """
 
     name: str
     about: str
@@ -207,6 +212,7 @@ class Recipe:
     seeds: tuple[int, ...]
     source: str = ""
     drafts: dict[str, Draft] = field(default_factory=dict)
+    nodes: Nodes | None = None
     topologies: tuple[Topology, ...] = field(default_factory=lambda: (Topology(),))
     traffic: Traffic = Traffic()
     schedule: Schedule = Schedule()

@@ -135,10 +135,11 @@ def _list_problems(name: str, values: tuple[int, ...], least: int) -> list[str]:
 
 
 def _topology_problems(recipe: Recipe, topology: Topology) -> list[str]:
-    devices = max(1, recipe.machine.gpus)
+    devices = max(1, recipe.machine.gpus) * (1 if recipe.nodes is None else len(recipe.nodes.hosts))
     problems = []
-    if topology.tp > devices:
-        problems.append(f"topology {topology.name()} needs {topology.tp} devices; {recipe.machine.name} has {devices}.")
+    needed = topology.devices()
+    if needed > devices:
+        problems.append(f"topology {topology.name()} needs {needed} devices; {recipe.machine.name} has {devices}.")
     for name, arm in recipe.arms.items():
         server = recipe.server_of(arm)
         if server == "vllm" and topology.ep not in (1, topology.tp):

@@ -21,7 +21,8 @@ from slipstream.bench.recipe_file import RecipeError
 from slipstream.bench.sweep_evals import EvalTask, missing_evals, run_eval
 from slipstream.launch import SERVERS
 from slipstream.launch.command import Command, Launch
-from slipstream.launch.process import LaunchError, ServerProcess
+from slipstream.launch.process import LaunchError
+from slipstream.launch.server import Server
 from slipstream.records.point import Hardware, PointRecord, Provenance
 from slipstream.records.schema import SchemaError
 from slipstream.records.store import RecordError, read_record, write_record
@@ -75,7 +76,10 @@ class RunOptions:
 
     def command(self, launch: Launch) -> Command:
         """Return what is really run for a launch; it names an image only if that is where it runs."""
-        command = SERVERS[launch.server].command(launch)
+        return self.placed(server_command(launch), launch)
+
+    def placed(self, command: Command, launch: Launch) -> Command:
+        """Return a server's command as it is run: as it is, or in its image."""
         if self.url is not None or self.images is None:
             return replace(command, image="")
         return command if self.images == "inside" else in_container(command, launch, self.images)
@@ -191,7 +195,7 @@ class _Server:
         self._launch = launch
         self._options = options
         self._watcher = watcher
-        self._process: ServerProcess | None = None
+        self._process: Server | None = None
         self._connection: tuple[Client, str] | None = None
         self._failed_starts = 0
         self.url = options.url or launch.url()
@@ -220,14 +224,15 @@ class _Server:
     async def _start(self) -> None:
         if self._failed_starts >= 2:
             raise LaunchError("the server failed to start twice; its remaining points are not tried in this run")
-        kind = SERVERS[self._launch.server]
         command = self._options.command(self._launch)
         log_file = self._options.out / "logs" / f"{self._launch.server}-{command.sha256()[:12]}.log"
         self._watcher.server_starting(self._launch, log_file)
         self._failed_starts += 1
-        self._process = await ServerProcess.start(command, self.url, log_file)
+        self._process = await Server.start(
+            self._launch, log_file, lambda command: self._options.placed(command, self._launch)
+        )
         try:
-            await self._process.wait_healthy(kind.health_path, self._launch.start_timeout_s)
+            await self._process.wait_healthy(self._launch.start_timeout_s)
         except LaunchError:
             await self.stop()
             raise
@@ -268,7 +273,7 @@ def _record(plan: Plan, point: Point, result: Measurement, context: _Context) ->
         key=point.key,
         baseline_arm=recipe.baseline_of(point.key.arm),
         status="invalid" if result.reasons else "valid",
-        num_devices=point.launch.topology.tp,
+        num_devices=point.launch.topology.devices(),
         provenance=provenance,
         input_tokens=round(sum(r.input_tokens for r in good) / len(good)) if good else 0,
         output_tokens=point.load.workload.output_tokens,
@@ -321,6 +326,11 @@ def _check_images(plan: Plan, options: RunOptions) -> None:
             f"the arms need different images ({', '.join(image or 'none' for image in images)}), and one environment "
             "is only one of them. Start containers of them with --images docker (or podman), or run each inside its "
             "image with --arm and --images inside; the records of all go into the same folder."
+        )
+    if options.images in ("docker", "podman") and any(point.launch.nodes is not None for point in plan.points()):
+        raise RecipeError(
+            f"--images {options.images} starts containers on this machine only, and the recipe names nodes. Start "
+            "the benchmark inside the image on every node, with --images inside."
         )
     arms = sorted({point.key.arm for point in plan.points()})
     if options.url is not None and len(arms) != 1:

@@ -4,8 +4,9 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from slipstream.launch.nodes import Nodes, Place
 from slipstream.launch.settings import Draft, FlagValue, ServerName, Speculation, Topology
 from slipstream.records.store import sha256_of
 
@@ -28,10 +29,12 @@ class Launch:
     env: dict[str, str]
     image: str
     start_timeout_s: float
+    nodes: Nodes | None = None
 
     def url(self) -> str:
-        """Return where the client reaches this server from the same machine."""
-        host = "127.0.0.1" if self.host in (None, "0.0.0.0") else self.host
+        """Return where the client reaches this server: on its first node, or from the same machine."""
+        anywhere = "127.0.0.1" if self.nodes is None else self.nodes.all()[0].address
+        host = anywhere if self.host in (None, "0.0.0.0") else self.host
         return f"http://{host}:{self.port}"
 
 
@@ -53,6 +56,13 @@ class Command:
         return sha256_of([self.argv, self.env, self.image])
 
 
+class NodePart(NamedTuple):
+    """What a server's command has on one of its nodes besides what it has on all."""
+
+    flags: tuple[str, ...]
+    env: dict[str, str]
+
+
 class ServerKind(Protocol):
     """One kind of server: how it is started, and asked how it is."""
 
@@ -61,6 +71,14 @@ class ServerKind(Protocol):
 
     def command(self, launch: Launch) -> Command:
         """Render the start command."""
+        ...
+
+    def node_part(self, nodes: Nodes, place: Place) -> NodePart:
+        """Return what the command has besides on one of several nodes, in this engine's own words."""
+        ...
+
+    def refusal(self, launch: Launch) -> str:
+        """Say what this engine cannot do of a launch, and what to do instead; nothing when it can do it all."""
         ...
 
     def version(self, document: Mapping[str, object]) -> str:

@@ -1,23 +1,21 @@
-"""A server process from start to stop: its log is kept, health is awaited, and nothing of it is left behind."""
+"""One process of a server, here or on a node, from start to stop: its log is kept, and nothing of it is left behind."""
 
 import asyncio
 import ctypes
-import http.client
 import os
 import shutil
 import signal
-import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch.command import Command
+from slipstream.launch.nodes import Node, Nodes, node_script
 
-POLL_S = 0.25
 STOP_S = 30.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LOST = 255  # what ssh ends with when its connection does
 
 
 class LaunchError(SlipstreamError):
@@ -25,73 +23,64 @@ class LaunchError(SlipstreamError):
 
 
 class ServerProcess:
-    """One running server and its log file."""
+    """A running process and its log file; `what` names it and where it runs."""
 
-    def __init__(self, process: asyncio.subprocess.Process, url: str, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, what: str, log: Path) -> None:
         self._process = process
-        self.url = url
+        self._what = what
         self.log = log
 
     @classmethod
-    async def start(cls, command: Command, url: str, log: Path) -> "ServerProcess":
+    async def start(cls, command: Command, log: Path, what: str = "the server") -> "ServerProcess":
         """Start the command in its own process group, its settings over our environment; output goes to `log`."""
-        await _refuse_if_taken(url)
         program = _find(command.argv[0])
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            output.write(f"$ {command.shell()}\n".encode())
-            output.flush()
-            process = await asyncio.create_subprocess_exec(
-                "env",
-                *(f"{name}={value}" for name, value in command.env.items()),
-                program,
-                *command.argv[1:],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_end_with_parent(),
-            )
-        return cls(process, url, log)
+        settings = (f"{name}={value}" for name, value in command.env.items())
+        return cls(await _start(("env", *settings, program, *command.argv[1:]), command, log), what, log)
+
+    @classmethod
+    async def start_on(
+        cls, nodes: Nodes, node: Node, command: Command, files: Sequence[str], log: Path
+    ) -> "ServerProcess":
+        """Start the command on a node; it ends there when this process ends or no longer reaches the node."""
+        reach = nodes.reach(node)
+        process = await _start((_find(reach[0]), *reach[1:]), command, log, asyncio.subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(node_script(command.argv, command.env, files).encode())
+        return cls(process, f"node {node.name}: {Path(command.argv[0]).name}", log)
 
     def is_alive(self) -> bool:
         """Say whether the process still runs."""
         return self._process.returncode is None
 
-    async def death_within(self, seconds: float) -> str:
-        """Wait a little for the process to end; describe its end, or return nothing when it lives on."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._process.wait()
-        except TimeoutError:
-            return ""
-        return self.death()
+    async def wait(self) -> None:
+        """Wait for the process to end by itself."""
+        await self._process.wait()
 
     def death(self) -> str:
         """Describe how the process ended, with the end of its log."""
         code = self._process.returncode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-        return f"the server ended with {how}; {self.last_words()}"
+        how = f"exit status {code}"
+        if code == _LOST and self._process.stdin is not None:
+            how += ", as when the connection to its node is lost"
+        elif code is not None and (code < 0 or code > 128):
+            number = -code if code < 0 else code - 128  # a shell's way to say it
+            how = f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else how
+        return f"{self._what} ended with {how}; {self.last_words()}"
 
     def last_words(self, num_lines: int = 5) -> str:
         """Return where the log is and its last lines."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
         return f"log {self.log.name} ends: {' | '.join(line.strip() for line in lines)[-600:]}"
 
-    async def wait_healthy(self, path: str, timeout_s: float) -> None:
-        """Wait until the health page answers, the process ends, or time is up."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while loop.time() < deadline:
-            if not self.is_alive():
-                raise LaunchError(self.death())
-            if await asyncio.to_thread(is_healthy, self.url + path):
-                return
-            await asyncio.sleep(POLL_S)
-        raise LaunchError(f"the server was not healthy within {timeout_s:g} s; {self.last_words()}")
-
     async def stop(self) -> None:
-        """End the whole process group: politely, then not."""
+        """End the process and all it started: politely, then not."""
+        if self._process.stdin is not None:  # on a node, whose shell takes this as the sign to end it
+            self._process.stdin.close()
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self._process.wait()
+            except TimeoutError:
+                pass  # the node does not answer; what runs there ends when it notices the same
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
@@ -105,6 +94,23 @@ class ServerProcess:
             if number == signal.SIGTERM:
                 continue  # the leader is gone; workers it left behind get SIGKILL
         await self._process.wait()
+
+
+async def _start(
+    argv: Sequence[str], shown: Command, log: Path, stdin: int = asyncio.subprocess.DEVNULL
+) -> asyncio.subprocess.Process:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        output.write(f"$ {shown.shell()}\n".encode())
+        output.flush()
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=stdin,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent(),
+        )
 
 
 def _end_with_parent() -> Callable[[], None] | None:
@@ -121,47 +127,9 @@ def _end_with_parent() -> Callable[[], None] | None:
     return run
 
 
-def is_healthy(url: str) -> bool:
-    """Say whether a health page answers 200 within two seconds."""
-    address = urlsplit(url)
-    assert address.hostname is not None, url
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=2.0)
-    try:
-        connection.request("GET", address.path)
-        return connection.getresponse().status == 200
-    except (http.client.HTTPException, OSError):
-        return False
-    finally:
-        connection.close()
-
-
 def _find(program: str) -> str:
     """Return where a program lies: on the path, or, in an environment nobody activated, beside this Python."""
     found = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
     if found is None:
         raise LaunchError(f"{program}: cannot be started, there is no such program. Is it installed?")
     return found
-
-
-async def _refuse_if_taken(url: str) -> None:
-    host, _, port = url.removeprefix("http://").partition(":")
-    try:
-        _, writer = await asyncio.open_connection(host, int(port))
-    except OSError:
-        _refuse_if_held(url, host, int(port))
-        return
-    writer.close()
-    raise LaunchError(f"{url}: something already listens there, and would be measured instead. Stop it or change port.")
-
-
-def _refuse_if_held(url: str, host: str, port: int) -> None:
-    """Refuse a port that a connection of another program has, before a server is started that cannot have it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise LaunchError(
-                f"{url}: a server cannot listen there: {error.strerror}. Change the server's port in the recipe; "
-                "below 32768 none is given to outgoing connections."
-            ) from error

@@ -48,18 +48,32 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Topology:
-    """How the target is spread over devices, and the environment that this spread needs on every arm."""
+    """How the target is spread over devices, and the environment that this spread needs on every arm.
+
+    Args:
+        tp: devices that every layer is split over.
+        ep: groups of them that experts are dealt to.
+        pp: pipeline stages of `tp` devices each.
+    """
 
     tp: int = 1
     ep: int = 1
+    pp: int = 1
     env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1:
             raise ValueError(f"tp {self.tp} and ep {self.ep} must be at least 1")
+        if self.pp < 1:
+            raise ValueError(f"pp {self.pp} must be at least 1")
         if self.tp % self.ep:
             raise ValueError(f"ep {self.ep} does not divide tp {self.tp}, so experts cannot be spread evenly")
 
     def name(self) -> str:
         """Return the name used in file names and tables."""
-        return f"tp{self.tp}" if self.ep == 1 else f"tp{self.tp}-ep{self.ep}"
+        parts = {"tp": self.tp, **{name: size for name, size in (("pp", self.pp), ("ep", self.ep)) if size > 1}}
+        return "-".join(f"{name}{size}" for name, size in parts.items())
+
+    def devices(self) -> int:
+        """Return how many devices the target takes."""
+        return self.tp * self.pp

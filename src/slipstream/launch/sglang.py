@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from slipstream.launch.command import Command, Launch, render_flags
+from slipstream.launch.command import Command, Launch, NodePart, render_flags
+from slipstream.launch.nodes import Nodes, Place, exchange_interface
 
 ALGORITHMS = {"eagle3": "EAGLE3", "ngram": "NGRAM"}
 
@@ -18,6 +19,7 @@ class SglangServer:
         argv = [*(launch.program or ("python", "-m", "sglang.launch_server")), "--model", launch.model]
         argv += ["--revision", launch.revision] if launch.revision else []
         argv += ["--tp", str(launch.topology.tp)]
+        argv += ["--pp-size", str(launch.topology.pp)] if launch.topology.pp > 1 else []
         argv += ["--ep", str(launch.topology.ep)] if launch.topology.ep > 1 else []
         argv += ["--host", launch.host] if launch.host else []
         argv += ["--port", str(launch.port)]
@@ -25,6 +27,23 @@ class SglangServer:
         argv += render_flags(launch.flags)
         argv += _speculative_flags(launch)
         return Command(tuple(argv), launch.env, launch.image)
+
+    def node_part(self, nodes: Nodes, place: Place) -> NodePart:
+        """Return its multi-node flags, and the address its processes listen at."""
+        flags = ("--nnodes", str(place.count), "--node-rank", place.rank)
+        env = {"SGLANG_HOST_IP": place.address, **exchange_interface(nodes)}
+        return NodePart((*flags, "--dist-init-addr", f"{place.first}:{place.port}"), env)
+
+    def refusal(self, launch: Launch) -> str:
+        """Refuse drafts over pipeline stages, and Ray."""
+        if launch.topology.pp > 1 and launch.speculation is not None:
+            return (
+                "SGLang starts no EAGLE-3 or n-gram drafts with pipeline stages (0.5.23). Put all devices into tp, or "
+                "leave the draft out."
+            )
+        if launch.nodes is not None and launch.nodes.cluster == "ray":
+            return "SGLang is started by its own multi-node flags here. Leave Ray out."
+        return ""
 
     def version(self, document: Mapping[str, object]) -> str:
         """Read the version out of the server's own description."""

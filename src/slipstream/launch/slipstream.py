@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from slipstream.launch.command import Command, Launch, render_flags
+from slipstream.launch.command import Command, Launch, NodePart, render_flags
+from slipstream.launch.nodes import Nodes, Place, exchange_interface
 
 
 class SlipstreamServer:
@@ -21,6 +22,19 @@ class SlipstreamServer:
         argv += render_flags(launch.flags)
         argv += _drafting(launch)
         return Command(tuple(argv), launch.env, launch.image)
+
+    def node_part(self, nodes: Nodes, place: Place) -> NodePart:
+        """Return torchrun's words, as `slipstream serve` takes them."""
+        flags = ("--nnodes", str(place.count), "--node-rank", place.rank)
+        return NodePart((*flags, "--rendezvous", f"{place.first}:{place.port}"), exchange_interface(nodes))
+
+    def refusal(self, launch: Launch) -> str:
+        """Refuse pipeline stages, and Ray."""
+        if launch.topology.pp > 1:
+            return "slipstream's own engine has no pipeline stages. Put all devices into tp, or take vllm or sglang."
+        if launch.nodes is not None and launch.nodes.cluster == "ray":
+            return "slipstream's own engine starts its processes itself. Leave Ray out."
+        return ""
 
     def version(self, document: Mapping[str, object]) -> str:
         """Read `{"version": ...}`."""

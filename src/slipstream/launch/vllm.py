@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from slipstream.launch.command import Command, Launch, compact_json, render_flags
+from slipstream.launch.command import Command, Launch, NodePart, compact_json, render_flags
+from slipstream.launch.nodes import Nodes, Place, exchange_interface
 
 
 class VllmServer:
@@ -17,12 +18,31 @@ class VllmServer:
         argv += ["--host", launch.host] if launch.host else []
         argv += ["--revision", launch.revision] if launch.revision else []
         argv += ["--tensor-parallel-size", str(launch.topology.tp)]
+        argv += ["--pipeline-parallel-size", str(launch.topology.pp)] if launch.topology.pp > 1 else []
         argv += ["--enable-expert-parallel"] if launch.topology.ep > 1 else []
         argv += ["--max-model-len", str(launch.context)] if launch.context else []
         argv += render_flags(launch.flags)
         if launch.speculation:
             argv += ["--speculative-config", compact_json(_speculative_config(launch))]
         return Command(tuple(argv), launch.env, launch.image)
+
+    def node_part(self, nodes: Nodes, place: Place) -> NodePart:
+        """Return the flags of its multi-node executor, or of Ray's, and the address its workers listen at."""
+        env = {"VLLM_HOST_IP": place.address, **exchange_interface(nodes)}
+        if nodes.cluster == "ray":
+            return NodePart(
+                ("--distributed-executor-backend", "ray"), {**env, "RAY_ADDRESS": f"{place.first}:{place.port}"}
+            )
+        flags = ["--nnodes", str(place.count), "--node-rank", place.rank]
+        flags += ["--master-addr", place.first, "--master-port", str(place.port)]
+        return NodePart(tuple(flags if place.is_first else [*flags, "--headless"]), env)
+
+    def refusal(self, launch: Launch) -> str:
+        """Refuse trees."""
+        spec = launch.speculation
+        if spec is not None and (spec.topk != 1 or spec.positions() != spec.num_steps + 1):
+            return "vLLM drafts chains only. Leave the tree's width and budget out."
+        return ""
 
     def version(self, document: Mapping[str, object]) -> str:
         """Read `{"version": ...}`."""
