@@ -4,26 +4,17 @@ from pathlib import Path
 
 from slipstream.bench.peers.environments import environments_dir, vllm_environment
 from slipstream.bench.peers.process import PeerError
-from slipstream.checkpoint.draft_rewrite import rewrite_draft
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.embedded_folder import embedded_folder
-from slipstream.checkpoint.writer import FolderExistsError
-from slipstream.train.lineage import weights_digest
+from slipstream.cli.exported import exported_draft
 
 
 def draft_for_vllm() -> Path:
-    """Return the shipped draft in vLLM's dialect, written beside the environments on the first call for its weights."""
+    """Return the shipped draft in vLLM's dialect, written beside the environments on the first call."""
     shipped = embedded_draft()
     if shipped is None:
         raise PeerError("This copy of slipstream ships no draft for the embedded model.")
-    folder = environments_dir() / "models" / f"{shipped.name}-{weights_digest(shipped)[:12]}-vllm"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            rewrite_draft(shipped, "vllm", folder)
-        except FolderExistsError:
-            return folder  # another process was quicker
-    return folder
+    return exported_draft(shipped, "vllm", environments_dir() / "models")
 
 
 def vllm_settings() -> dict[str, str]:

@@ -1,11 +1,14 @@
 """`slipstream serve`: an OpenAI-compatible server, started with our flags or with another server's."""
 
+import typer
+
 from slipstream.cli import options
 from slipstream.cli import serve_options as o
 
 
 # Longer than a function should be: each flag is a line here and a line below, and splitting it would repeat them.
 def serve(
+    context: typer.Context,
     model: o.Model = None,
     draft: o.Draft = None,
     depth: o.Depth = None,
@@ -19,6 +22,7 @@ def serve(
     tp: o.Tp = 1,
     ep: o.Ep = None,
     draft_tp: o.DraftTp = None,
+    pp: o.Pp = 1,
     nnodes: o.Nnodes = 1,
     node_rank: o.NodeRank = 0,
     rendezvous: o.Rendezvous = "",
@@ -67,6 +71,19 @@ def serve(
     speculative_eagle_topk: o.SpeculativeEagleTopk = None,
     speculative_num_draft_tokens: o.SpeculativeNumDraftTokens = None,
     speculative_config: o.SpeculativeConfig = None,
+    engine_name: o.Engine = "slipstream",
+    nodes: o.Nodes = None,
+    rsh: o.Rsh = None,
+    ray: o.Ray = False,
+    node_port: o.NodePort = 29500,
+    interface: o.Interface = None,
+    engine_program: o.EngineProgram = None,
+    engine_args: o.EngineArgs = "",
+    engine_env: o.EngineEnv = None,
+    export_dir: o.ExportDir = None,
+    start_timeout: o.StartTimeout = 1800.0,
+    image: o.Image = "",
+    print_form: o.Print = None,
 ) -> None:
     r"""Serve a model over an OpenAI-compatible API, with exact speculative decoding.
 
@@ -79,7 +96,14 @@ def serve(
 
       slipstream serve --model-path T --speculative-algorithm EAGLE3 --speculative-draft-model-path D \
         --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+
+      slipstream serve path/to/target --draft path/to/draft --engine vllm --tp 8 --pp 2 --nodes a,b
     """
+    from slipstream.cli.serve_elsewhere import is_elsewhere, serve_elsewhere
+
+    if is_elsewhere(context):
+        serve_elsewhere(context)
+        return
     from slipstream.engine.config import EngineConfig
     from slipstream.engine.hosts import Hosts
     from slipstream.engine.loading import LoadOptions

@@ -1,11 +1,12 @@
 """The options of `slipstream serve`: our own, and the names of other servers' launch lines beside them."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 _OTHERS = "Names other servers use"
+_ELSEWHERE = "Another engine, or several machines"
 
 Model = Annotated[str | None, typer.Argument(help="A folder, a .gguf file, a hub id, or 'embedded'.")]
 Draft = Annotated[
@@ -191,4 +192,74 @@ SpeculativeNumDraftTokens = Annotated[
 ]
 SpeculativeConfig = Annotated[
     str | None, typer.Option(rich_help_panel=_OTHERS, help="vLLM's JSON: method, model, num_speculative_tokens.")
+]
+Engine = Annotated[
+    Literal["slipstream", "vllm", "sglang"],
+    typer.Option(
+        "--engine",
+        rich_help_panel=_ELSEWHERE,
+        help="Who serves: this engine, or an installed vLLM or SGLang, with the draft in its dialect and its own API.",
+    ),
+]
+Pp = Annotated[
+    int,
+    typer.Option(
+        "--pp",
+        "--pp-size",
+        "--pipeline-parallel-size",
+        rich_help_panel=_ELSEWHERE,
+        help="Pipeline stages of --tp devices each (vllm, sglang).",
+    ),
+]
+Nodes = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=_ELSEWHERE,
+        help="Machines to start it on, as a,b or a=10.0.0.1,b=10.0.0.2 (name for --rsh, address for the others); the "
+        "first answers. A number with --print slurm or kubernetes.",
+    ),
+]
+Rsh = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=_ELSEWHERE, help="What runs a program on a node; {node} is its name.", show_default="ssh {node}"
+    ),
+]
+Ray = Annotated[
+    bool,
+    typer.Option("--ray", rich_help_panel=_ELSEWHERE, help="Start a Ray cluster on the nodes, for vLLM's executor."),
+]
+NodePort = Annotated[
+    int, typer.Option(rich_help_panel=_ELSEWHERE, help="Port of the first node where the others find it.")
+]
+Interface = Annotated[
+    str | None, typer.Option(rich_help_panel=_ELSEWHERE, help="Network interface between nodes, such as eth0.")
+]
+EngineProgram = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=_ELSEWHERE, help="How the engine is called, such as '/opt/venv/bin/vllm serve'."),
+]
+EngineArgs = Annotated[
+    str, typer.Option(rich_help_panel=_ELSEWHERE, help="More of the engine's own flags, as one quoted text.")
+]
+EngineEnv = Annotated[
+    list[str] | None, typer.Option(rich_help_panel=_ELSEWHERE, help="NAME=VALUE for the engine; repeatable.")
+]
+ExportDir = Annotated[
+    Path | None,
+    typer.Option(
+        rich_help_panel=_ELSEWHERE,
+        help="Where the draft is written in the engine's dialect; every node has to see it.",
+        show_default="the user's cache",
+    ),
+]
+StartTimeout = Annotated[
+    float, typer.Option(rich_help_panel=_ELSEWHERE, help="Seconds until the engine has to answer.")
+]
+Image = Annotated[str, typer.Option(rich_help_panel=_ELSEWHERE, help="Container image for --print kubernetes.")]
+Print = Annotated[
+    Literal["lines", "slurm", "kubernetes"] | None,
+    typer.Option(
+        "--print", rich_help_panel=_ELSEWHERE, help="Start nothing; print each node's line, or a job for a cluster."
+    ),
 ]

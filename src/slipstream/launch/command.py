@@ -86,11 +86,18 @@ class ServerKind(Protocol):
         ...
 
 
-def render_flags(flags: Mapping[str, FlagValue]) -> list[str]:
-    """Turn a mapping of flags into arguments, in its order."""
+def render_flags(flags: Mapping[str, FlagValue], repeat: bool = False) -> list[str]:
+    """Turn a mapping of flags into arguments, in its order.
+
+    Args:
+        repeat: give a flag again for each of its values, instead of once before all of them.
+    """
     arguments: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
+            continue
+        if repeat and isinstance(value, tuple):
+            arguments += [word for item in value for word in (f"--{name}", str(item))]
             continue
         arguments.append(f"--{name}")
         if isinstance(value, tuple):

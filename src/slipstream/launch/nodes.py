@@ -1,5 +1,6 @@
 """The machines a server runs on, and how a command gets to each: by a remote shell, tied to this process's life."""
 
+import ipaddress
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ class Nodes:
         """Raise ConfigError unless every node gets as many of the engine's processes."""
         if topology.devices() % len(self.hosts):
             raise ConfigError(
-                f"{topology.name()} makes {topology.devices()} processes, which {len(self.hosts)} nodes cannot share "
-                "evenly."
+                f"{topology.name()} takes {topology.devices()} devices in all, which {len(self.hosts)} nodes cannot "
+                "share evenly. Change tp or pp, or the nodes."
             )
 
     def reach(self, node: Node) -> tuple[str, ...]:
@@ -78,6 +79,15 @@ class Place:
     first: str
     port: int
     is_first: bool
+
+    @property
+    def has_address(self) -> bool:
+        """Whether the address is one, or a job's variable that will hold one, and not a name."""
+        try:
+            ipaddress.ip_address(self.address)
+        except ValueError:
+            return self.address.startswith("@")
+        return True
 
 
 def places(nodes: Nodes) -> tuple[Place, ...]:
@@ -119,16 +129,16 @@ def node_script(argv: Sequence[str], env: dict[str, str], files: Sequence[str]) 
         "server=$!",
         "{",
         "  while read -r line <&3; do :; done",
-        "  kill -TERM -- -$server",
-        f"  for second in $(seq {_GRACE_S}); do kill -0 -- -$server || break; sleep 1; done",
-        "  kill -KILL -- -$server",
+        "  kill -s TERM -- -$server",
+        f"  for second in $(seq {_GRACE_S}); do kill -s 0 -- -$server || break; sleep 1; done",
+        "  kill -s KILL -- -$server",
         "} >/dev/null 2>&1 &",
         "watcher=$!",
         "exec 3<&- </dev/null",
         "wait $server",
         "status=$?",
-        "kill -KILL -- -$server 2>/dev/null",  # what it left behind
-        "kill -KILL $watcher 2>/dev/null",
+        "kill -s KILL -- -$server 2>/dev/null",  # what it left behind
+        "kill -s KILL $watcher 2>/dev/null",
         "exit $status",
         "}",
     ]

@@ -31,7 +31,8 @@ class SglangServer:
     def node_part(self, nodes: Nodes, place: Place) -> NodePart:
         """Return its multi-node flags, and the address its processes listen at."""
         flags = ("--nnodes", str(place.count), "--node-rank", place.rank)
-        env = {"SGLANG_HOST_IP": place.address, **exchange_interface(nodes)}
+        address = {"SGLANG_HOST_IP": place.address} if place.has_address else {}
+        env = {**address, **exchange_interface(nodes)}
         return NodePart((*flags, "--dist-init-addr", f"{place.first}:{place.port}"), env)
 
     def refusal(self, launch: Launch) -> str:

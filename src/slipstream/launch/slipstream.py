@@ -19,7 +19,7 @@ class SlipstreamServer:
         argv += ["--tp", str(launch.topology.tp)] if launch.topology.tp > 1 else []
         argv += ["--ep", str(launch.topology.ep)] if launch.topology.ep > 1 else []
         argv += ["--max-context", str(launch.context)] if launch.context else []
-        argv += render_flags(launch.flags)
+        argv += render_flags(launch.flags, repeat=True)
         argv += _drafting(launch)
         return Command(tuple(argv), launch.env, launch.image)
 
@@ -43,6 +43,8 @@ class SlipstreamServer:
 
 def _drafting(launch: Launch) -> list[str]:
     spec = launch.speculation
+    if "draft" in launch.flags:
+        return []
     if spec is None:
         return ["--draft", "none"]  # left out, the server would take the draft that ships with the model
     draft = "ngram" if launch.draft is None else launch.draft.path or launch.draft.id

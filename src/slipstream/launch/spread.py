@@ -50,9 +50,7 @@ def node_command(launch: Launch, place: Place) -> Command:
     """Return the engine's command on one node."""
     nodes = _nodes(launch)
     kind = SERVERS[launch.server]
-    if launch.host is None:
-        launch = dataclasses.replace(launch, host=place.first)
-    command = kind.command(launch)
+    command = kind.command(dataclasses.replace(launch, host=_host(launch, place)))
     part = kind.node_part(nodes, place)
     return Command((*command.argv, *part.flags), {**command.env, **part.env}, command.image)
 
@@ -79,6 +77,15 @@ def files_of(launch: Launch) -> tuple[str, ...]:
     """Return the files that every node needs; names of a hub are no files."""
     draft = None if launch.draft is None else launch.draft.path or launch.draft.id
     return tuple(name for name in (launch.model, draft) if name is not None and Path(name).is_absolute())
+
+
+def _host(launch: Launch, place: Place) -> str:
+    """Return where the engine listens on a node: as asked on the first, and elsewhere only where that node can.
+
+    A node's own name may lead to its loopback, so that a node which is only known by name listens everywhere.
+    """
+    own = place.address if place.has_address else "0.0.0.0"
+    return launch.host if launch.host is not None and (place.is_first or launch.host == "0.0.0.0") else own
 
 
 def _nodes(launch: Launch) -> Nodes:

@@ -28,7 +28,8 @@ class VllmServer:
 
     def node_part(self, nodes: Nodes, place: Place) -> NodePart:
         """Return the flags of its multi-node executor, or of Ray's, and the address its workers listen at."""
-        env = {"VLLM_HOST_IP": place.address, **exchange_interface(nodes)}
+        address = {"VLLM_HOST_IP": place.address} if place.has_address else {}
+        env = {**address, **exchange_interface(nodes)}
         if nodes.cluster == "ray":
             return NodePart(
                 ("--distributed-executor-backend", "ray"), {**env, "RAY_ADDRESS": f"{place.first}:{place.port}"}

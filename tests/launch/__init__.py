@@ -1,0 +1,1 @@
+"""Starting servers, here and on several nodes."""
