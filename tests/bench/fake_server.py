@@ -216,17 +216,20 @@ class FakeServer:
 
 
 def main():
-    """Serve from a process of its own: `fake_server.py serve MODEL --port N --behaviour FILE`, other flags ignored."""
+    """Serve from a process of its own: `fake_server.py serve MODEL --port N --behaviour FILE`; most are ignored."""
     parser = argparse.ArgumentParser()
     parser.add_argument("verb")
     parser.add_argument("model")
     parser.add_argument("--port", type=int)
     parser.add_argument("--behaviour", type=Path)
+    parser.add_argument("--headless", action="store_true")
     arguments, _ = parser.parse_known_args()
     settings = json.loads(arguments.behaviour.read_text()) if arguments.behaviour else {}
     settings["accepts"] = tuple(settings.get("accepts", ()))
     if settings.pop("refuse_to_start", False):
         raise SystemExit("cannot find the model")
+    if arguments.headless:  # a node that only computes
+        signal.pause()
     web.run_app(
         FakeServer(Behaviour(**settings)).app(), host="127.0.0.1", port=arguments.port, print=None, shutdown_timeout=0.1
     )

@@ -49,6 +49,8 @@ def load(tmp_path):
         ("target.context=40", "48 tokens do not fit in a context of 40"),
         ("servers.vllm.context=9000", "context 9000 exceeds the target's 4096"),
         ("topologies=[{tp: 16}]", "topology tp16 needs 16 devices; test box has 8"),
+        ("topologies=[{tp: 8, pp: 2}]", "topology tp8-pp2 needs 16 devices; test box has 8"),
+        ("nodes={hosts: [a]}", "nodes are a; name at least two, each once"),
         ("topologies=[{tp: 0}]", "tp 0 and ep 1 must be at least 1"),
         ("topologies=[{tp: 4, ep: 3}]", "ep 3 does not divide tp 4"),
         ("topologies=[{tp: 4, ep: 2}]", "vLLM spreads experts over all of tp"),

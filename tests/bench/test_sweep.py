@@ -245,3 +245,16 @@ def test_an_image_that_was_not_used_is_a_warning_not_provenance(bench):
     assert records["plain"].warnings == ("the recipe's image was not used: vllm:v1",)
     with pytest.raises(ConfigError, match="names no image"):
         bench({})(images="docker")
+
+
+def test_a_recipe_with_nodes_measures_a_server_that_is_spread_over_them(bench, tmp_path):
+    nodes = {"hosts": ["a=127.0.0.1", "b=127.0.0.2"], "rsh": "env NODE={node}"}
+    run = bench({"good": DRAFTING}, nodes=nodes, topologies=[{"tp": 1, "pp": 2}])
+    _, records, _ = run()
+    assert [record.reasons for record in records.values()] == [(), ()]
+    good = records["good"]
+    assert (good.num_devices, good.key.topology) == (2, "tp1-pp2")
+    said = " ".join(good.provenance.argv)
+    assert said.endswith("--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port 29500")
+    assert good.provenance.config["launch"]["nodes"]["hosts"] == nodes["hosts"]
+    assert sorted(path.stem.rpartition("-")[2] for path in (tmp_path / "out/logs").iterdir()) == ["a", "a", "b", "b"]

@@ -11,13 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.nodes.kept import Kept
 from tests.nodes.namespaces import wait_for
 
 pytestmark = pytest.mark.nodes
 WITHIN_S = 10.0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
 PROGRAM = (sys.executable, "-m", "slipstream", "serve")
-BODY = {"prompt": [3, 14, 15], "max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "return_tokens": True}
+BODY = {"prompt": [3, 14, 15], "max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 
 
 class Group:
@@ -49,8 +50,9 @@ class Group:
 
     def answer(self) -> list[int]:
         model = self.client.get("/v1/models").json()["data"][0]["id"]
-        found = self.client.post("/v1/completions", json={"model": model, **BODY}).json()
-        return found["choices"][0]["token_ids"]
+        found = self.client.post("/v1/completions", json={"model": model, **BODY}).json()["choices"][0]["token_ids"]
+        assert len(found) == BODY["max_tokens"]
+        return found
 
     def ask_until_refused(self) -> None:
         with httpx.Client(base_url=self.client.base_url, timeout=60, trust_env=False) as client:
@@ -92,3 +94,17 @@ def test_a_lost_machine_is_reported_within_ten_seconds(machines, pair, tmp_path,
         wait_for(lambda: not machines[1].processes(), 2 * WITHIN_S, group.said)
     finally:
         group.processes[0].kill()
+
+
+def test_the_launcher_starts_and_ends_our_engine_on_both_machines(machines, pair, tmp_path):
+    program = ["--engine-program", " ".join(PROGRAM), "--dtype", "float32", "--tp", "2"]
+    kept = Kept(machines, tmp_path, pair.target, "--draft", pair.draft, *program)
+    try:
+        url = kept.wait_ready(120)
+        model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+        answered = httpx.post(f"{url}/v1/completions", json={"model": model, **BODY}, timeout=60, trust_env=False)
+        assert len(answered.json()["choices"][0]["token_ids"]) == BODY["max_tokens"]
+        assert kept.stop() == 0, kept.said()
+        assert not machines[0].processes() and not machines[1].processes()
+    finally:
+        kept.process.kill()

@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from slipstream.bench.peers.environments import vllm_environment
-from slipstream.checkpoint.spec import RopeSpec
 from tests.nodes.kept import Kept
 from tests.nodes.namespaces import wait_for
-from tests.parallel import folders
+from tests.nodes.pairs import write_wide_pair
 
 pytestmark = [pytest.mark.nodes, pytest.mark.interop]
 START_S = 500
@@ -22,9 +21,7 @@ BODY = {"prompt": [3, 14, 15], "max_tokens": 24, "temperature": 0.0, "ignore_eos
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A target and a draft whose heads are as wide as vLLM's kernels for CPUs ask for."""
-    wide = {"head_dim": 32, "rope": RopeSpec(theta=10000.0, rotary_dim=32)}
-    return folders.write_pair(tmp_path_factory.mktemp("pair"), **wide)
+    return write_wide_pair(tmp_path_factory.mktemp("pair"))
 
 
 def start(machines, pair, folder: Path, *topology: object) -> Kept:

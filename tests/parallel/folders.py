@@ -23,11 +23,11 @@ class Pair(NamedTuple):
     draft: Path
 
 
-def write_pair(folder: Path, **changes: object) -> Pair:
+def write_pair(folder: Path) -> Pair:
     """Write a random target and a draft that follows it, with a head of its own."""
-    target = tiny_target(vocab_size=VOCAB, **changes)
+    target = tiny_target(vocab_size=VOCAB)
     write_target(folder / "target", target)
-    draft = follower_draft(target, **changes)
+    draft = follower_draft(target)
     own = {name: place for name, place in places(draft).items() if name != "embed_tokens.weight"}
     tensors = {draft_name(name, "sglang"): values(place) for name, place in own.items()}
     write(folder / "draft", tensors, draft_config(draft.spec, "sglang"))
