@@ -2,31 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
+from slipstream.checkpoint.families import FAMILIES, Family
 from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
 from slipstream.checkpoint.files import shown
-from slipstream.checkpoint.moe_config import read_deepseek_moe, read_minimax_moe, read_mla, text_fields
+from slipstream.checkpoint.moe_config import read_experts, read_mla, text_fields
 from slipstream.checkpoint.rope import read_rope, write_rope
-from slipstream.checkpoint.spec import ModelSpec, MoeSpec
+from slipstream.checkpoint.spec import ModelSpec
 from slipstream.errors import CheckpointError
 
 __all__ = ["DraftDialect", "DraftOrigin", "draft_config", "draft_spec", "model_config", "model_spec"]
 
-# transformers' architecture name -> its model_type. SmolLM2 calls itself a Llama.
-TARGETS = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "KimiK25ForConditionalGeneration": "kimi_k25",
-    "Kimi_K25ForConditionalGeneration": "kimi_k25",  # transformers' own spelling
-    "MiniMaxM2ForCausalLM": "minimax_m2",
-}
-_LATENT = ("deepseek_v3", "kimi_k25")
 _MISTRAL_WINDOW = 4096  # transformers' value when the field is absent (null means no window)
 
 
@@ -34,14 +23,13 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
     """Read a target's config.json (already parsed); `source` is the folder or file, for messages."""
     fields = text_fields(Fields(config, config_file(source)))
     architecture = _architecture(fields)
-    family = TARGETS[architecture]
-    mla = read_mla(fields) if family in _LATENT else None
+    family = FAMILIES[architecture]
+    mla = read_mla(fields) if family.latent else None
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    # Llama 1 and 2 predate grouped heads; every later family must say how many it has.
-    default_kv_heads = num_heads if architecture == "LlamaForCausalLM" else None
+    default_kv_heads = num_heads if family.kv_heads else None
     num_kv_heads = num_heads if mla is not None else fields.integer("num_key_value_heads", default_kv_heads)
-    head_dim = _head_dim(fields, architecture, hidden_size, num_heads) if mla is None else mla.head_dim
+    head_dim = _head_dim(fields, family, hidden_size, num_heads) if mla is None else mla.head_dim
     if num_heads % num_kv_heads:
         raise fields.error(
             "num_attention_heads", f"is {num_heads}, no multiple of num_key_value_heads = {num_kv_heads}."
@@ -60,16 +48,16 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, head_dim if mla is None else mla.rope_dim, max_position),
+        rope=read_rope(fields, head_dim if mla is None else mla.rope_dim, max_position, family.partial_rotary),
         max_position=max_position,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
-        output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+        qkv_bias=family.qkv_bias == "always" or (family.qkv_bias == "flag" and attention_bias),
+        output_bias=family.output_bias and attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),
-        qk_norm="full" if family == "minimax_m2" else family == "qwen3",
-        sliding_window=_sliding_window(fields, architecture),
+        qk_norm=_qk_norm(fields, family),
+        sliding_window=_sliding_window(fields, family),
         mla=mla,
-        moe=_moe(fields, family),
+        moe=None if family.experts is None else read_experts(fields, family.experts),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=fields.integers("eos_token_id"),
         dtype=dtype_name(fields, "float32"),
@@ -81,7 +69,7 @@ def model_config(spec: ModelSpec) -> dict[str, Any]:
     assert spec.mla is None and spec.moe is None, "only Llama-class targets are written"
     config: dict[str, Any] = {
         "architectures": [spec.architecture],
-        "model_type": TARGETS[spec.architecture],
+        "model_type": FAMILIES[spec.architecture].model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
@@ -114,24 +102,24 @@ def model_config(spec: ModelSpec) -> dict[str, Any]:
 def _architecture(fields: Fields) -> str:
     names = fields.texts("architectures")
     if not names:
-        raise fields.error("architectures", f"is missing. Slipstream reads {', '.join(TARGETS)}.")
-    if names[0] not in TARGETS:
+        raise fields.error("architectures", f"is missing. Slipstream reads {', '.join(FAMILIES)}.")
+    if names[0] not in FAMILIES:
         raise CheckpointError(
             f"{fields.file}: architecture {shown(names[0])} is not one that slipstream runs as a target. "
-            f"It runs {', '.join(TARGETS)}."
+            f"It runs {', '.join(FAMILIES)}."
         )
     return names[0]
 
 
-def _moe(fields: Fields, family: str) -> MoeSpec | None:
-    if family in _LATENT:
-        return read_deepseek_moe(fields)
-    return read_minimax_moe(fields) if family == "minimax_m2" else None
+def _qk_norm(fields: Fields, family: Family) -> bool | Literal["full"]:
+    if family.qk_norm == "full":
+        return "full"
+    return family.qk_norm == "head" or (family.qk_norm == "flag" and fields.flag("use_qk_norm", False))
 
 
-def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
-    if fields.has("head_dim") or architecture == "Qwen3ForCausalLM":
-        return fields.integer("head_dim", 128, maximum=WIDEST_HEAD)
+def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
+    if fields.has("head_dim") or family.head_dim is not None:
+        return fields.integer("head_dim", family.head_dim, maximum=WIDEST_HEAD)
     if hidden_size % num_heads:
         raise fields.error(
             "head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads."
@@ -145,15 +133,17 @@ def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: in
     return hidden_size // num_heads
 
 
-def _sliding_window(fields: Fields, architecture: str) -> int | None:
-    if not architecture.startswith(("Mistral", "Qwen")):
+def _sliding_window(fields: Fields, family: Family) -> int | None:
+    if family.window == "none":
         return None
-    if architecture == "MistralForCausalLM":
+    if family.window == "mistral":
         if "sliding_window" not in fields.values:
             return _MISTRAL_WINDOW
         return fields.integer("sliding_window") if fields.has("sliding_window") else None
     if not fields.flag("use_sliding_window", False):
         return None
+    if family.window == "flag":
+        return fields.integer("sliding_window")
     num_layers = fields.integer("num_hidden_layers")
     first_windowed = fields.integer("max_window_layers", num_layers, minimum=0)
     if first_windowed >= num_layers:

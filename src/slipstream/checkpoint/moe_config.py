@@ -1,9 +1,10 @@
-"""Read what DeepSeek-V3, Kimi-K2.5 and MiniMax-M2 say of themselves beyond a Llama: latent attention and experts."""
+"""Read what families say of themselves beyond a Llama: latent attention, and experts in each one's spelling."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from slipstream.checkpoint.fields import MOST_EXPERTS, WIDEST_HEAD, Fields
+from slipstream.checkpoint.families import Experts
+from slipstream.checkpoint.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST_HEAD, Fields
 from slipstream.checkpoint.rope import yarn_score_factor
 from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RoutingSpec
 
@@ -38,8 +39,18 @@ def read_mla(fields: Fields) -> MlaSpec:
     )
 
 
-def read_deepseek_moe(fields: Fields) -> MoeSpec:
-    """Return the experts of a DeepSeek-V3 or Kimi-K2 config."""
+def read_experts(fields: Fields, whose: Experts) -> MoeSpec:
+    """Return the experts of a config, in the spelling of one family."""
+    readers: dict[Experts, Callable[[Fields], MoeSpec]] = {
+        "deepseek": _read_deepseek,
+        "minimax": _read_minimax,
+        "qwen3": _read_qwen3,
+    }
+    return readers[whose](fields)
+
+
+def _read_deepseek(fields: Fields) -> MoeSpec:
+    """Return the experts of a DeepSeek-V3, Kimi-K2 or GLM config."""
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if (value := fields.text(key, expected)) != expected:
             raise fields.error(key, f"is {value!r}; slipstream routes by {expected!r}, as DeepSeek-V3 does.")
@@ -60,11 +71,11 @@ def read_deepseek_moe(fields: Fields) -> MoeSpec:
         intermediate_size=inner,
         routing=routing,
         shared_size=inner * fields.integer("n_shared_experts", 0, minimum=0, maximum=MOST_EXPERTS),
-        first_layer=fields.integer("first_k_dense_replace", 0, minimum=0),
+        dense_layers=_dense_layers(fields),
     )
 
 
-def read_minimax_moe(fields: Fields) -> MoeSpec:
+def _read_minimax(fields: Fields) -> MoeSpec:
     """Return the experts of a MiniMax-M2 config."""
     for key, expected in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer")):
         if (value := fields.text(key, expected)) != expected:
@@ -79,6 +90,35 @@ def read_minimax_moe(fields: Fields) -> MoeSpec:
     routing = RoutingSpec(top_k=fields.integer("num_experts_per_tok"))
     _check_routing(fields, routing, num_experts)
     return MoeSpec(num_experts, fields.integer("intermediate_size"), routing)
+
+
+def _read_qwen3(fields: Fields) -> MoeSpec:
+    """Return the experts of a Qwen3-MoE config."""
+    spelled = "num_experts" if fields.has("num_experts") else "num_local_experts"  # Qwen's own, and transformers 5's
+    num_experts = fields.integer(spelled, maximum=MOST_EXPERTS)
+    routing = RoutingSpec(
+        top_k=fields.integer("num_experts_per_tok"),
+        normalise=fields.flag("norm_topk_prob", False),
+        scoring="softmax",
+        bias="none",
+    )
+    _check_routing(fields, routing, num_experts)
+    step, dense = fields.integer("decoder_sparse_step", 1), set(fields.integers("mlp_only_layers"))
+    layers = range(fields.integer("num_hidden_layers", maximum=MOST_LAYERS))
+    return MoeSpec(
+        num_experts,
+        fields.integer("moe_intermediate_size"),
+        routing,
+        dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
+    )
+
+
+def _dense_layers(fields: Fields) -> tuple[int, ...]:
+    """Return the blocks without experts: the first few, or in transformers 5's spelling those of a list."""
+    kinds = fields.texts("mlp_layer_types")
+    if kinds and not fields.has("first_k_dense_replace"):
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return tuple(range(fields.integer("first_k_dense_replace", 0, minimum=0, maximum=MOST_LAYERS)))
 
 
 def _check_routing(fields: Fields, routing: RoutingSpec, num_experts: int) -> None:

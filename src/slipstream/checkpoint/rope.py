@@ -16,8 +16,8 @@ _SCALINGS: dict[str, RopeScaling] = {
 }
 
 
-def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
-    """Return the rotary settings of a config.
+def read_rope(fields: Fields, head_dim: int, max_position: int, default_share: float | None = None) -> RopeSpec:
+    """Return the rotary settings of a config; `default_share` of a head is rotated where it does not say.
 
     `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (transformers 4) may both be there, as
     exporters write both so that either reader is right; when they disagree, neither can be trusted.
@@ -33,7 +33,7 @@ def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
             "rope_parameters",
             f"is {shown(dict(new.values))}, but 'rope_scaling' is {shown(dict(old.values))}; make them agree.",
         )
-    rotary_dim = _rotary_dim(fields, block, head_dim)
+    rotary_dim = _rotary_dim(fields, block, head_dim, default_share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise fields.error(
             "rotary_dim",
@@ -115,11 +115,11 @@ def _theta(fields: Fields, new: Fields, old: Fields) -> float:
     return theta
 
 
-def _rotary_dim(fields: Fields, block: Fields, head_dim: int) -> int:
+def _rotary_dim(fields: Fields, block: Fields, head_dim: int, default_share: float | None) -> int:
     """Return how much of a head is rotated: a share of it or, in MiniMax's files, a number."""
     partial = block if block.has("partial_rotary_factor") else fields
     if not partial.has("partial_rotary_factor"):
-        return fields.integer("rotary_dim", head_dim)
+        return fields.integer("rotary_dim", int(head_dim * (default_share or 1.0)))
     rotary_dim = int(head_dim * partial.number("partial_rotary_factor"))
     if fields.integer("rotary_dim", rotary_dim) != rotary_dim:
         raise fields.error("rotary_dim", f"disagrees with partial_rotary_factor, by which it is {rotary_dim}.")

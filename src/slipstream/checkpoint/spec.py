@@ -56,12 +56,15 @@ class MlaSpec:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """How a token's experts are chosen: by sigmoid scores plus a bias, weighted by the scores alone.
+    """How a token's experts are chosen and weighted: by a score for each of them.
 
     Args:
         top_k: experts per token.
         num_groups: experts compete in groups, of which those with the best two members in sum are kept.
         normalise: whether a token's weights are made to sum to one before they are scaled.
+        scoring: what turns the router's logits into scores.
+        bias: what the router's bias is added to: the scores experts are chosen by (not those they are weighted by),
+            or the logits.
     """
 
     top_k: int
@@ -69,6 +72,8 @@ class RoutingSpec:
     kept_groups: int = 1
     normalise: bool = True
     scale: float = 1.0
+    scoring: Literal["sigmoid", "softmax"] = "sigmoid"
+    bias: Literal["choice", "logits", "none"] = "choice"
 
 
 @dataclass(frozen=True)
@@ -78,14 +83,14 @@ class MoeSpec:
     Args:
         intermediate_size: of one expert.
         shared_size: the intermediate size of the expert every token goes through; 0 for none.
-        first_layer: blocks before this one keep their dense feed-forward part.
+        dense_layers: the blocks that keep their dense feed-forward part, ascending.
     """
 
     num_experts: int
     intermediate_size: int
     routing: RoutingSpec
     shared_size: int = 0
-    first_layer: int = 0
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,9 @@ def _mla(mla: "MlaSpec") -> str:
 
 def _moe(moe: "MoeSpec") -> str:
     shared = f", and one of {moe.shared_size} for all" if moe.shared_size else ""
-    dense = f"; the first {moe.first_layer} block(s) dense" if moe.first_layer else ""
+    count = len(moe.dense_layers)
+    first = "the first " if moe.dense_layers == tuple(range(count)) else ""
+    dense = f"; {first}{count} block(s) dense" if count else ""
     return f"{moe.routing.top_k} of {moe.num_experts}, {moe.intermediate_size} wide{shared}{dense}"
 
 

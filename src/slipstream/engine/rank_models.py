@@ -35,7 +35,7 @@ def _kimi() -> RankModel:
     yarn = 0.1 * math.log(64) + 1
     rope = RopeSpec(50000.0, 64, "yarn", 64.0, 4096)
     mla = MlaSpec(1536, 512, 128, 64, 128, 192**-0.5 * yarn * yarn)
-    moe = MoeSpec(384, 2048, RoutingSpec(8, scale=2.827), shared_size=2048, first_layer=1)
+    moe = MoeSpec(384, 2048, RoutingSpec(8, scale=2.827), shared_size=2048, dense_layers=(0,))
     target = ModelSpec(
         "KimiK25ForConditionalGeneration", 163840, 7168, 18432, 61, 64, 64, 192, 1e-5, rope, 262144, False,
         mla=mla, moe=moe, dtype="bfloat16",

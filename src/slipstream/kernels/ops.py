@@ -151,11 +151,13 @@ class Ops(Protocol):
         """Multiply each head's values by that head's own weight, [out, in]: [T, H, N]. The weight may be a view."""
         ...
 
-    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, routing: RoutingSpec
+    ) -> tuple[Tensor, Tensor]:
         """Choose each token's experts: ids, int64 [T, K], best first, and float32 weights [T, K].
 
-        Scores are sigmoid(x . weight), in float32 from the first product on. Experts are chosen by score + bias, ties
-        to the lower id, and weighted by score.
+        Scores are the sigmoid or the softmax of x . weight, in float32 from the first product on. Experts are chosen by
+        score, ties to the lower id, and weighted by it; `routing` says where a bias goes (see `RoutingSpec`).
         """
         ...
 

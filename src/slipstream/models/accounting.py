@@ -63,10 +63,9 @@ def places(model: nn.Module) -> dict[str, Place]:
             found[f"{path}.weight"] = Place(module, "weight", 0, _whole(module.shape))
         elif isinstance(module, Router):
             found[f"{path}.weight"] = Place(module, "weight", 0, _whole(module.weight.shape))
-            bias = module.e_score_correction_bias
-            found[f"{path}.e_score_correction_bias"] = Place(
-                module, "e_score_correction_bias", 0, _whole(bias.shape), dtype=torch.float32
-            )
+            if (bias := module.bias_E) is not None:
+                whole = _whole(bias.shape)
+                found[f"{path}.{module.bias_name}"] = Place(module, module.bias_name, 0, whole, dtype=torch.float32)
         elif isinstance(module, Experts):
             found |= _expert_places(path, module)
     return found

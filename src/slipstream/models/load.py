@@ -99,7 +99,7 @@ def load_draft(
 def _check_counts(source: TensorSource, spec: ModelSpec | DraftSpec) -> None:
     """Raise CheckpointError if a config speaks of more layers or experts than there are tensors: none is built."""
     moe = spec.moe if isinstance(spec, ModelSpec) else None
-    stacks = 0 if moe is None else moe.num_experts * max(spec.num_layers - moe.first_layer, 0)
+    stacks = 0 if moe is None else moe.num_experts * max(spec.num_layers - len(moe.dense_layers), 0)
     features = spec.num_features if isinstance(spec, DraftSpec) and spec.feature_norm == "per_layer" else 0
     if (least := spec.num_layers + stacks + features) > (number := len(source.names())):
         raise CheckpointError(

@@ -11,17 +11,28 @@ from slipstream.quant.packed import ExpertWeights
 
 
 class Router(nn.Module):
-    """Scores the experts; the correction bias takes part in the choice, not in the weights."""
+    """Scores the experts; a correction bias takes part in the choice, not in the weights, a plain one in both."""
 
     def __init__(self, width: int, num_experts: int, routing: RoutingSpec) -> None:
         super().__init__()
         self.routing = routing
         self.weight = nn.Parameter(torch.empty(num_experts, width))
-        self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
+        if routing.bias != "none":
+            self.register_parameter(self.bias_name, nn.Parameter(torch.empty(num_experts, dtype=torch.float32)))
+
+    @property
+    def bias_name(self) -> str:
+        """What checkpoints call the router's bias."""
+        return "e_score_correction_bias" if self.routing.bias == "choice" else "bias"
+
+    @property
+    def bias_E(self) -> Tensor | None:
+        """The bias, where there is one."""
+        return None if self.routing.bias == "none" else self.get_parameter(self.bias_name)
 
     def forward(self, x_TD: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights, both [T, K]."""
-        return ops.route(x_TD, self.weight, self.e_score_correction_bias, self.routing)
+        return ops.route(x_TD, self.weight, self.bias_E, self.routing)
 
 
 class Experts(nn.Module):

@@ -30,7 +30,7 @@ class DecoderLayer(nn.Module):
             self.self_attn = LatentAttention(spec.mla, spec.num_heads, width, width, layer_index, ranks)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.mlp: MLP | MixtureOfExperts
-        if spec.moe is None or layer_index < spec.moe.first_layer:
+        if spec.moe is None or layer_index in spec.moe.dense_layers:
             self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, ranks)
         else:
             self.mlp = MixtureOfExperts(spec.moe, spec.hidden_size, ranks)

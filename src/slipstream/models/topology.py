@@ -66,7 +66,7 @@ class Topology:
     def _check_sizes(self, whose: str, spec: ModelSpec | DraftSpec, vocab_size: int) -> None:
         sizes = [("attention heads", spec.num_heads), ("tokens in the vocabulary", vocab_size)]
         moe = spec.moe if isinstance(spec, ModelSpec) else None
-        if moe is None or moe.first_layer > 0:
+        if moe is None or moe.dense_layers:
             sizes.append(("feed-forward columns", spec.intermediate_size))
         for what, size in sizes:
             if size % self.tp:

@@ -81,7 +81,7 @@ def target_numbers(target: ModelSpec) -> int:
     layers = target.num_layers * (attention + dense)
     if moe is not None:
         one = 3 * width * moe.intermediate_size * moe.num_experts
-        layers = target.num_layers * attention + (target.num_layers - moe.first_layer) * one
+        layers = target.num_layers * attention + (target.num_layers - len(moe.dense_layers)) * one
     return layers + target.vocab_size * width * (1 if target.tie_embeddings else 2)
 
 

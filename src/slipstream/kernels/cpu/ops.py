@@ -220,7 +220,9 @@ class CpuOps:
         heads = [self.linear(x_THd[..., head, :], weight.contiguous()) for head, weight in enumerate(weight_HNd)]
         return torch.stack(heads, dim=-2)
 
-    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, routing: RoutingSpec
+    ) -> tuple[Tensor, Tensor]:
         """Score the experts in float32 and choose."""
         return choose_experts(self.linear(x_TD.float(), weight_ED), bias_E, routing)
 

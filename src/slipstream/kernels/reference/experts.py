@@ -12,14 +12,21 @@ from slipstream.kernels.reference.packed import PACKED_LINEARS
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 
-def choose_experts(logits_TE: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
     """Return ids [T, K] of each token's experts, best first, and their float32 weights; see `Ops.route`.
 
     Torch's vectors and the rest of a row differ in a sigmoid's last bit, and so would a token's by its place among
     others; in float64, rounded once, they agree.
     """
-    scores_TE = logits_TE.double().sigmoid().float()
-    choice_TE = scores_TE + bias_E.float()
+    if routing.bias == "logits":
+        assert bias_E is not None
+        logits_TE = logits_TE + bias_E.float()
+    logits_TE = logits_TE.double()
+    scores_TE = (logits_TE.sigmoid() if routing.scoring == "sigmoid" else logits_TE.softmax(-1)).float()
+    choice_TE = scores_TE
+    if routing.bias == "choice":
+        assert bias_E is not None
+        choice_TE = scores_TE + bias_E.float()
     if routing.num_groups > 1:
         choice_TGe = choice_TE.view(*choice_TE.shape[:-1], routing.num_groups, -1)
         group_scores_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)

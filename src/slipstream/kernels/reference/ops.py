@@ -110,7 +110,9 @@ class ReferenceOps:
         """Multiply each head's values by that head's own weight."""
         return torch.einsum("...hd,hnd->...hn", x_THd, weight_HNd)
 
-    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, routing: RoutingSpec
+    ) -> tuple[Tensor, Tensor]:
         """Score the experts in float32 and choose."""
         return choose_experts(torch.nn.functional.linear(x_TD.float(), weight_ED.float()), bias_E, routing)
 

@@ -101,7 +101,7 @@ class LatentBlocks:
         gate_up, down = mlp.experts.weights
         shared = mlp.shared_experts
         inputs = router.Gate(
-            gate.weight, gate.e_score_correction_bias, gate.routing,
+            gate.weight, gate.bias_E, gate.routing,
             None if shared is None else shared.gate_up_proj.weight,
         )  # fmt: skip
         codes = row_codes(x_TD, gate_up)

@@ -141,7 +141,9 @@ class TritonOps:
         """Multiply each head's values by that head's own weight."""
         return heads_linear(_unit_stride(x_THd), weight_HNd, None, self._dependent)
 
-    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, routing: RoutingSpec
+    ) -> tuple[Tensor, Tensor]:
         """Choose each token's experts."""
         if not router.fits(routing):
             return self._reference.route(x_TD, weight_ED, bias_E, routing)

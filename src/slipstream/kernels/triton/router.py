@@ -70,15 +70,25 @@ def _sum_of_parts(at, stride, inside, SPLITS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _choose(logits, bias_ptr, ids_ptr, weights_ptr, token, E, scale, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
-            BLOCK: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Choose a token's experts by score + bias, best first and ties to the lower id; weigh them by score.
+            SCORING: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Choose a token's experts by score, best first and ties to the lower id; weigh them by score.
 
-    A choice is one maximum: over words of the number, in the order of integers, and the id behind it.
+    A choice is one maximum: over words of the number, in the order of integers, and the id behind it. BIAS says what
+    the bias is added to: the logits, or the scores in the choice alone ("choice").
     """
     expert = tl.arange(0, BLOCK)
     real = expert < E
-    scores = tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), 1.0 + tl.exp(-logits))
-    left = scores + tl.load(bias_ptr + expert, mask=real, other=0.0)
+    if BIAS == "logits":
+        logits += tl.load(bias_ptr + expert, mask=real, other=0.0)
+    if SCORING == "softmax":
+        logits = tl.where(real, logits, float("-inf"))
+        raised = tl.exp(logits - tl.max(logits, 0))
+        scores = tl.div_rn(raised, tl.zeros_like(raised) + tl.sum(raised, 0))
+    else:
+        scores = tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), 1.0 + tl.exp(-logits))
+    left = scores
+    if BIAS == "choice":
+        left = scores + tl.load(bias_ptr + expert, mask=real, other=0.0)
     bits = tl.where(real, left, float("-inf")).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (order.to(tl.int64) << 32) | (BLOCK - 1 - expert).to(tl.int64)
@@ -118,8 +128,9 @@ def _write_codes(x_ptr, codes_ptr, scale_ptr, token, width, BLOCK: tl.constexpr)
 @triton.jit(do_not_specialize=["T"])
 def _choose_kernel(
     parts_ptr, bias_ptr, ids_ptr, weights_ptr, x_ptr, codes_ptr, code_scale_ptr, hidden_ptr, T, E, N, D, scale,
-    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, SCORING: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, SHARED: tl.constexpr,
+    CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's experts; other programs activate the shared expert's row, and write the token's row as INT8."""
     wait_for_inputs(PDL)
@@ -130,7 +141,7 @@ def _choose_kernel(
     if task == 0:
         expert = tl.arange(0, BLOCK)
         logits = _sum_of_parts(parts_at + expert, stride, expert < E, SPLITS, BLOCK)
-        _choose(logits, bias_ptr, ids_ptr, weights_ptr, token, E, scale, TOP_K, NORMALISE, BLOCK, SLOTS)
+        _choose(logits, bias_ptr, ids_ptr, weights_ptr, token, E, scale, TOP_K, NORMALISE, SCORING, BIAS, BLOCK, SLOTS)
     if SHARED:
         if task == 1:
             width = (N - E) // 2
@@ -147,10 +158,10 @@ def fits(routing: RoutingSpec) -> bool:
 
 @dataclass(frozen=True)
 class Gate:
-    """A router's weight and correction bias, and the shared expert's gate and up [2I, D] where there is one."""
+    """A router's weight and bias, and the shared expert's gate and up [2I, D] where there is one."""
 
     weight_ED: Tensor
-    bias_E: Tensor
+    bias_E: Tensor | None
     routing: RoutingSpec
     shared_ND: Tensor | None = None
 
@@ -165,7 +176,7 @@ class Routed:
 
 
 def route(
-    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, routing: RoutingSpec, dependent: bool = False
+    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, routing: RoutingSpec, dependent: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return each token's experts, int64 [T, K], best first, and their float32 weights."""
     routed = route_rows(x_TD, Gate(weight_ED, bias_E, routing), None, dependent)
@@ -193,10 +204,11 @@ def route_rows(x_TD: Tensor, gate: Gate, codes: tuple[Tensor, Tensor] | None, de
     shared_TI = x_TD.new_empty(num_tokens, num_shared // 2) if num_shared else None
     _choose_kernel[(num_tokens, 1 + (num_shared > 0) + (codes is not None))](
         parts, gate.bias_E, ids_TK, weights_TK, x_TD, *(codes or (None, None)), shared_TI, num_tokens, num_experts,
-        total, width, routing.scale, TOP_K=routing.top_k, NORMALISE=routing.normalise, SPLITS=_SPLITS,
-        BLOCK=triton.next_power_of_2(num_experts), SLOTS=triton.next_power_of_2(routing.top_k),
-        BLOCK_D=triton.next_power_of_2(width), BLOCK_H=triton.next_power_of_2(max(num_shared // 2, 1)),
-        SHARED=num_shared > 0, CODES=codes is not None, PDL=dependent, num_warps=8, **launch_options(dependent),
+        total, width, routing.scale, TOP_K=routing.top_k, NORMALISE=routing.normalise, SCORING=routing.scoring,
+        BIAS=routing.bias, SPLITS=_SPLITS, BLOCK=triton.next_power_of_2(num_experts),
+        SLOTS=triton.next_power_of_2(routing.top_k), BLOCK_D=triton.next_power_of_2(width),
+        BLOCK_H=triton.next_power_of_2(max(num_shared // 2, 1)), SHARED=num_shared > 0, CODES=codes is not None,
+        PDL=dependent, num_warps=8, **launch_options(dependent),
     )  # fmt: skip
     return Routed(ids_TK, weights_TK, shared_TI)
 
@@ -219,8 +231,8 @@ def variants(architecture: str) -> list[Variant]:
         "D": "i32", "scale": "fp32",
     }  # fmt: skip
     choice = {
-        "TOP_K": 8, "NORMALISE": True, "SPLITS": _SPLITS, "BLOCK": 512, "SLOTS": 8, "BLOCK_D": 8192, "BLOCK_H": 256,
-        "SHARED": True, "CODES": True, "PDL": False,
+        "TOP_K": 8, "NORMALISE": True, "SCORING": "sigmoid", "BIAS": "choice", "SPLITS": _SPLITS, "BLOCK": 512,
+        "SLOTS": 8, "BLOCK_D": 8192, "BLOCK_H": 256, "SHARED": True, "CODES": True, "PDL": False,
     }  # fmt: skip
     aligned = ("x_ptr", "w_ptr", "shared_ptr", "out_ptr", "E", "N", "D")
     return [

@@ -1,0 +1,52 @@
+"""The families of targets: what a config.json leaves to the code of its architecture, as data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Experts = Literal["deepseek", "minimax", "qwen3"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What all models of one architecture share and their config.json does not say.
+
+    Args:
+        model_type: transformers' name of the family.
+        head_dim: the width of a head where the config has none; None divides the model's width by its heads.
+        kv_heads: whether a config may leave out its number of key heads, which is then that of its heads.
+        qkv_bias: whether queries, keys and values have biases: never, always, or as `attention_bias` says.
+        output_bias: whether the projection after attention follows `attention_bias`.
+        qk_norm: whether queries and keys are normed: never, each head, all heads as one, or as `use_qk_norm` says.
+        window: how the config says over how many keys its attention goes.
+        experts: whose fields describe the experts; None for a dense model.
+        latent: whether attention is over latents (MLA).
+        partial_rotary: the share of a head that is rotated where the config does not say.
+    """
+
+    model_type: str
+    head_dim: int | None = None
+    kv_heads: bool = False
+    qkv_bias: Literal["never", "always", "flag"] = "flag"
+    output_bias: bool = True
+    qk_norm: Literal["never", "head", "full", "flag"] = "never"
+    window: Literal["none", "mistral", "qwen", "flag"] = "none"
+    experts: Experts | None = None
+    latent: bool = False
+    partial_rotary: float | None = None
+
+
+_KIMI = Family("kimi_k25", experts="deepseek", latent=True)
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", kv_heads=True),  # SmolLM2 calls itself a Llama, too
+    "MistralForCausalLM": Family("mistral", window="mistral"),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias="always", output_bias=False, window="qwen"),
+    "Qwen3ForCausalLM": Family("qwen3", head_dim=128, qk_norm="head", window="qwen"),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm="head", window="flag", experts="qwen3"),
+    "Glm4MoeForCausalLM": Family("glm4_moe", output_bias=False, qk_norm="flag", experts="deepseek", partial_rotary=0.5),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", experts="deepseek", latent=True),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", experts="deepseek", latent=True),
+    "KimiK25ForConditionalGeneration": _KIMI,
+    "Kimi_K25ForConditionalGeneration": _KIMI,  # transformers' own spelling
+    "MiniMaxM2ForCausalLM": Family("minimax_m2", qk_norm="full", experts="minimax"),
+}
+"""Targets by the architecture their config.json names."""

@@ -1,0 +1,57 @@
+"""Targets as they are published load onto meta tensors, and their tensors add up to the sizes their cards name.
+
+The fields are those of each model's config.json on the Hugging Face hub that decide a shape or a number.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.checkpoint.config import model_spec
+from slipstream.models.accounting import places
+from slipstream.models.target import Target
+
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+    "hidden_act": "silu", "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+    "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6, "sliding_window": None, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 96, "num_experts_per_tok": 8, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e6, "topk_group": 1,
+    "tie_word_embeddings": False, "vocab_size": 151552,
+}  # fmt: skip
+PUBLISHED = {
+    "Qwen3-30B-A3B": (
+        QWEN3_MOE | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+                     "num_attention_heads": 32, "num_hidden_layers": 48}, 30.53e9,
+    ),
+    "Qwen3-235B-A22B": (
+        QWEN3_MOE | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+                     "num_attention_heads": 64, "num_hidden_layers": 94}, 235.09e9,
+    ),
+    "GLM-4.5 and 4.6": (
+        GLM4_MOE | {"first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288,
+                    "moe_intermediate_size": 1536, "n_routed_experts": 160, "num_hidden_layers": 92,
+                    "routed_scaling_factor": 2.5, "use_qk_norm": True}, 352.8e9,
+    ),
+    "GLM-4.5-Air": (
+        GLM4_MOE | {"first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944,
+                    "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_hidden_layers": 46,
+                    "routed_scaling_factor": 1.0, "use_qk_norm": False}, 106.85e9,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_read_and_its_tensors_add_up(name):
+    config, parameters = PUBLISHED[name]
+    with torch.device("meta"):
+        model = Target(model_spec(config, Path(name)), max_position=8)
+    assert sum(math.prod(place.shape) for place in places(model).values()) == pytest.approx(parameters, rel=2e-3)

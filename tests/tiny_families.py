@@ -1,0 +1,64 @@
+"""Tiny random targets of every family beyond Llama's, as transformers makes and saves them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from tiny_moe import VOCAB, randomise, save
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _config(name: str, **fields: object) -> Callable[[], transformers.PreTrainedConfig]:
+    return lambda: getattr(transformers, name)(**{**SIZES, **fields})
+
+
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "Qwen3-MoE": _config(
+        "Qwen3MoeConfig", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "GLM-4.5": _config(
+        "Glm4MoeConfig", n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=1,
+        first_k_dense_replace=1, routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True,
+    ),
+    "GLM-4.7-Flash": _config(
+        "Glm4MoeLiteConfig", n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=1,
+        num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=32,
+        head_dim=8,
+    ),
+}  # fmt: skip
+
+
+def tiny(name: str, **changes: object) -> transformers.PreTrainedModel:
+    """Return a family's model in float32, random."""
+    config = CONFIGS[name]()
+    for field, value in changes.items():
+        setattr(config, field, value)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    randomise(model)
+    return model
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """Write a family's checkpoint under the names its publisher uses."""
+    return save(tiny(name), folder)
+
+
+def some_tokens(count: int, seed: int = 3) -> torch.Tensor:
+    """Return random tokens."""
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
