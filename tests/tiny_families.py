@@ -27,6 +27,18 @@ def _config(name: str, **fields: object) -> Callable[[], transformers.PreTrained
     return lambda: getattr(transformers, name)(**{**SIZES, **fields})
 
 
+def _seeing(
+    name: str, vision: dict[str, object], text: dict[str, object]
+) -> Callable[[], transformers.PreTrainedConfig]:
+    config = getattr(transformers, f"{name}Config")
+    return lambda: config(text_config={**SIZES, **text}, vision_config=vision, tie_word_embeddings=False)
+
+
+SMALL_VISION: dict[str, object] = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True}
 CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "Qwen3-MoE": _config(
         "Qwen3MoeConfig", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
@@ -41,15 +53,32 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=32,
         head_dim=8,
     ),
+    "Phi-4": _config("Phi3Config", sliding_window=9),
+    "Phi-4-mini": _config(
+        "Phi3Config", partial_rotary_factor=0.75, original_max_position_embeddings=32, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                         "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]},
+    ),
+    "Qwen2.5-VL": _seeing(
+        "Qwen2_5_VL", {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
+    ),
+    "Qwen3-VL": _seeing(
+        "Qwen3VL", SMALL_VISION, {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}},
+    ),
+    "Qwen3-VL-MoE": _seeing(
+        "Qwen3VLMoe", SMALL_VISION, {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}, "num_experts": 8,
+                                     "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    ),
 }  # fmt: skip
 
 
-def tiny(name: str, **changes: object) -> transformers.PreTrainedModel:
+def tiny(name: str) -> transformers.PreTrainedModel:
     """Return a family's model in float32, random."""
     config = CONFIGS[name]()
-    for field, value in changes.items():
-        setattr(config, field, value)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    seeing = hasattr(config, "vision_config")
+    auto = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
     randomise(model)
     return model
 

@@ -138,7 +138,7 @@ def test_qwens_window_is_read_only_when_it_is_switched_on_for_every_layer():
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
         ({"architectures": None}, "'architectures' is missing.*LlamaForCausalLM"),
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not one.*Qwen3ForCausalLM"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'rope_scaling.rope_type' is 'longrope'.*llama3"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "'rope_scaling.rope_type' is 'dynamic'.*llama3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'rope_scaling.factor' is missing"),
         ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear' where an object"),
         ({"eos_token_id": ["</s>"]}, "'eos_token_id'"),

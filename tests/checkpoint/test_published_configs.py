@@ -46,6 +46,30 @@ PUBLISHED = {
                     "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_hidden_layers": 46,
                     "routed_scaling_factor": 1.0, "use_qk_norm": False}, 106.85e9,
     ),
+    "Phi-4": (
+        {"architectures": ["Phi3ForCausalLM"], "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 17920,
+         "max_position_embeddings": 16384, "num_attention_heads": 40, "num_hidden_layers": 40,
+         "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
+         "rope_scaling": None, "rope_theta": 250000, "sliding_window": None, "tie_word_embeddings": False,
+         "vocab_size": 100352}, 14.66e9,
+    ),
+    "Qwen2.5-VL-7B-Instruct, text": (
+        {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_act": "silu", "hidden_size": 3584,
+         "intermediate_size": 18944, "max_position_embeddings": 128000, "max_window_layers": 28,
+         "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+         "rope_theta": 1e6, "sliding_window": 32768, "tie_word_embeddings": False, "use_sliding_window": False,
+         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 152064,
+         "vision_config": {"depth": 32}}, 7.616e9,
+    ),
+    "Qwen3-VL-30B-A3B-Instruct, text": (
+        {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "tie_word_embeddings": False,
+         "vision_config": {"depth": 27},
+         "text_config": {key: value for key, value in QWEN3_MOE.items() if key != "architectures"} | {
+             "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 262144,
+             "moe_intermediate_size": 768, "num_attention_heads": 32, "num_hidden_layers": 48, "rope_theta": 5e6,
+             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
+         }, 30.53e9,
+    ),
 }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, head_dim if mla is None else mla.rope_dim, max_position, family.partial_rotary),
+        rope=read_rope(fields, head_dim if mla is None else mla.rope_dim, max_position, family),
         max_position=max_position,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias == "always" or (family.qkv_bias == "flag" and attention_bias),
@@ -139,6 +139,8 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
     if family.window == "mistral":
         if "sliding_window" not in fields.values:
             return _MISTRAL_WINDOW
+        return fields.integer("sliding_window") if fields.has("sliding_window") else None
+    if family.window == "given":
         return fields.integer("sliding_window") if fields.has("sliding_window") else None
     if not fields.flag("use_sliding_window", False):
         return None

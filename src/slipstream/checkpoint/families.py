@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Experts = Literal["deepseek", "minimax", "qwen3"]
+Experts = Literal["deepseek", "minimax", "qwen3", "qwen3_vl"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class Family:
         experts: whose fields describe the experts; None for a dense model.
         latent: whether attention is over latents (MLA).
         partial_rotary: the share of a head that is rotated where the config does not say.
+        theta: the base of rotary positions where the config has none.
+        sees: whether the model has a vision tower beside its text part, which alone is run.
+        joined: what the checkpoint stores as one tensor (`checkpoint/joined.py`): layers that share an input, or all
+            experts of a block.
     """
 
     model_type: str
@@ -29,19 +33,32 @@ class Family:
     qkv_bias: Literal["never", "always", "flag"] = "flag"
     output_bias: bool = True
     qk_norm: Literal["never", "head", "full", "flag"] = "never"
-    window: Literal["none", "mistral", "qwen", "flag"] = "none"
+    window: Literal["none", "mistral", "qwen", "flag", "given"] = "none"
     experts: Experts | None = None
     latent: bool = False
-    partial_rotary: float | None = None
+    partial_rotary: float = 1.0
+    theta: float = 10000.0
+    sees: bool = False
+    joined: Literal["layers", "experts"] | None = None
 
 
-_KIMI = Family("kimi_k25", experts="deepseek", latent=True)
+_KIMI = Family("kimi_k25", experts="deepseek", latent=True, sees=True)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", kv_heads=True),  # SmolLM2 calls itself a Llama, too
     "MistralForCausalLM": Family("mistral", window="mistral"),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias="always", output_bias=False, window="qwen"),
     "Qwen3ForCausalLM": Family("qwen3", head_dim=128, qk_norm="head", window="qwen"),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm="head", window="flag", experts="qwen3"),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        "qwen2_5_vl", qkv_bias="always", output_bias=False, window="qwen", theta=1e6, sees=True
+    ),
+    "Qwen3VLForConditionalGeneration": Family("qwen3_vl", head_dim=128, qk_norm="head", theta=5e5, sees=True),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "qwen3_vl_moe", head_dim=128, qk_norm="head", experts="qwen3_vl", theta=5e5, sees=True, joined="experts"
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3", kv_heads=True, qkv_bias="never", output_bias=False, window="given", joined="layers"
+    ),
     "Glm4MoeForCausalLM": Family("glm4_moe", output_bias=False, qk_norm="flag", experts="deepseek", partial_rotary=0.5),
     "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", experts="deepseek", latent=True),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", experts="deepseek", latent=True),

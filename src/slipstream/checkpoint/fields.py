@@ -87,6 +87,14 @@ class Fields:
             raise self.error(key, f"is {shown(value)} where a list of whole numbers is needed.")
         return tuple(items)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of positive numbers; an absent field is an empty list."""
+        value = self.values.get(key)
+        items = [] if value is None else value
+        if not isinstance(items, list | tuple) or len(items) > WIDEST_HEAD:
+            raise self.error(key, f"is {shown(value)} where a list of positive numbers is needed.")
+        return tuple(Fields({key: item}, self.file, self._place).number(key) for item in items)
+
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings; an absent field is an empty list."""
         value = self.values.get(key)

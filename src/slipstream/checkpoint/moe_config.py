@@ -1,6 +1,7 @@
 """Read what families say of themselves beyond a Llama: latent attention, and experts in each one's spelling."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from slipstream.checkpoint.families import Experts
@@ -15,7 +16,8 @@ def text_fields(fields: Fields) -> Fields:
         return fields
     text = fields.nested("text_config")
     inner = {key: value for key, value in text.values.items() if value is not None}
-    merged: Mapping[str, Any] = {**fields.values, **inner, "architectures": fields.values.get("architectures")}
+    kept = {key: fields.values[key] for key in ("architectures", "tie_word_embeddings") if key in fields.values}
+    merged: Mapping[str, Any] = {**fields.values, **inner, **kept}  # the head is the whole model's, and so is its tie
     return Fields(merged, fields.file, "text_config.")
 
 
@@ -44,7 +46,8 @@ def read_experts(fields: Fields, whose: Experts) -> MoeSpec:
     readers: dict[Experts, Callable[[Fields], MoeSpec]] = {
         "deepseek": _read_deepseek,
         "minimax": _read_minimax,
-        "qwen3": _read_qwen3,
+        "qwen3": partial(_read_qwen3, normalise=False),
+        "qwen3_vl": partial(_read_qwen3, normalise=True),
     }
     return readers[whose](fields)
 
@@ -92,13 +95,13 @@ def _read_minimax(fields: Fields) -> MoeSpec:
     return MoeSpec(num_experts, fields.integer("intermediate_size"), routing)
 
 
-def _read_qwen3(fields: Fields) -> MoeSpec:
-    """Return the experts of a Qwen3-MoE config."""
+def _read_qwen3(fields: Fields, normalise: bool) -> MoeSpec:
+    """Return the experts of a Qwen3-MoE config, `normalise` where it does not say."""
     spelled = "num_experts" if fields.has("num_experts") else "num_local_experts"  # Qwen's own, and transformers 5's
     num_experts = fields.integer(spelled, maximum=MOST_EXPERTS)
     routing = RoutingSpec(
         top_k=fields.integer("num_experts_per_tok"),
-        normalise=fields.flag("norm_topk_prob", False),
+        normalise=fields.flag("norm_topk_prob", normalise),
         scoring="softmax",
         bias="none",
     )

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+from slipstream.checkpoint.families import FAMILIES
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.errors import CheckpointError
 
@@ -13,9 +14,6 @@ NameDialect = Literal["sglang", "vllm", "speculators"]
 _HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.masked_bias)$")
 _LATER_HIDDEN_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.")
 _LATER_INPUT_NORM = re.compile(r"layers\.([1-9]\d*)\.input_layernorm\.")
-
-VISION_TARGETS = frozenset({"KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"})
-"""Targets that also see; of these the text part is run."""
 
 _DRAFT_PREFIXES = ("draft_model.", "model.")
 # Leading parts of a draft's names: SafeAILab and SpecForge say midlayer; early EAGLE-3.1 files aux_norm_*.
@@ -35,7 +33,7 @@ _BLOCK_SPARSE = {
     ".w3.": ".up_proj.",
     ".w2.": ".down_proj.",
 }
-_VISION = re.compile(r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\.")
+_VISION = re.compile(r"(model\.)?(vision_tower|vision_model|visual|mm_projector|multi_modal_projector)\.")
 _BLOCK_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
 _TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -104,10 +102,10 @@ def canonical_target_name(name: str) -> str:
 def left_out_of_target(name: str, spec: ModelSpec) -> str | None:
     """Return what a tensor belongs to that a target leaves out, in words; None for one that it needs.
 
-    Kimi-K2.5 comes with a vision tower, and mixtures of experts with blocks that predict several tokens, numbered
-    after the last block.
+    Models that also see come with a vision tower, and mixtures of experts with blocks that predict several tokens,
+    numbered after the last block.
     """
-    if spec.architecture in VISION_TARGETS and _VISION.match(name):
+    if FAMILIES[spec.architecture].sees and _VISION.match(name):
         return "the vision tower and its projector, as slipstream runs the text part only, are"
     block = _BLOCK_NUMBER.match(canonical_target_name(name)) if spec.moe is not None else None
     if block is not None and int(block[1]) >= spec.num_layers:

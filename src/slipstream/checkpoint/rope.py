@@ -3,21 +3,25 @@
 import math
 from typing import Any
 
+from slipstream.checkpoint.families import FAMILIES, Family
 from slipstream.checkpoint.fields import Fields
 from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.spec import RopeScaling, RopeSpec
 
-DEFAULT_THETA = 10000.0  # what transformers takes for Llama-class models when the field is absent
+_LLAMA = FAMILIES["LlamaForCausalLM"]
 _SCALINGS: dict[str, RopeScaling] = {
     "default": "none",
     "linear": "linear",
     "llama3": "llama3",
     "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",  # as Phi-3's first files call it
+    "mrope": "none",  # positions in pictures; those of text are the same in every section
 }
 
 
-def read_rope(fields: Fields, head_dim: int, max_position: int, default_share: float | None = None) -> RopeSpec:
-    """Return the rotary settings of a config; `default_share` of a head is rotated where it does not say.
+def read_rope(fields: Fields, head_dim: int, max_position: int, family: Family = _LLAMA) -> RopeSpec:
+    """Return the rotary settings of a config; what it does not say is as the family has it.
 
     `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (transformers 4) may both be there, as
     exporters write both so that either reader is right; when they disagree, neither can be trusted.
@@ -26,14 +30,14 @@ def read_rope(fields: Fields, head_dim: int, max_position: int, default_share: f
     block = new if new.values else old
     if any(isinstance(value, dict) for value in block.values.values()):
         raise fields.error("rope_parameters", "differs by layer type, which slipstream does not read.")
-    theta = _theta(fields, new, old)
+    theta = _theta(fields, new, old, family.theta)
     kind = _kind(block)
     if new.values and old.values and (_kind(new), _factor(new)) != (_kind(old), _factor(old)):
         raise fields.error(
             "rope_parameters",
             f"is {shown(dict(new.values))}, but 'rope_scaling' is {shown(dict(old.values))}; make them agree.",
         )
-    rotary_dim = _rotary_dim(fields, block, head_dim, default_share)
+    rotary_dim = _rotary_dim(fields, block, head_dim, family.partial_rotary)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise fields.error(
             "rotary_dim",
@@ -56,6 +60,8 @@ def read_rope(fields: Fields, head_dim: int, max_position: int, default_share: f
             low_freq_factor=block.number("low_freq_factor"),
             high_freq_factor=block.number("high_freq_factor"),
         )
+    if kind == "longrope":
+        return _read_longrope(fields, block, theta, rotary_dim, max_position)
     return _read_yarn(block, theta, rotary_dim, max_position)
 
 
@@ -88,6 +94,14 @@ def write_rope(rope: RopeSpec, head_dim: int) -> dict[str, Any]:
             "beta_slow": rope.beta_slow,
             "attention_factor": rope.attention_factor,
         }
+    elif rope.scaling == "longrope":
+        scaling = {
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position,
+            "short_factor": list(rope.divisors),
+            "long_factor": list(rope.long_divisors),
+            "attention_factor": rope.attention_factor,
+        }
     kind = "default" if rope.scaling == "none" else rope.scaling
     result: dict[str, Any] = {
         "rope_theta": rope.theta,
@@ -100,14 +114,14 @@ def write_rope(rope: RopeSpec, head_dim: int) -> dict[str, Any]:
     return result
 
 
-def _theta(fields: Fields, new: Fields, old: Fields) -> float:
+def _theta(fields: Fields, new: Fields, old: Fields, default: float) -> float:
     found = {
         place.name("rope_theta"): place.number("rope_theta") for place in (new, old, fields) if place.has("rope_theta")
     }
     if len(set(found.values())) > 1:
         spelled = ", ".join(f"{name} = {value:g}" for name, value in found.items())
         raise fields.error("rope_theta", f"is given twice with different values: {spelled}.")
-    theta = next(iter(found.values()), DEFAULT_THETA)
+    theta = next(iter(found.values()), default)
     if theta <= 1:
         raise fields.error(
             "rope_theta", f"is {theta:g}; waves grow longer from one pair to the next, so it is above 1."
@@ -115,11 +129,11 @@ def _theta(fields: Fields, new: Fields, old: Fields) -> float:
     return theta
 
 
-def _rotary_dim(fields: Fields, block: Fields, head_dim: int, default_share: float | None) -> int:
+def _rotary_dim(fields: Fields, block: Fields, head_dim: int, default_share: float) -> int:
     """Return how much of a head is rotated: a share of it or, in MiniMax's files, a number."""
     partial = block if block.has("partial_rotary_factor") else fields
     if not partial.has("partial_rotary_factor"):
-        return fields.integer("rotary_dim", int(head_dim * (default_share or 1.0)))
+        return fields.integer("rotary_dim", int(head_dim * default_share))
     rotary_dim = int(head_dim * partial.number("partial_rotary_factor"))
     if fields.integer("rotary_dim", rotary_dim) != rotary_dim:
         raise fields.error("rotary_dim", f"disagrees with partial_rotary_factor, by which it is {rotary_dim}.")
@@ -160,6 +174,28 @@ def _read_yarn(block: Fields, theta: float, rotary_dim: int, max_position: int) 
         beta_fast=block.number("beta_fast", 32.0),
         beta_slow=block.number("beta_slow", 1.0),
         attention_factor=attention_factor,
+    )
+
+
+def _read_longrope(fields: Fields, block: Fields, theta: float, rotary_dim: int, max_position: int) -> RopeSpec:
+    """Phi's own: each pair has a divisor for short contexts and one for long ones."""
+    place = block if block.has("original_max_position_embeddings") else fields
+    original = place.integer("original_max_position_embeddings", max_position, minimum=2)
+    factor = block.number("factor", max_position / original)
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    divisors, long_divisors = (block.numbers(key) for key in ("short_factor", "long_factor"))
+    for key, given in (("short_factor", divisors), ("long_factor", long_divisors)):
+        if len(given) != rotary_dim // 2:
+            raise block.error(key, f"has {len(given)} numbers where each of {rotary_dim // 2} rotary pairs needs one.")
+    return RopeSpec(
+        theta,
+        rotary_dim,
+        "longrope",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=block.number("attention_factor", scale),
+        divisors=divisors,
+        long_divisors=long_divisors,
     )
 
 

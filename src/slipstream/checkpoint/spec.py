@@ -1,14 +1,19 @@
 """What a checkpoint is: the architecture of a target and of a draft, in one canonical form whatever wrote it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding; the fields beyond `factor` matter only to the scaling that names them."""
+    """Rotary position embedding; the fields beyond `factor` matter only to the scaling that names them.
+
+    Args:
+        divisors: what LongRoPE divides each pair's frequency by, up to the original context.
+        long_divisors: what it divides by where texts may be longer (`at_context`).
+    """
 
     theta: float
     rotary_dim: int
@@ -20,6 +25,14 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+
+    def at_context(self, max_context: int) -> "RopeSpec":
+        """Return the rope of texts of up to so many tokens: LongRoPE turns them all as the longest may need it."""
+        if self.scaling == "longrope" and max_context > self.original_max_position:
+            return replace(self, divisors=self.long_divisors)
+        return self
 
 
 @dataclass(frozen=True)
@@ -94,12 +107,26 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class BlockSpec:
+    """What the attention of one block has of its own, where a model's blocks differ.
+
+    Args:
+        rope: its rotary positions.
+        window: how many keys a token sees, the last ones, its own included; None sees all.
+    """
+
+    rope: RopeSpec
+    window: int | None = None
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A target: enough to build the module and to check every tensor's shape.
 
     Args:
         head_dim: the width of a head's query and key.
         qk_norm: whether queries and keys are normed: each head by itself, or all heads as one ("full").
+        blocks: what each block's attention has of its own; empty where all have the model's rope and window.
     """
 
     architecture: str
@@ -119,11 +146,22 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool | Literal["full"] = False
     sliding_window: int | None = None
+    blocks: tuple[BlockSpec, ...] = ()
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+
+    def block(self, index: int) -> BlockSpec:
+        """Return what a block's attention has of its own."""
+        return self.blocks[index] if self.blocks else BlockSpec(self.rope, self.sliding_window)
+
+    @property
+    def narrowest_window(self) -> int | None:
+        """The fewest keys that any block's window shows; None where all blocks see all keys."""
+        windows = [window for index in range(self.num_layers) if (window := self.block(index).window) is not None]
+        return min(windows, default=None)
 
     def default_captured_layers(self) -> tuple[int, ...]:
         """Return the layers EAGLE-3 captures when a draft names none (k = blocks applied before the capture)."""

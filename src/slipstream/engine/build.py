@@ -52,7 +52,7 @@ def build_engine(
         raise ConfigError(
             f"max_context is {config.max_context}; the target was made for at most {target.spec.max_position} tokens."
         )
-    window = target.spec.sliding_window
+    window = target.spec.narrowest_window
     if draft is not None and not shape.is_chain and window is not None and window < config.max_context:
         raise ConfigError(
             f"{shape}: the target attends to the last {window} tokens only, and how many of them a node of a tree sees "

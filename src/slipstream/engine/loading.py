@@ -192,7 +192,7 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
         usual_context = _USUAL_POSITIONS
     max_context = options.max_context or min(usual_context, allowed)
     positions = min(allowed, max(_USUAL_POSITIONS, max_context + _DRAFTED_POSITIONS))
-    target = load_target(source, dtype, device, positions, kept_for, seat.ranks)
+    target = load_target(source, dtype, device, positions, kept_for, seat.ranks, max_context)
     config = dataclasses.replace(
         options.engine,
         max_context=max_context,

@@ -1,11 +1,13 @@
 """Build a target or a draft from a checkpoint; every tensor is accounted for, and a draft must fit its target."""
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from slipstream.checkpoint.config import draft_spec, model_spec
+from slipstream.checkpoint.joined import taken_apart
 from slipstream.checkpoint.names import (
     canonical_draft_name,
     canonical_names,
@@ -32,6 +34,7 @@ def load_target(
     max_position: int | None = None,
     ops: Ops | None = None,
     ranks: Ranks = ALONE,
+    max_context: int | None = None,
 ) -> Target:
     """Read a target, or the part of it that one rank holds.
 
@@ -39,8 +42,11 @@ def load_target(
         dtype: of the weights that are stored dense.
         max_position: bounds the rotary table (default: what the model allows).
         ops: the kernels packed weights are laid out for; without them a GGUF's blocks are expanded to `dtype`.
+        max_context: the longest text there may be, by which some ropes are chosen (default: as many as positions).
     """
     spec = model_spec(source.config, source.folder)
+    spec = replace(spec, rope=spec.rope.at_context(max_context or max_position or spec.max_position))
+    source = taken_apart(source, spec)
     _check_counts(source, spec)
     with torch.device("meta"):
         model = Target(spec, max_position, ranks)

@@ -49,6 +49,8 @@ def _frequencies(spec: RopeSpec) -> Tensor:
         return _llama3(spec, frequency_r)
     if spec.scaling == "yarn":
         return _yarn(spec, frequency_r)
+    if spec.scaling == "longrope":
+        return 1.0 / (torch.tensor(spec.divisors) * spec.theta**exponent_r)
     return frequency_r
 
 

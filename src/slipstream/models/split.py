@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from slipstream.checkpoint.config import draft_spec, model_spec
+from slipstream.checkpoint.joined import taken_apart
 from slipstream.checkpoint.names import canonical_draft_name, canonical_names, canonical_target_name
 from slipstream.checkpoint.source import TensorSource
 from slipstream.checkpoint.spec import ModelSpec
@@ -30,6 +31,7 @@ def check_target_split(source: TensorSource, topology: Topology, ops: Ops | None
     if topology.tp == 1 and topology.ep == 1:
         return
     spec = model_spec(source.config, source.folder)
+    source = taken_apart(source, spec)
     try:
         _check_target(source, spec, topology, ops)
     except ConfigError as error:

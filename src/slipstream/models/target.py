@@ -24,7 +24,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.self_attn: Attention | LatentAttention
         if spec.mla is None:
-            self.self_attn = Attention(attention_shape(spec), layer_index, ranks)
+            self.self_attn = Attention(attention_shape(spec, layer_index), layer_index, ranks)
         else:
             width = spec.hidden_size
             self.self_attn = LatentAttention(spec.mla, spec.num_heads, width, width, layer_index, ranks)
@@ -37,7 +37,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def rotary(self) -> Rotary:
-        """The model's table of rotary positions."""
+        """The block's table of rotary positions."""
         return self._rotary[0]
 
     def forward(self, hidden_TD: Tensor, ctx: ForwardContext) -> Tensor:
@@ -63,9 +63,16 @@ class Target(nn.Module):
         super().__init__()
         self.spec = spec
         self.ranks = ranks
-        self.rotary = Rotary(spec.rope, max_position or spec.max_position)
+        tables = {
+            rope: Rotary(rope, max_position or spec.max_position)
+            for rope in dict.fromkeys([spec.rope, *(block.rope for block in spec.blocks)])
+        }
+        self.rotary, *others = tables.values()
+        self.other_rotaries = nn.ModuleList(others)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, index, self.rotary, ranks) for index in range(spec.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, index, tables[spec.block(index).rope], ranks) for index in range(spec.num_layers)
+        )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.lm_head = Linear(spec.hidden_size, {"lm_head": ranks.cut(spec.vocab_size)})
         if spec.tie_embeddings and ranks.size == 1:
@@ -94,8 +101,8 @@ class Target(nn.Module):
         return logits_LV
 
 
-def attention_shape(spec: ModelSpec) -> AttentionShape:
-    """Read the attention's shape off a target's spec."""
+def attention_shape(spec: ModelSpec, layer_index: int = 0) -> AttentionShape:
+    """Read the shape of a block's attention off a target's spec."""
     return AttentionShape(
         input_size=spec.hidden_size,
         output_size=spec.hidden_size,
@@ -106,5 +113,5 @@ def attention_shape(spec: ModelSpec) -> AttentionShape:
         output_bias=spec.output_bias,
         qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
         norms_all_heads=spec.qk_norm == "full",
-        window=spec.sliding_window,
+        window=spec.block(layer_index).window,
     )
