@@ -53,6 +53,12 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=32,
         head_dim=8,
     ),
+    "gpt-oss": _config(
+        "GptOssConfig", intermediate_size=64, num_local_experts=8, num_experts_per_tok=3, sliding_window=7,
+        num_hidden_layers=4,
+        rope_parameters={"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 32, "rope_theta": 150000.0},
+    ),
     "Phi-4": _config("Phi3Config", sliding_window=9),
     "Phi-4-mini": _config(
         "Phi3Config", partial_rotary_factor=0.75, original_max_position_embeddings=32, tie_word_embeddings=True,

@@ -27,7 +27,24 @@ GLM4_MOE = {
     "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e6, "topk_group": 1,
     "tie_word_embeddings": False, "vocab_size": 151552,
 }  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+    "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
 PUBLISHED = {
+    "gpt-oss-20b": (
+        GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32,
+                   "layer_types": ["sliding_attention", "full_attention"] * 12}, 20.91e9,
+    ),
+    "gpt-oss-120b": (
+        GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128,
+                   "layer_types": ["sliding_attention", "full_attention"] * 18}, 116.83e9,
+    ),
     "Qwen3-30B-A3B": (
         QWEN3_MOE | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
                      "num_attention_heads": 32, "num_hidden_layers": 48}, 30.53e9,

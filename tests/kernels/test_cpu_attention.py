@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import KernelError
-from slipstream.kernels import AttentionBatch, KvLayer
+from slipstream.kernels import AttentionBatch, KvLayer, Sight
 from slipstream.kernels.cpu.library import ISAS, load_library
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
@@ -160,3 +160,17 @@ def _isas():
 
 def _ops():
     return CpuOps(2, _isas()[-1])
+
+
+@pytest.mark.parametrize(("window", "chunk", "sinks"), [(None, None, True), (9, None, True), (None, 32, False)])
+def test_sinks_and_chunks_are_the_references_and_alone_as_in_company(cpu_ops, generator, window, chunk, sinks):
+    q, layer, batch, _, _ = random_case([1, 5, 40, 0], [90, 3, 0, 8], 16, generator)
+    sight = Sight(window, chunk, torch.randn(6, generator=generator) if sinks else None)
+    got = cpu_ops.attention(q, layer, batch, 0.2, sight)
+    assert torch.allclose(got, REFERENCE.attention(q, layer, batch, 0.2, sight), rtol=1e-4, atol=1e-5)
+    row = 30  # of the third request
+    alone = AttentionBatch(
+        torch.tensor([0, 1], dtype=torch.int32), batch.kv_index_T[row : row + 1].int() + 1, batch.page_table_RP[2:3],
+        batch.kv_index_T[row : row + 1], batch.ancestors_T[row : row + 1], batch.page_size,
+    )  # fmt: skip
+    assert torch.equal(cpu_ops.attention(q[row : row + 1], layer, alone, 0.2, sight)[0], got[row])

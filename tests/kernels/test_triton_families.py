@@ -1,12 +1,17 @@
 """What the families beyond Llama's need of the Triton kernels, held to the reference in the interpreter."""
 
+import dataclasses
+
 import pytest
 import torch
+from triton_samples import attention_sample, layer_to_device
 
 from interpreted import DEVICE
-from slipstream.checkpoint.spec import RoutingSpec
-from slipstream.kernels import select
+from slipstream.checkpoint.spec import Activation, RoutingSpec
+from slipstream.kernels import Sight, select
 from slipstream.kernels.triton.ops import TritonOps
+from slipstream.quant.packed import ExpertWeights, stack_experts
+from slipstream.quant.scheme import scheme_named
 
 OPS = TritonOps(DEVICE)
 REFERENCE = select(DEVICE, "reference")
@@ -31,3 +36,51 @@ def test_a_router_chooses_and_weighs_as_the_reference_and_alone_as_in_company(ro
     torch.testing.assert_close(weights_TK, expected_TK, atol=1e-6, rtol=0)
     alone_ids_1K, alone_1K = OPS.route(x_TD[3:4], weight_ED, bias_E, routing)
     assert torch.equal(alone_ids_1K[0], ids_TK[3]) and torch.equal(alone_1K[0], weights_TK[3])
+
+
+@pytest.mark.parametrize(("window", "chunk", "sinks"), [(None, None, True), (21, None, True), (None, 32, False)])
+def test_attention_with_sinks_windows_and_chunks_is_the_references(window, chunk, sinks, generator):
+    q, layer, batch = attention_sample([4, 1, 30], [10, 100, 63], 16, (8, 2, 24), generator)
+    sight = Sight(window, chunk, torch.randn(8, generator=generator).to(DEVICE) if sinks else None)
+    got = OPS.attention(q, layer, batch, 0.25, sight)
+    torch.testing.assert_close(got, REFERENCE.attention(q, layer, batch, 0.25, sight), rtol=1e-5, atol=1e-5)
+    plain = OPS.attention(q, layer, batch, 0.25, None)
+    assert not torch.allclose(got, plain, atol=1e-3), "what is seen made no difference"
+
+
+def test_a_query_with_sinks_has_the_same_bits_alone_as_in_company(generator):
+    q, layer, batch = attention_sample([4, 1], [100, 70], 16, (8, 2, 16), generator, torch.bfloat16)
+    layer = layer_to_device(layer, torch.bfloat16)
+    sight = Sight(21, sinks_H=torch.randn(8, generator=generator).to(DEVICE))
+    together = OPS.attention(q, layer, batch, 0.25, sight)
+    alone = dataclasses.replace(
+        batch,
+        query_starts_R1=batch.query_starts_R1.new_tensor([0, 1]),
+        kv_lens_R=batch.kv_index_T[2:3].int() + 1,
+        page_table_RP=batch.page_table_RP[:1],
+        kv_index_T=batch.kv_index_T[2:3],
+        ancestors_T=batch.ancestors_T[2:3],
+    )
+    assert torch.equal(OPS.attention(q[2:3], layer, alone, 0.25, sight)[0], together[2])
+
+
+@pytest.mark.parametrize("format", ["dense", "mxfp4_weight_only"])
+def test_experts_with_biases_and_a_clamped_activation_are_the_references(format, generator):
+    def weights(outputs, inputs):
+        numbers = torch.randn(4, outputs, inputs, generator=generator)
+        bias_EN = torch.randn(4, outputs, generator=generator).to(DEVICE)
+        if format == "dense":
+            return ExpertWeights(format, outputs, inputs, numbers.to(DEVICE), bias_EN=bias_EN)
+        parts = [scheme_named(format).encode(weight, "best", 1.0) for weight in numbers]
+        return dataclasses.replace(stack_experts(parts, 4, DEVICE), bias_EN=bias_EN)
+
+    gate_up, down = weights(64, 64), weights(64, 32)
+    x_TD = torch.randn(3, 64, generator=generator).to(DEVICE)
+    ids_TK = torch.tensor([[0, 2], [3, 1], [-1, 2]], device=DEVICE)
+    chosen = (ids_TK, torch.rand(3, 2, generator=generator).to(DEVICE))
+    activation = Activation("clamped", 1.5, 1.702)
+    got = OPS.experts(x_TD, gate_up, down, *chosen, activation)
+    expected = REFERENCE.experts(x_TD, gate_up, down, *chosen, activation)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+    alone = OPS.experts(x_TD[1:2], gate_up, down, chosen[0][1:2], chosen[1][1:2], activation)
+    assert torch.equal(alone[0], got[1])

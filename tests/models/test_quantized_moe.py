@@ -17,6 +17,7 @@ from slipstream.quant.formats import fp8, int8, mxfp4
 from slipstream.quant.load import packed_weight, read_scheme
 from slipstream.quant.packed import ExpertWeights
 from slipstream.quant.scheme import dequantize
+from tiny_families import folder_of
 from tiny_moe import EXPERTS_ONLY, VOCAB, as_kimi, blocks, deepseek, minimax, passes, quantized, save, tensors_of, write
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ class DequantizedOps(ReferenceOps):
     def linear(self, x_TD, weight_ND, bias_N=None):
         return super().linear(rounded(x_TD, self._formats.get(weight_ND.data_ptr(), "dense")), weight_ND, bias_N)
 
-    def experts(self, x_TD, gate_up, down, expert_ids_TK, weights_TK):
+    def experts(self, x_TD, gate_up, down, expert_ids_TK, weights_TK, activation=None):
         format = self._formats.get(gate_up.codes.data_ptr(), "dense")
         out_TD = torch.zeros_like(x_TD)
         for expert in range(gate_up.num_experts):
@@ -82,7 +83,7 @@ def decoded_folder(folder: Path, out: Path) -> Path:
     scheme = read_scheme(source.config, source.names(), folder)
     tensors = tensors_of(folder)
     for module in scheme.modules:
-        parts = [name for name in tensors if name.rpartition(".")[0] == module]
+        parts = [name for name in tensors if name.rpartition(".")[0] == module and not name.endswith(".bias")]
         stored = {name.rpartition(".")[2]: tensors.pop(name) for name in parts}
         rows, columns = shape_of(module, stored, source.config)
         tensors[f"{module}.weight"] = dequantize(packed_weight(source, scheme, module, rows, columns))
@@ -234,3 +235,9 @@ def test_a_quantization_nobody_runs_is_refused_by_name(deepseek_folder, tmp_path
     folder = write(tmp_path / "gptq", config, tensors_of(deepseek_folder))
     with pytest.raises(CheckpointError, match=r"quant_method 'gptq'; slipstream reads quark, compressed-tensors, fp8"):
         load_target(open_checkpoint(folder), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GLM-4.5"])
+def test_families_in_fp8_blocks_run_as_decoded(name, tmp_path):
+    kept = ("lm_head", "embed", ".gate.", "norm")
+    assert_runs_as_decoded(blocks(folder_of(name, tmp_path / "dense"), tmp_path / "fp8", kept), tmp_path)

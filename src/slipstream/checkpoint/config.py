@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from slipstream.checkpoint.block_config import read_blocks
 from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
 from slipstream.checkpoint.families import FAMILIES, Family
@@ -37,6 +38,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
     check_activation(fields)
     attention_bias = fields.flag("attention_bias", False)
     max_position = fields.integer("max_position_embeddings")
+    rope = read_rope(fields, head_dim if mla is None else mla.rope_dim, max_position, family)
     bos = fields.integers("bos_token_id")
     return ModelSpec(
         architecture=architecture,
@@ -48,7 +50,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, head_dim if mla is None else mla.rope_dim, max_position, family),
+        rope=rope,
         max_position=max_position,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias == "always" or (family.qkv_bias == "flag" and attention_bias),
@@ -56,6 +58,8 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         mlp_bias=fields.flag("mlp_bias", False),
         qk_norm=_qk_norm(fields, family),
         sliding_window=_sliding_window(fields, family),
+        blocks=read_blocks(fields, family, rope),
+        sinks=family.sinks,
         mla=mla,
         moe=None if family.experts is None else read_experts(fields, family.experts),
         bos_token_id=bos[0] if bos else None,
@@ -134,7 +138,7 @@ def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) 
 
 
 def _sliding_window(fields: Fields, family: Family) -> int | None:
-    if family.window == "none":
+    if family.window in ("none", "layers"):
         return None
     if family.window == "mistral":
         if "sliding_window" not in fields.values:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Experts = Literal["deepseek", "minimax", "qwen3", "qwen3_vl"]
+Experts = Literal["deepseek", "minimax", "qwen3", "qwen3_vl", "gpt_oss"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,9 @@ class Family:
         qkv_bias: whether queries, keys and values have biases: never, always, or as `attention_bias` says.
         output_bias: whether the projection after attention follows `attention_bias`.
         qk_norm: whether queries and keys are normed: never, each head, all heads as one, or as `use_qk_norm` says.
-        window: how the config says over how many keys its attention goes.
+        window: how the config says over how many keys its attention goes; "layers" is block by block.
+        full_every: where `layer_types` is absent, every so many blocks one sees all keys, the others a window.
+        sinks: whether attention has a learned score for no key.
         experts: whose fields describe the experts; None for a dense model.
         latent: whether attention is over latents (MLA).
         partial_rotary: the share of a head that is rotated where the config does not say.
@@ -25,6 +27,7 @@ class Family:
         sees: whether the model has a vision tower beside its text part, which alone is run.
         joined: what the checkpoint stores as one tensor (`checkpoint/joined.py`): layers that share an input, or all
             experts of a block.
+        interleaved: whether gate and up of stacked experts take turns, row by row.
     """
 
     model_type: str
@@ -33,13 +36,16 @@ class Family:
     qkv_bias: Literal["never", "always", "flag"] = "flag"
     output_bias: bool = True
     qk_norm: Literal["never", "head", "full", "flag"] = "never"
-    window: Literal["none", "mistral", "qwen", "flag", "given"] = "none"
+    window: Literal["none", "mistral", "qwen", "flag", "given", "layers"] = "none"
+    full_every: int = 1
+    sinks: bool = False
     experts: Experts | None = None
     latent: bool = False
     partial_rotary: float = 1.0
     theta: float = 10000.0
     sees: bool = False
     joined: Literal["layers", "experts"] | None = None
+    interleaved: bool = False
 
 
 _KIMI = Family("kimi_k25", experts="deepseek", latent=True, sees=True)
@@ -55,6 +61,17 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family("qwen3_vl", head_dim=128, qk_norm="head", theta=5e5, sees=True),
     "Qwen3VLMoeForConditionalGeneration": Family(
         "qwen3_vl_moe", head_dim=128, qk_norm="head", experts="qwen3_vl", theta=5e5, sees=True, joined="experts"
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        head_dim=64,
+        window="layers",
+        full_every=2,
+        sinks=True,
+        experts="gpt_oss",
+        theta=150000.0,
+        joined="experts",
+        interleaved=True,
     ),
     "Phi3ForCausalLM": Family(
         "phi3", kv_heads=True, qkv_bias="never", output_bias=False, window="given", joined="layers"

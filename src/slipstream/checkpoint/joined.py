@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.checkpoint.families import FAMILIES
 from slipstream.checkpoint.source import TensorInfo, TensorSource, check_rows, check_window
 from slipstream.checkpoint.span import Span, Window
-from slipstream.checkpoint.spec import ModelSpec, MoeSpec
+from slipstream.checkpoint.spec import ModelSpec
 from slipstream.errors import CheckpointError
 
 
@@ -154,37 +154,50 @@ def _joined_layers(source: TensorSource, spec: ModelSpec) -> dict[str, Piece]:
     return pieces
 
 
-_STACKED = re.compile(r"(?P<above>.*\.experts\.)(?P<what>gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(?P<above>.*\.experts\.)(?P<what>gate_up_proj|down_proj)(?P<form>|_bias|_blocks|_scales)")
+_SUFFIXES = {"": "weight", "_bias": "bias", "_blocks": "weight", "_scales": "weight_scale"}
+_BLOCK = 32  # of MXFP4, in gpt-oss's files 16 bytes of codes and one of scale
 
 
 def _stacked_experts(source: TensorSource, spec: ModelSpec) -> dict[str, Piece]:
-    """Take stacks of experts apart, each expert's matrices stored [in, out] or [out, in]."""
+    """Take stacks of experts apart: matrices [in, out] or [out, in], biases, and MXFP4's blocks with their scales."""
     assert spec.moe is not None, "a family of experts"
     inner, width = spec.moe.intermediate_size, spec.hidden_size
-    rows = {
-        "gate_up_proj": {"gate_proj": range(inner), "up_proj": range(inner, 2 * inner)},
-        "down_proj": {"down_proj": range(width)},
-    }
-    inputs = {"gate_up_proj": (width, 2 * inner), "down_proj": (inner, width)}
+    gate, up = range(inner), range(inner, 2 * inner)
+    if FAMILIES[spec.architecture].interleaved:
+        gate, up = range(0, 2 * inner, 2), range(1, 2 * inner, 2)
+    rows = {"gate_up_proj": {"gate_proj": gate, "up_proj": up}, "down_proj": {"down_proj": range(width)}}
+    matrices = {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
     stacks = {name: match for name in source.names() if (match := _STACKED.fullmatch(name))}
     for name, match in stacks.items():
-        _check_stack(source, name, spec.moe, inputs[match["what"]])
-    # Published files have [in, out], those that transformers 5 writes [out, in]; one matrix may be square, not both.
-    transposed = all(source.info(name).shape[1:] == inputs[match["what"]] for name, match in stacks.items())
+        _check_stack(source, name, match["form"], (spec.moe.num_experts, *matrices[match["what"]]))
+    dense = {name: matrices[match["what"]] for name, match in stacks.items() if not match["form"]}
+    # Most are published [in, out], and transformers 5 writes [out, in]; one of the two may be square, not both.
+    transposed = all(source.info(name).shape[1:] == matrix[::-1] for name, matrix in dense.items())
     return {
-        f"{match['above']}{expert}.{part}.weight": Piece(name, part_rows, expert, transposed)
+        f"{match['above']}{expert}.{part}.{_SUFFIXES[match['form']]}": Piece(
+            name, part_rows, expert, transposed and name in dense
+        )
         for name, match in stacks.items()
         for expert in range(spec.moe.num_experts)
         for part, part_rows in rows[match["what"]].items()
     }
 
 
-def _check_stack(source: TensorSource, name: str, moe: MoeSpec, matrix: tuple[int, int]) -> None:
-    info = source.info(name)
-    if info.shape not in ((moe.num_experts, *matrix), (moe.num_experts, *matrix[::-1])):
+def _check_stack(source: TensorSource, name: str, form: str, stack: tuple[int, int, int]) -> None:
+    """Raise unless a stack of experts [E, out, in] has the shape of its form."""
+    info, (experts, outputs, inputs) = source.info(name), stack
+    forms: dict[str, list[tuple[int, ...]]] = {
+        "": [(experts, outputs, inputs), (experts, inputs, outputs)],
+        "_bias": [(experts, outputs)],
+        "_blocks": [(experts, outputs, inputs // _BLOCK, _BLOCK // 2)],
+        "_scales": [(experts, outputs, inputs // _BLOCK)],
+    }
+    shapes = forms[form]
+    if info.shape not in shapes:
         raise CheckpointError(
-            f"{info.file}: tensor {name} has shape {list(info.shape)}, where config.json speaks of {moe.num_experts} "
-            f"experts of {list(matrix)}; fetch both again."
+            f"{info.file}: tensor {name} has shape {list(info.shape)}, where config.json speaks of {experts} experts "
+            f"of {outputs} x {inputs}: {' or '.join(str(list(shape)) for shape in shapes)}; fetch both again."
         )
 
 

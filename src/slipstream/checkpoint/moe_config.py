@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.checkpoint.families import Experts
 from slipstream.checkpoint.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST_HEAD, Fields
 from slipstream.checkpoint.rope import yarn_score_factor
-from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RoutingSpec
+from slipstream.checkpoint.spec import Activation, MlaSpec, MoeSpec, RoutingSpec
 
 
 def text_fields(fields: Fields) -> Fields:
@@ -48,6 +48,7 @@ def read_experts(fields: Fields, whose: Experts) -> MoeSpec:
         "minimax": _read_minimax,
         "qwen3": partial(_read_qwen3, normalise=False),
         "qwen3_vl": partial(_read_qwen3, normalise=True),
+        "gpt_oss": _read_gpt_oss,
     }
     return readers[whose](fields)
 
@@ -113,6 +114,20 @@ def _read_qwen3(fields: Fields, normalise: bool) -> MoeSpec:
         fields.integer("moe_intermediate_size"),
         routing,
         dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
+    )
+
+
+def _read_gpt_oss(fields: Fields) -> MoeSpec:
+    """Return the experts of a gpt-oss config."""
+    num_experts = fields.integer("num_local_experts", maximum=MOST_EXPERTS)
+    routing = RoutingSpec(fields.integer("num_experts_per_tok"), scoring="softmax", bias="logits")
+    _check_routing(fields, routing, num_experts)
+    return MoeSpec(
+        num_experts,
+        fields.integer("intermediate_size"),
+        routing,
+        bias=True,
+        activation=Activation("clamped", fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
     )
 
 

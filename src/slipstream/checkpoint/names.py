@@ -33,6 +33,7 @@ _BLOCK_SPARSE = {
     ".w3.": ".up_proj.",
     ".w2.": ".down_proj.",
 }
+_ROUTER = ".mlp.router."  # gpt-oss's word for the gate
 _VISION = re.compile(r"(model\.)?(vision_tower|vision_model|visual|mm_projector|multi_modal_projector)\.")
 _BLOCK_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -96,6 +97,7 @@ def canonical_target_name(name: str) -> str:
     if ".block_sparse_moe." in name:
         for theirs, ours in _BLOCK_SPARSE.items():
             name = name.replace(theirs, ours)
+    name = name.replace(_ROUTER, ".mlp.gate.")
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

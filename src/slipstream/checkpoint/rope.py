@@ -94,6 +94,8 @@ def write_rope(rope: RopeSpec, head_dim: int) -> dict[str, Any]:
             "beta_slow": rope.beta_slow,
             "attention_factor": rope.attention_factor,
         }
+        if not rope.truncate:
+            scaling["truncate"] = False
     elif rope.scaling == "longrope":
         scaling = {
             "factor": rope.factor,
@@ -153,8 +155,6 @@ def _factor(block: Fields) -> float:
 
 
 def _read_yarn(block: Fields, theta: float, rotary_dim: int, max_position: int) -> RopeSpec:
-    if not block.flag("truncate", True):
-        raise block.error("truncate", "is false, a YaRN variant that slipstream does not read.")
     original = block.integer("original_max_position_embeddings", max_position)
     factor = block.number("factor", max_position / original)
     if block.has("attention_factor"):
@@ -174,6 +174,7 @@ def _read_yarn(block: Fields, theta: float, rotary_dim: int, max_position: int) 
         beta_fast=block.number("beta_fast", 32.0),
         beta_slow=block.number("beta_slow", 1.0),
         attention_factor=attention_factor,
+        truncate=block.flag("truncate", True),
     )
 
 

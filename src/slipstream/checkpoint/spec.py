@@ -13,6 +13,7 @@ class RopeSpec:
     Args:
         divisors: what LongRoPE divides each pair's frequency by, up to the original context.
         long_divisors: what it divides by where texts may be longer (`at_context`).
+        truncate: whether YaRN's ramp begins and ends at whole dimensions.
     """
 
     theta: float
@@ -27,6 +28,7 @@ class RopeSpec:
     attention_factor: float = 1.0
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
+    truncate: bool = True
 
     def at_context(self, max_context: int) -> "RopeSpec":
         """Return the rope of texts of up to so many tokens: LongRoPE turns them all as the longest may need it."""
@@ -90,6 +92,23 @@ class RoutingSpec:
 
 
 @dataclass(frozen=True)
+class Activation:
+    """What a gated feed-forward part makes of its gate and up.
+
+    Args:
+        kind: act(gate) * up with SiLU or GELU (its tanh form); or "clamped", gate * sigmoid(alpha * gate) * (up + 1)
+            with the gate at most `limit` and up within it on both sides.
+    """
+
+    kind: Literal["silu", "gelu", "clamped"] = "silu"
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+SILU = Activation()
+
+
+@dataclass(frozen=True)
 class MoeSpec:
     """A mixture of experts in place of the feed-forward part.
 
@@ -97,6 +116,7 @@ class MoeSpec:
         intermediate_size: of one expert.
         shared_size: the intermediate size of the expert every token goes through; 0 for none.
         dense_layers: the blocks that keep their dense feed-forward part, ascending.
+        bias: whether the experts' products have biases.
     """
 
     num_experts: int
@@ -104,6 +124,8 @@ class MoeSpec:
     routing: RoutingSpec
     shared_size: int = 0
     dense_layers: tuple[int, ...] = ()
+    bias: bool = False
+    activation: Activation = SILU
 
 
 @dataclass(frozen=True)
@@ -127,6 +149,7 @@ class ModelSpec:
         head_dim: the width of a head's query and key.
         qk_norm: whether queries and keys are normed: each head by itself, or all heads as one ("full").
         blocks: what each block's attention has of its own; empty where all have the model's rope and window.
+        sinks: whether each head's softmax has a further, learned score that stands for no key.
     """
 
     architecture: str
@@ -147,6 +170,7 @@ class ModelSpec:
     qk_norm: bool | Literal["full"] = False
     sliding_window: int | None = None
     blocks: tuple[BlockSpec, ...] = ()
+    sinks: bool = False
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
     bos_token_id: int | None = None

@@ -20,6 +20,8 @@ from slipstream.kernels.ops import (
     KvLayer,
     Ops,
     RowSampling,
+    Sight,
+    sight_of,
 )
 from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
@@ -63,10 +65,12 @@ __all__ = [
     "SampleRows",
     "Sampled",
     "SamplingState",
+    "Sight",
     "StepOps",
     "TokenMasks",
     "one_pool",
     "select",
+    "sight_of",
     "step_ops",
 ]
 

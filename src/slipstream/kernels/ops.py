@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from slipstream.checkpoint.spec import RoutingSpec
+from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
@@ -56,6 +56,26 @@ class AttentionBatch:
     page_size: int
     max_queries: int | None = None
     max_keys: int | None = None
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a layer's attention sees beyond the plain rule: a window or a chunk, and sinks.
+
+    Args:
+        window: only the last keys, so many, its own included; None sees all.
+        chunk: only the keys from the last multiple of this index on, its own included; None sees all.
+        sinks_H: float32, a score for each query head that takes part in its softmax and stands for no key.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    sinks_H: Tensor | None = None
+
+
+def sight_of(window: int | Sight | None) -> Sight:
+    """Return what a layer sees; a number is a window and nothing else."""
+    return window if isinstance(window, Sight) else Sight(window)
 
 
 class Layer(Protocol):
@@ -116,6 +136,10 @@ class Ops(Protocol):
         """Return silu(first half) * second half of each row."""
         ...
 
+    def gate_mul(self, gate_up_TN: Tensor, activation: Activation) -> Tensor:
+        """Return what an activation makes of the first half of each row, the gate, and the second, up."""
+        ...
+
     def rotate(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
         """Apply rotary embedding (half-split form) to the first 2r of each head's d values."""
         ...
@@ -132,9 +156,9 @@ class Ops(Protocol):
         ...
 
     def attention(
-        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
+        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | Sight | None
     ) -> Tensor:
-        """Attend over the pages; a window of w sees only the w last keys, its own included."""
+        """Attend over the pages; a window of w sees only the w last keys, its own included (see `Sight`)."""
         ...
 
     def latent_attention(
@@ -168,13 +192,15 @@ class Ops(Protocol):
         down: ExpertWeights,
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
+        activation: Activation = SILU,
     ) -> Tensor:
         """Return, for each token, the sum over its K experts of weight * down(silu(gate x) * up x): [T, D].
 
         Rows of `gate_up` are [gate; up]. An id of -1 stands for an expert that lies elsewhere and is skipped. Both
         products are in the format's own arithmetic (inputs quantized per token, and per token and expert) with
-        float32 results; silu(gate) * up is rounded to x's type before the second. The sum over K is in float32, in
-        the order of k, and rounded once, so that a token's bits do not depend on the others.
+        float32 results, to which biases are added; silu(gate) * up, or another activation, is rounded to x's type
+        before the second. The sum over K is in float32, in the order of k, and rounded once, so that a token's bits
+        do not depend on the others.
         """
         ...
 

@@ -9,7 +9,7 @@ from torch import nn
 from slipstream.checkpoint.source import TensorSource
 from slipstream.checkpoint.span import Span, Window
 from slipstream.errors import CheckpointError
-from slipstream.models.layers import Embedding, Linear, RMSNorm
+from slipstream.models.layers import Attention, Embedding, Linear, RMSNorm
 from slipstream.models.moe import Experts, Router
 
 _MAX_LISTED = 12
@@ -26,7 +26,7 @@ class Place:
         dtype: what the parameter must be kept in whatever the model's type; None if it follows that.
     """
 
-    module: Linear | RMSNorm | Embedding | Router | Experts
+    module: Linear | RMSNorm | Embedding | Router | Experts | Attention
     parameter: str
     start: int
     window: Window
@@ -68,6 +68,8 @@ def places(model: nn.Module) -> dict[str, Place]:
                 found[f"{path}.{module.bias_name}"] = Place(module, module.bias_name, 0, whole, dtype=torch.float32)
         elif isinstance(module, Experts):
             found |= _expert_places(path, module)
+        elif isinstance(module, Attention) and module.sinks is not None:
+            found[f"{path}.sinks"] = Place(module, "sinks", 0, (module.heads,), dtype=torch.float32)
     return found
 
 
@@ -85,6 +87,10 @@ def _expert_places(path: str, module: Experts) -> dict[str, Place]:
         ):
             local = expert - held.start if here else None
             found[f"{path}.{expert}.{part}.weight"] = Place(module, parameter, start, window, local)
+            if module.gate_up_bias is not None:
+                bias = window[:1] if here or part != "down_proj" else (Span(width.total, 0, 0),)
+                beside = parameter.replace("weight", "bias")
+                found[f"{path}.{expert}.{part}.bias"] = Place(module, beside, start, bias, local)
     return found
 
 

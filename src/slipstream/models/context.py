@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.spec import MlaSpec
-from slipstream.kernels import AttentionBatch, Ending, KvLayer, Ops
+from slipstream.kernels import AttentionBatch, Ending, KvLayer, Ops, Sight
 from slipstream.models.latent import LatentUp, absorbed, expanded
 
 
@@ -30,7 +30,7 @@ class ForwardContext(Protocol):
         ...
 
     def attend(
-        self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | None
+        self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Make this layer's keys and values visible to this and later passes, and attend."""
         ...
@@ -111,7 +111,7 @@ class PagedContext:
     beside: AttentionBatch | None = None
 
     def attend(
-        self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | None
+        self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Write keys and values into their slots, then attend over the pages."""
         layer = self.kv.layers[layer_index]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.spec import MlaSpec
-from slipstream.kernels import AttentionBatch, KvLayer, Ops
+from slipstream.kernels import AttentionBatch, KvLayer, Ops, Sight
 
 EXPANDED_BYTES = 1 << 28
 """The keys and values that are expanded at once, by heads: enough to fill a GPU, little beside its cache."""
@@ -75,7 +75,7 @@ class HeadsContext(Protocol):
         ...
 
     def attend(
-        self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | None
+        self, layer_index: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Keep keys and values, and attend."""
         ...

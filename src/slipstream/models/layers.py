@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint.span import Span
 from slipstream.errors import KernelError
-from slipstream.kernels import Ops
+from slipstream.kernels import Ops, Sight
 from slipstream.models.context import ForwardContext
 from slipstream.models.parallel import ALONE, Ranks
 from slipstream.quant.packed import MixedWeight, PackedWeight
@@ -118,6 +118,7 @@ class AttentionShape:
     qk_norm_eps: float | None = None
     norms_all_heads: bool = False
     window: int | None = None
+    sinks: bool = False
 
 
 class Attention(nn.Module):
@@ -134,6 +135,13 @@ class Attention(nn.Module):
         q_width, k_width = (q, kv) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
         self.q_norm = RMSNorm(q_width, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
         self.k_norm = RMSNorm(k_width, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
+        self.heads = heads
+        self.sinks = nn.Parameter(torch.empty(heads.size, dtype=torch.float32)) if shape.sinks else None
+
+    @property
+    def sight(self) -> int | Sight | None:
+        """What a token sees; where there are no sinks, the window alone."""
+        return self.shape.window if self.sinks is None else Sight(self.shape.window, sinks_H=self.sinks)
 
     def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext) -> Tensor:
         """Attend to what the context lets each token see."""
@@ -144,7 +152,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(q, k, self.q_norm, self.k_norm, ctx.ops)
         q, k = ctx.ops.rotate(q, *rotary), ctx.ops.rotate(k, *rotary)
-        out = ctx.attend(self.layer_index, q, k, v, shape.head_dim**-0.5, shape.window)
+        out = ctx.attend(self.layer_index, q, k, v, shape.head_dim**-0.5, self.sight)
         projected: Tensor = self.o_proj(out.reshape(*leading, -1), ctx.ops)
         return projected
 

@@ -1,5 +1,7 @@
 """Mixture of experts in place of a block's feed-forward part, its weights dense or as a checkpoint stores them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -44,12 +46,15 @@ class Experts(nn.Module):
     gate_up_weight: nn.Parameter | None
     down_weight: nn.Parameter | None
 
-    def __init__(self, width: int, intermediate: int, num_experts: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, spec: MoeSpec, width: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.held, self.inner = ranks.cut_experts(num_experts), ranks.cut_in_expert(intermediate)
+        self.activation = spec.activation
+        self.held, self.inner = ranks.cut_experts(spec.num_experts), ranks.cut_in_expert(spec.intermediate_size)
         self.width, self.intermediate = width, self.inner.size
         self.gate_up_weight = nn.Parameter(torch.empty(self.held.size, 2 * self.intermediate, width))
         self.down_weight = nn.Parameter(torch.empty(self.held.size, width, self.intermediate))
+        self.gate_up_bias = nn.Parameter(torch.empty(self.held.size, 2 * self.intermediate)) if spec.bias else None
+        self.down_bias = nn.Parameter(torch.empty(self.held.size, width)) if spec.bias else None
         self.packed: tuple[ExpertWeights, ExpertWeights] | None = None
 
     def pack(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
@@ -61,13 +66,19 @@ class Experts(nn.Module):
 
     @property
     def weights(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """Gate and up joined, and down."""
+        """Gate and up joined, and down, with their biases."""
+        # Ranks that split an expert add up what its down product gives, so one of them adds the bias.
+        down_bias = self.down_bias if self.inner.start == 0 else None
         if self.packed is not None:
-            return self.packed
+            gate_up, down = self.packed
+            if self.gate_up_bias is None:
+                return gate_up, down
+            return replace(gate_up, bias_EN=self.gate_up_bias), replace(down, bias_EN=down_bias)
         assert self.gate_up_weight is not None and self.down_weight is not None
+        shapes = (2 * self.intermediate, self.width), (self.width, self.intermediate)
         return (
-            ExpertWeights("dense", 2 * self.intermediate, self.width, self.gate_up_weight),
-            ExpertWeights("dense", self.width, self.intermediate, self.down_weight),
+            ExpertWeights("dense", *shapes[0], self.gate_up_weight, bias_EN=self.gate_up_bias),
+            ExpertWeights("dense", *shapes[1], self.down_weight, bias_EN=down_bias),
         )
 
     def forward(self, x_TD: Tensor, chosen: tuple[Tensor, Tensor], ops: Ops) -> Tensor:
@@ -76,7 +87,7 @@ class Experts(nn.Module):
         if not self.held.is_whole:
             here_TK = (expert_ids_TK >= self.held.start) & (expert_ids_TK < self.held.stop)
             expert_ids_TK = torch.where(here_TK, expert_ids_TK - self.held.start, -1)
-        return ops.experts(x_TD, *self.weights, expert_ids_TK, weights_TK)
+        return ops.experts(x_TD, *self.weights, expert_ids_TK, weights_TK, self.activation)
 
 
 class MixtureOfExperts(nn.Module):
@@ -86,7 +97,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self._ranks = ranks
         self.gate = Router(width, spec.num_experts, spec.routing)
-        self.experts = Experts(width, spec.intermediate_size, spec.num_experts, ranks)
+        self.experts = Experts(spec, width, ranks)
         self.shared_experts = MLP(width, spec.shared_size, False, ranks, adds_up=False) if spec.shared_size else None
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:

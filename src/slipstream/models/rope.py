@@ -72,7 +72,9 @@ def _yarn(spec: RopeSpec, frequency_r: Tensor) -> Tensor:
             spec.rotary_dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
         )
 
-    low = max(math.floor(dimension_at(spec.beta_fast)), 0)
-    high = min(math.ceil(dimension_at(spec.beta_slow)), spec.rotary_dim - 1)
+    low, high = dimension_at(spec.beta_fast), dimension_at(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     ramp_r = ((torch.arange(spec.rotary_dim // 2).float() - low) / max(high - low, 1e-3)).clamp(0, 1)
     return frequency_r / spec.factor * ramp_r + frequency_r * (1 - ramp_r)

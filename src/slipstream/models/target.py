@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from slipstream.checkpoint.spec import ModelSpec
+from slipstream.checkpoint.spec import SILU, ModelSpec
 from slipstream.kernels import Ops
 from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
@@ -34,6 +34,16 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, ranks)
         else:
             self.mlp = MixtureOfExperts(spec.moe, spec.hidden_size, ranks)
+
+    @property
+    def unusual(self) -> str:
+        """What the block has that Llama's blocks and DeepSeek's do not, for kernels that fuse those; else nothing."""
+        if isinstance(self.self_attn, Attention) and self.self_attn.sinks is not None:
+            return "attends with sinks"
+        experts = self.mlp.experts if isinstance(self.mlp, MixtureOfExperts) else None
+        if experts is not None and (experts.gate_up_bias is not None or experts.activation != SILU):
+            return "has experts with biases or another activation than SiLU"
+        return ""
 
     @property
     def rotary(self) -> Rotary:
@@ -114,4 +124,5 @@ def attention_shape(spec: ModelSpec, layer_index: int = 0) -> AttentionShape:
         qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
         norms_all_heads=spec.qk_norm == "full",
         window=spec.block(layer_index).window,
+        sinks=spec.sinks,
     )

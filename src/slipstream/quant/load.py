@@ -86,6 +86,7 @@ def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: 
         "quark": _quark_layer,
         "compressed-tensors": _compressed_layer,
         "fp8": _fp8_layer,
+        "mxfp4": _mxfp4_layer,
     }
     if method not in readers:
         raise CheckpointError(
@@ -244,6 +245,11 @@ def _fp8_layer(described: _Described, module: str, names: frozenset[str], source
             f"activations."
         )
     return _FP8_BLOCKS
+
+
+def _mxfp4_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
+    """As OpenAI publishes gpt-oss, its stacks of experts taken apart (`checkpoint/joined.py`)."""
+    return quark_layout("mxfp4", None, reorder=False)
 
 
 def _pack_blocks(tensors: Mapping[str, Tensor], rows: int, columns: int) -> PackedWeight:

@@ -76,6 +76,7 @@ class ExpertWeights:
         format: a `PackedWeight` format, or "dense": floating-point weights, their codes [E, out, in] and no scales.
         codes: [E, out_features, ...].
         scales: each [E, out_features, ...]; a scale of a whole weight is repeated for each of its rows.
+        bias_EN: what is added to each expert's products, if anything.
     """
 
     format: str
@@ -83,6 +84,7 @@ class ExpertWeights:
     in_features: int
     codes: Tensor
     scales: dict[str, Tensor] = field(default_factory=dict)
+    bias_EN: Tensor | None = None
 
     @property
     def num_experts(self) -> int:

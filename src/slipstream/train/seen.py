@@ -28,6 +28,18 @@ class Seen:
             self._biases[dtype] = bias_BTT.masked_fill_(~seen_BTT, -torch.inf)
         return self._biases[dtype]
 
+    def within(self, window: int | None, chunk: int | None, position_BT: Tensor) -> Tensor:
+        """Tell whether slot t sees slot s in a layer that shows a window, or chunks of its text, [B, T, T]."""
+        text_BT, index_T = self.text_BT, torch.arange(self.text_BT.shape[1], device=self.text_BT.device)
+        distance_TT = index_T[:, None] - index_T
+        seen_BTT = (text_BT[:, :, None] == text_BT[:, None, :]) & (distance_TT >= 0)
+        if window is not None:
+            seen_BTT = seen_BTT & (distance_TT < window)
+        if chunk is not None:
+            chunk_BT = position_BT // chunk
+            seen_BTT = seen_BTT & (chunk_BT[:, :, None] == chunk_BT[:, None, :])
+        return seen_BTT
+
     @cached_property
     def first_BT(self) -> Tensor:
         """The first slot that each slot sees, its text's, in int32."""

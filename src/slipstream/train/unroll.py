@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from slipstream.kernels import KvLayer, Sight, sight_of
+from slipstream.kernels.reference.attention import sink_attention
 from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
 from slipstream.models.latent import LatentUp, attend_by_head
 from slipstream.train.ops import TrainOps
@@ -30,11 +32,15 @@ class PackedContext:
         return self._seen.text_BT
 
     def attend(
-        self, layer_index: int, q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, scale: float, window: int | None
+        self, layer_index: int, q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Attend within the row; nothing is kept for later passes."""
-        assert window is None or window >= q_BTHd.shape[1], "rows longer than the target's window are refused earlier"
-        return self.ops.packed_attention(q_BTHd, k_BTGd, v_BTGd, self._seen, scale)
+        sight = sight_of(window)
+        if sight.sinks_H is None and sight.chunk is None and (sight.window is None or sight.window >= q_BTHd.shape[1]):
+            return self.ops.packed_attention(q_BTHd, k_BTGd, v_BTGd, self._seen, scale)
+        visible_BTT = self._seen.within(sight.window, sight.chunk, self.positions_T)
+        sinks_H = q_BTHd.new_full((q_BTHd.shape[2],), -torch.inf) if sight.sinks_H is None else sight.sinks_H
+        return sink_attention(q_BTHd, KvLayer(k_BTGd, v_BTGd), visible_BTT, scale, sinks_H)
 
     def attend_latent(self, layer_index: int, q: Tensor, latent: Tensor, up: LatentUp) -> Tensor:
         """Keep the heads that latents stand for, and attend over those."""
@@ -56,10 +62,11 @@ class UnrollContext:
         self.positions_T = self.positions_T + 1
 
     def attend(
-        self, layer_index: int, q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, scale: float, window: int | None
+        self, layer_index: int, q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Keep this step's keys and values, and attend as drafting would."""
-        assert window is None or window >= q_BTHd.shape[1], "rows longer than the draft's window are refused earlier"
+        shown = sight_of(window).window
+        assert shown is None or shown >= q_BTHd.shape[1], "rows longer than the draft's window are refused earlier"
         keys, values = self._keys.setdefault(layer_index, []), self._values.setdefault(layer_index, [])
         keys.append(k_BTGd)
         values.append(v_BTGd)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.library import FORMATS, NativeBatch, NativeKv
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, Ops
+from slipstream.kernels.cpu.library import FORMATS, NativeAttention, NativeBatch, NativeKv
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, Ops, Sight, sight_of
 
 _FORMATS = {torch.float32: FORMATS["f32"], torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["f16"]}
 
@@ -69,6 +69,23 @@ def describe_kv(layers: Sequence[KvLayer]) -> "ctypes.Array[NativeKv]":
             for layer in layers
         )
     )
+
+
+def describe_attention(q_THd: Tensor, layer: KvLayer, scale: float, window: int | Sight | None) -> NativeAttention:
+    """Describe one attention call; sinks stay referenced from the description."""
+    sight = sight_of(window)
+    sinks_H = None if sight.sinks_H is None else _plain(sight.sinks_H.detach(), torch.float32)
+    native = NativeAttention(
+        None if sinks_H is None else sinks_H.data_ptr(),
+        q_THd.shape[1],
+        layer.keys_SGd.shape[1],
+        q_THd.shape[2],
+        sight.window or 0,
+        scale,
+        sight.chunk or 0,
+    )
+    native.keep = sinks_H
+    return native
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:

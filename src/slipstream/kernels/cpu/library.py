@@ -11,7 +11,7 @@ from slipstream.kernels.cpu.arena import Arena
 from slipstream.kernels.cpu.slots import MaskCallback, NativeSampleCall, NativeSampleOut, NativeSlots
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 11
+ABI = 12
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -135,11 +135,13 @@ class NativeAttention(Structure):
     """The shape of one attention call."""
 
     _fields_ = (
+        ("sinks", c_void_p),
         ("heads", c_int32),
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("window", c_int32),
         ("scale", c_float),
+        ("chunk", c_int32),
     )
 
 

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.spec import RoutingSpec
+from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.errors import KernelError
-from slipstream.kernels.cpu.batch import describe_batch, describe_kv, kv_is_plain, run_apart
+from slipstream.kernels.cpu.batch import describe_attention, describe_batch, describe_kv, kv_is_plain, run_apart
 from slipstream.kernels.cpu.draft import DraftCache, describe_chain
 from slipstream.kernels.cpu.library import (
     Isa,
-    NativeAttention,
     NativeEngine,
     NativeRotation,
     NativeSampling,
@@ -39,6 +38,7 @@ from slipstream.kernels.ops import (
     KvLayer,
     Layer,
     RowSampling,
+    Sight,
     ended,
 )
 from slipstream.kernels.reference.experts import choose_experts
@@ -147,6 +147,10 @@ class CpuOps:
         check(self._library.slip_silu_mul(self._handle, rows.data_ptr(), rows.stride(0), out.data_ptr(), count, width))
         return out.view(*gate_up_TN.shape[:-1], width).to(gate_up_TN.dtype)
 
+    def gate_mul(self, gate_up_TN: Tensor, activation: Activation) -> Tensor:
+        """Return what an activation makes of gate and up, by torch."""
+        return self._reference.gate_mul(gate_up_TN, activation)
+
     def rotate(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
         """Rotate pairs (i, i + r) of each head's first 2r values; the rest passes."""
         _refuse_gradients(x_THd)
@@ -187,7 +191,7 @@ class CpuOps:
         self._reference.move_kv(layer, from_slots, to_slots)
 
     def attention(
-        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
+        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Attend over the pages of each request."""
         if not kv_is_plain(layer):
@@ -201,7 +205,7 @@ class CpuOps:
         q = q_THd.float().contiguous()
         out = torch.empty(q.shape)
         described = describe_batch(batch, None, None)
-        shape = NativeAttention(q.shape[1], layer.keys_SGd.shape[1], q.shape[2], window or 0, scale)
+        shape = describe_attention(q, layer, scale, window)
         check(
             self._library.slip_attention(
                 self._handle, described.native, describe_kv([layer]), shape, q.data_ptr(), out.data_ptr()
@@ -233,9 +237,10 @@ class CpuOps:
         down: ExpertWeights,
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
+        activation: Activation = SILU,
     ) -> Tensor:
         """Sum each token's experts, by torch, one token and one expert at a time."""
-        return self._reference.experts(x_TD, gate_up, down, expert_ids_TK, weights_TK)
+        return self._reference.experts(x_TD, gate_up, down, expert_ids_TK, weights_TK, activation)
 
     def run_layers(
         self,

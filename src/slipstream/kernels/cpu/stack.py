@@ -152,6 +152,8 @@ def _unfit(layers: Sequence[Any]) -> str:
     if any(layer.self_attn.o_proj.ranks.size > 1 for layer in layers):
         return "the blocks are split over ranks, which add up after each product"
     for index, layer in enumerate(layers):
+        if unusual := getattr(layer, "unusual", ""):
+            return f"block {index} {unusual}"
         shape = layer.self_attn.shape
         if shape.norms_all_heads:
             return "queries and keys are normed over all heads"

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Sight, sight_of
 
 
-def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | Sight | None) -> Tensor:
     """Attend over the pages of each request, in the queries' type; see `AttentionBatch` for what a token may see."""
+    sight = sight_of(window)
     out_THd = torch.empty_like(q_THd)
     starts = batch.query_starts_R1.tolist()
     kv_lens = batch.kv_lens_R.tolist()
@@ -16,7 +17,11 @@ def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float
         if tokens.start == tokens.stop:
             continue
         slots_K = _slots(batch, row, kv_len)
-        visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, window)
+        visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, sight)
+        if sight.sinks_H is not None:
+            kept = KvLayer(layer.keys_SGd[slots_K], layer.values_SGd[slots_K])
+            out_THd[tokens] = sink_attention(q_THd[tokens], kept, visible_QK, scale, sight.sinks_H)
+            continue
         out_THd[tokens] = torch.nn.functional.scaled_dot_product_attention(
             q_THd[tokens].transpose(0, 1).unsqueeze(0),
             layer.keys_SGd[slots_K].to(q_THd.dtype).transpose(0, 1).unsqueeze(0),
@@ -28,6 +33,22 @@ def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float
     return out_THd
 
 
+def sink_attention(q_QHd: Tensor, kv: KvLayer, visible_QK: Tensor, scale: float, sinks_H: Tensor) -> Tensor:
+    """Attend with a score for no key in each head's softmax; leading dimensions of queries and keys are shared.
+
+    The softmax is in float32, whatever the queries' type.
+    """
+    groups = q_QHd.shape[-2] // kv.keys_SGd.shape[-2]
+    q_HQd = q_QHd.transpose(-2, -3)
+    k_HKd, v_HKd = (
+        x.to(q_QHd.dtype).transpose(-2, -3).repeat_interleave(groups, dim=-3) for x in (kv.keys_SGd, kv.values_SGd)
+    )
+    scores_HQK = ((q_HQd @ k_HKd.transpose(-1, -2)).float() * scale).masked_fill(~visible_QK.unsqueeze(-3), -torch.inf)
+    sinks_HQ1 = sinks_H.float()[:, None, None].expand(*scores_HQK.shape[:-1], 1)
+    weights_HQK = torch.cat([scores_HQK, sinks_HQ1], dim=-1).softmax(-1)[..., :-1]
+    return (weights_HQK.to(q_QHd.dtype) @ v_HKd).transpose(-2, -3)
+
+
 def latent_attention(q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, value_width: int) -> Tensor:
     """Attend over one latent per key, one token at a time, so that nothing depends on the other tokens."""
     out_THc = q_THC.new_empty((*q_THC.shape[:-1], value_width))
@@ -35,7 +56,7 @@ def latent_attention(q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale
     for row, kv_len in enumerate(batch.kv_lens_R.tolist()):
         slots_K = _slots(batch, row, kv_len)
         tokens = slice(starts[row], starts[row + 1])
-        visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, None)
+        visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, Sight())
         for token, visible_K in zip(range(tokens.start, tokens.stop), visible_QK, strict=True):
             latent_KC = layer.keys_SGd[slots_K[visible_K], 0].float()
             scores_HK = q_THC[token].float() @ latent_KC.t() * scale
@@ -61,8 +82,13 @@ def _slots(batch: AttentionBatch, row: int, kv_len: int) -> Tensor:
     return (pages_P[:, None] * batch.page_size + offsets_O).reshape(-1)[:kv_len]
 
 
-def _visible(kv_index_Q: Tensor, ancestors_Q: Tensor, kv_len: int, window: int | None) -> Tensor:
-    distance_QK = kv_index_Q[:, None] - torch.arange(kv_len, device=kv_index_Q.device)
+def _visible(kv_index_Q: Tensor, ancestors_Q: Tensor, kv_len: int, sight: Sight) -> Tensor:
+    key_K = torch.arange(kv_len, device=kv_index_Q.device)
+    distance_QK = kv_index_Q[:, None] - key_K
     bit_QK = (ancestors_Q[:, None] >> distance_QK.clamp(0, 63)) & 1
     visible_QK = (distance_QK >= 0) & ((distance_QK > 63) | (bit_QK == 1))
-    return visible_QK if window is None else visible_QK & (distance_QK < window)
+    if sight.window is not None:
+        visible_QK = visible_QK & (distance_QK < sight.window)
+    if sight.chunk is not None:
+        visible_QK = visible_QK & (key_K >= kv_index_Q[:, None] // sight.chunk * sight.chunk)
+    return visible_QK

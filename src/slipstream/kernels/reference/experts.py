@@ -6,8 +6,9 @@ Shape letters: T tokens, E experts, K experts of a token, G groups of experts, D
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.spec import RoutingSpec
+from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.errors import KernelError
+from slipstream.kernels.reference.activations import gated
 from slipstream.kernels.reference.packed import PACKED_LINEARS
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
@@ -41,7 +42,12 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, routing: RoutingSpe
 
 
 def experts(
-    x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights, expert_ids_TK: Tensor, weights_TK: Tensor
+    x_TD: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    activation: Activation = SILU,
 ) -> Tensor:
     """Sum weight * down(silu(gate x) * up x) over each token's experts; -1 stands for one that lies elsewhere.
 
@@ -51,7 +57,7 @@ def experts(
     for token, expert_ids_K in enumerate(expert_ids_TK.tolist()):
         for k, expert in enumerate(expert_ids_K):
             if expert >= 0:
-                row_1D = _expert(x_TD[token : token + 1], gate_up.expert(expert), down.expert(expert))
+                row_1D = _expert(x_TD[token : token + 1], gate_up, down, expert, activation)
                 out_TD[token] += weights_TK[token, k] * row_1D[0]
     return out_TD.to(x_TD.dtype)
 
@@ -61,10 +67,18 @@ def _best_first(scores_TE: Tensor, count: int) -> Tensor:
     return scores_TE.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _expert(x_1D: Tensor, gate_up: PackedWeight, down: PackedWeight) -> Tensor:
-    gate, up = _product(x_1D.float(), gate_up).chunk(2, dim=-1)
-    hidden = (torch.nn.functional.silu(gate) * up).to(x_1D.dtype)
-    return _product(hidden.float(), down)
+def _expert(x_1D: Tensor, gate_up: ExpertWeights, down: ExpertWeights, expert: int, activation: Activation) -> Tensor:
+    inner = _biased(_product(x_1D.float(), gate_up.expert(expert)), gate_up, expert)
+    if activation.kind == "silu":
+        gate, up = inner.chunk(2, dim=-1)
+        hidden = torch.nn.functional.silu(gate) * up
+    else:
+        hidden = gated(inner, activation)
+    return _biased(_product(hidden.to(x_1D.dtype).float(), down.expert(expert)), down, expert)
+
+
+def _biased(y_1N: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+    return y_1N if weights.bias_EN is None else y_1N + weights.bias_EN[expert].float()
 
 
 def _product(x_1D: Tensor, weight: PackedWeight) -> Tensor:

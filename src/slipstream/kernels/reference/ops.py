@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.spec import RoutingSpec
+from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.errors import KernelError
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, ended
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, Sight, ended
+from slipstream.kernels.reference.activations import gated
 from slipstream.kernels.reference.attention import as_kept, attention, latent_attention
 from slipstream.kernels.reference.experts import choose_experts, experts
 from slipstream.kernels.reference.noise import gumbel
@@ -76,6 +77,10 @@ class ReferenceOps:
         gate, up = gate_up_TN.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
+    def gate_mul(self, gate_up_TN: Tensor, activation: Activation) -> Tensor:
+        """Return what an activation makes of gate and up."""
+        return gated(gate_up_TN, activation)
+
     def rotate(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
         """Rotate pairs (i, i + r) of each head's first 2r values; the rest passes."""
         half = cos_Tr.shape[-1]
@@ -95,7 +100,7 @@ class ReferenceOps:
         layer.values_SGd[to_slots] = values_TGd
 
     def attention(
-        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
+        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Attend over the pages of each request."""
         return attention(q_THd, layer, batch, scale, window)
@@ -123,9 +128,10 @@ class ReferenceOps:
         down: ExpertWeights,
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
+        activation: Activation = SILU,
     ) -> Tensor:
         """Sum each token's experts, one token and one expert at a time."""
-        return experts(x_TD, gate_up, down, expert_ids_TK, weights_TK)
+        return experts(x_TD, gate_up, down, expert_ids_TK, weights_TK, activation)
 
     def run_layers(
         self,

@@ -45,6 +45,8 @@ class Blocks:
                 return f"block {index} is not made of plain attention and a gated feed-forward"
             if any(getattr(getattr(linear, "ranks", None), "size", 1) > 1 for linear in linears):
                 return f"block {index} is split over ranks, which add up after each product"
+            if unusual := getattr(layer, "unusual", ""):
+                return f"block {index} {unusual}"
             unknown = next((linear for linear in linears if not self._products.knows(_weight(linear))), None)
             if unknown is not None:
                 return f"block {index} has weights of {_described(unknown)}, which the Triton kernels do not multiply"

@@ -149,10 +149,18 @@ def activated(gate, up, TYPE: tl.constexpr):
 
 
 @triton.jit
-def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, ids_ptr, codes_ptr, scale_ptr, num_pairs, width,
-                    TOP_K: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, INPUT: tl.constexpr,
-                    TYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add one pair's splits, apply scales and silu(gate) * up, round to TYPE and write the row stage 2 reads."""
+def clamped(gate, up, limit, alpha, TYPE: tl.constexpr):
+    """Return gate * sigmoid(alpha * gate) * (up + 1) of clamped numbers, rounded once."""
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    return (tl.div_rn(gate, 1.0 + tl.exp(-alpha * gate)) * (up + 1.0)).to(TYPE)
+
+
+@triton.jit
+def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, bias_ptr, ids_ptr, codes_ptr, scale_ptr,
+                    num_pairs, width, limit, alpha, TOP_K: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr,
+                    INPUT: tl.constexpr, CLAMPED: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """Add one pair's splits, apply scales, bias and activation, round to TYPE and write the row stage 2 reads."""
     wait_for_inputs(PDL)
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -180,7 +188,15 @@ def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, ids_ptr, 
             x_scale = tl.load(x_scale_ptr + pair // TOP_K)
             gate_scale, up_scale = x_scale * gate_scale, x_scale * up_scale
         gate, up = gate * gate_scale, up * up_scale
-    write_row(activated(gate, up, TYPE).to(tl.float32), pair, width, codes_ptr, scale_ptr, INPUT, BLOCK)
+    if bias_ptr is not None:
+        bias_at = bias_ptr + expert * (2 * width) + column
+        gate += tl.load(bias_at, mask=inside, other=0).to(tl.float32)
+        up += tl.load(bias_at + width, mask=inside, other=0).to(tl.float32)
+    if CLAMPED:
+        inner = clamped(gate, up, limit, alpha, TYPE).to(tl.float32)
+    else:
+        inner = activated(gate, up, TYPE).to(tl.float32)
+    write_row(inner, pair, width, codes_ptr, scale_ptr, INPUT, BLOCK)
 
 
 @triton.jit
@@ -213,9 +229,9 @@ def finished(total, shared, add_ptr, at, mask, SHARED: tl.constexpr, ADD: tl.con
 
 
 @triton.jit
-def combine_kernel(rows_ptr, ids_ptr, weights_ptr, add_ptr, hidden_ptr, shared_ptr, out_ptr, T, D, TOP_K: tl.constexpr,
-                   ADD: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
+def combine_kernel(rows_ptr, bias_ptr, ids_ptr, weights_ptr, add_ptr, hidden_ptr, shared_ptr, out_ptr, T, D,
+                   TOP_K: tl.constexpr, ADD: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr,
+                   BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Add a token's experts in the order of k, in float32, round once, then add what else the layer gives it.
 
     SHARED is the width of a shared expert's inner rows, whose product is made here; 0 where there is none.
@@ -229,8 +245,12 @@ def combine_kernel(rows_ptr, ids_ptr, weights_ptr, add_ptr, hidden_ptr, shared_p
     total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for k in tl.static_range(TOP_K):
         pair = tokens.to(tl.int64) * TOP_K + k
-        here = tl.load(ids_ptr + pair, mask=real, other=-1) >= 0
+        expert = tl.load(ids_ptr + pair, mask=real, other=-1)
+        here = expert >= 0
         row = tl.load(rows_ptr + pair[:, None] * D + outputs[None, :], mask=mask & here[:, None], other=0.0)
+        if bias_ptr is not None:
+            bias_at = bias_ptr + expert.to(tl.int64)[:, None] * D + outputs[None, :]
+            row += tl.load(bias_at, mask=mask & here[:, None], other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + pair, mask=real, other=0.0)[:, None] * row
     shared = total
     if SHARED:

@@ -132,14 +132,14 @@ def _beside(input: str = "int8") -> list[Variant]:
     rows_constants = {"INPUT": input, "BLOCK": 8192, "BINS": 512, "BLOCK_T": 16, "STEP": PAIRS_PER_STEP, "PDL": False}
     activate = {
         "sums_ptr": "*i32" if input == "int8" else "*fp32", "x_scale_ptr": scale, "w_scale_ptr": "*fp32",
-        "w_scale_2_ptr": "*fp32", "ids_ptr": "*i32", "codes_ptr": codes, "scale_ptr": scale, "num_pairs": "i32",
-        "width": "i32",
+        "w_scale_2_ptr": "*fp32", "bias_ptr": "*bf16", "ids_ptr": "*i32", "codes_ptr": codes, "scale_ptr": scale,
+        "num_pairs": "i32", "width": "i32", "limit": "fp32", "alpha": "fp32",
     }  # fmt: skip
     activate_constants = {
         "TOP_K": _TOP_K, "SCALES": "none" if input.startswith("mxfp4") else "both", "SPLITS": 4, "INPUT": input,
-        "TYPE": tl.bfloat16, "BLOCK": _INTER, "PDL": False,
+        "CLAMPED": False, "TYPE": tl.bfloat16, "BLOCK": _INTER, "PDL": False,
     }  # fmt: skip
-    absent = set() if input == "fp8_halves" else {"w_scale_2_ptr"}
+    absent = {"bias_ptr"} if input == "fp8_halves" else {"bias_ptr", "w_scale_2_ptr"}
     absent |= {"scale_ptr", "x_scale_ptr"} if input == "mxfp4" else set()
     name = "" if input == "int8" else f", {input}"
     return [
@@ -159,12 +159,12 @@ def _without(variant: Variant, absent: set[str]) -> Variant:
 def _sum() -> Variant:
     """Return the kernel that adds up a token's experts, as Kimi's rank runs it."""
     signature = {
-        "rows_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "add_ptr": "*bf16", "hidden_ptr": "*bf16",
-        "shared_ptr": "*bf16", "out_ptr": "*bf16", "T": "i32", "D": "i32",
+        "rows_ptr": "*fp32", "bias_ptr": "*bf16", "ids_ptr": "*i32", "weights_ptr": "*fp32", "add_ptr": "*bf16",
+        "hidden_ptr": "*bf16", "shared_ptr": "*bf16", "out_ptr": "*bf16", "T": "i32", "D": "i32",
     }  # fmt: skip
     constants = {
         "TOP_K": _TOP_K, "ADD": True, "SHARED": _INTER, "BLOCK_T": SHARED_TOKENS, "BLOCK_N": SHARED_OUTPUTS,
         "PDL": False,
     }  # fmt: skip
     divisible = ("rows_ptr", "add_ptr", "hidden_ptr", "shared_ptr", "out_ptr", "D")
-    return Variant("experts sum", combine_kernel, signature, constants, 4, 3, "bf16", divisible)
+    return _without(Variant("experts sum", combine_kernel, signature, constants, 4, 3, "bf16", divisible), {"bias_ptr"})

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.checkpoint.spec import SILU, Activation
 from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels.triton import expert_words
 from slipstream.kernels.triton.expert_products import nibble_kernel, number_kernel
@@ -79,6 +80,7 @@ class ExpertOptions:
         shared: a shared expert's inner rows [T, i] and down weight [D, i]; its output is added with `add_TD`.
         codes: the rows as INT8 and their scales (see `row_codes`), where whoever chose the experts made them already.
         dependent: whether kernels may start while the one before them drains (`launch_options`).
+        activation: what becomes of gate and up: SiLU's, or the clamped one.
     """
 
     tiles: ExpertTiles | None = None
@@ -86,6 +88,7 @@ class ExpertOptions:
     dependent: bool = False
     codes: tuple[Tensor, Tensor] | None = None
     shared: tuple[Tensor, Tensor] | None = None
+    activation: Activation = SILU
 
 
 def row_codes(x_TD: Tensor, weights: ExpertWeights) -> tuple[Tensor, Tensor] | None:
@@ -112,13 +115,14 @@ def experts(
     if tiles.native:
         arithmetic = _native(gate_up.format, architecture)
     run = _Run(x_TD, expert_ids_TK.contiguous(), arithmetic, options)
-    if tiles.words and expert_words.fits(gate_up, down):
+    plain = gate_up.bias_EN is None and down.bias_EN is None and options.activation == SILU
+    if tiles.words and plain and expert_words.fits(gate_up, down):
         return run.words((gate_up, down), weights_TK.contiguous(), tiles)
     rows, plan = run.rows(gate_up.num_experts, tiles.block_t)
     sums = run.product(rows, plan, gate_up, tiles.stage1, by_token=True)
     hidden = run.activate(sums, rows, gate_up)
     rows_PD = run.product(hidden, plan, down, tiles.stage2, by_token=False)[0]
-    return run.combine(rows_PD, weights_TK.contiguous())
+    return run.combine(rows_PD, weights_TK.contiguous(), down.bias_EN)
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,7 @@ class _Run:
         self._ids_TK = ids_TK
         self._top_k = ids_TK.shape[1]
         self._arithmetic = arithmetic
+        self._activation = options.activation
         self._rest = options.add_TD, *(options.shared or (None, None))
         self._codes = None if options.codes is None else _Rows(*options.codes)
         instruction = matrix_instruction(architecture_of(x_TD.device))
@@ -243,20 +248,21 @@ class _Run:
         splits, num_pairs, width = sums.shape[0], sums.shape[1], sums.shape[2] // 2
         hidden = self._empty_rows(num_pairs, width)
         activate_kernel[(num_pairs,)](
-            sums, x.scale, gate_up.scales.get("scale"), gate_up.scales.get("scale_2"), self._ids_TK, hidden.codes,
-            hidden.scale, num_pairs, width,
+            sums, x.scale, gate_up.scales.get("scale"), gate_up.scales.get("scale_2"), gate_up.bias_EN, self._ids_TK,
+            hidden.codes, hidden.scale, num_pairs, width, self._activation.limit, self._activation.alpha,
             TOP_K=self._top_k, SCALES=self._arithmetic.scales, SPLITS=splits, INPUT=self._arithmetic.input,
-            TYPE=_TYPES[self._x_TD.dtype], BLOCK=_block(width), **self._launch,
+            CLAMPED=self._activation.kind == "clamped", TYPE=_TYPES[self._x_TD.dtype], BLOCK=_block(width),
+            **self._launch,
         )  # fmt: skip
         return hidden
 
-    def combine(self, rows_PD: Tensor, weights_TK: Tensor) -> Tensor:
+    def combine(self, rows_PD: Tensor, weights_TK: Tensor, bias_ED: Tensor | None) -> Tensor:
         """Add up each token's experts."""
         num_tokens, width = self._x_TD.shape[0], rows_PD.shape[1]
         out_TD = self._x_TD.new_empty(num_tokens, width)
         add_TD, _, shared_DI = self._rest
         combine_kernel[(triton.cdiv(width, SHARED_OUTPUTS), triton.cdiv(num_tokens, SHARED_TOKENS))](
-            rows_PD, self._ids_TK, weights_TK, *self._rest, out_TD, num_tokens, width, TOP_K=self._top_k,
+            rows_PD, bias_ED, self._ids_TK, weights_TK, *self._rest, out_TD, num_tokens, width, TOP_K=self._top_k,
             ADD=add_TD is not None, SHARED=0 if shared_DI is None else shared_DI.shape[1], BLOCK_T=SHARED_TOKENS,
             BLOCK_N=SHARED_OUTPUTS, **self._launch,
         )  # fmt: skip

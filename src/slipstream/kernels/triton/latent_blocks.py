@@ -62,6 +62,8 @@ class LatentBlocks:
             linears = [own.qkv_a_proj, own.q_b_proj, own.o_proj, *_feed_forward(layer)]
             if any(linear.weight is None or linear.bias is not None for linear in linears):
                 return f"block {index} has quantized or biased weights beside its experts"
+            if unusual := getattr(layer, "unusual", ""):
+                return f"block {index} {unusual}"
             gate = getattr(layer.mlp, "gate", None)
             if gate is not None and not router.fits(gate.routing):
                 return f"block {index} chooses experts by groups"

@@ -10,17 +10,17 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.checkpoint.spec import RoutingSpec
+from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, ended
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, Sight, ended
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
-from slipstream.kernels.triton import chains, norm_rope, router, sample, sampling
+from slipstream.kernels.triton import attention_sight, chains, norm_rope, router, sample, sampling
 from slipstream.kernels.triton.ahead import compiling_ahead
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.blocks import Blocks
-from slipstream.kernels.triton.experts import experts
+from slipstream.kernels.triton.experts import ExpertOptions, experts
 from slipstream.kernels.triton.latent_attention import latent_attention
 from slipstream.kernels.triton.latent_blocks import LatentBlocks, MoeOptions
 from slipstream.kernels.triton.latent_heads import heads_linear
@@ -113,6 +113,10 @@ class TritonOps:
         rows = gate_up_TN.reshape(-1, gate_up_TN.shape[-1])
         return norm_rope.silu_mul(rows, self._dependent).view(*gate_up_TN.shape[:-1], -1)
 
+    def gate_mul(self, gate_up_TN: Tensor, activation: Activation) -> Tensor:
+        """Return what an activation makes of gate and up, by torch."""
+        return self._reference.gate_mul(gate_up_TN, activation)
+
     def rotate(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
         """Rotate pairs (i, i + r) of each head's first 2r values; the blocks that are fused do it on the way."""
         return self._reference.rotate(x_THd, cos_Tr, sin_Tr)
@@ -126,9 +130,12 @@ class TritonOps:
         self._reference.move_kv(layer, from_slots, to_slots)
 
     def attention(
-        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None
+        self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Attend over the pages of each request."""
+        if isinstance(window, Sight):
+            how = (self._dependent, self._launch.instruction)
+            return attention_sight.attention(q_THd.contiguous(), layer, batch, scale, window, *how)
         return attention(q_THd.contiguous(), layer, batch, scale, window, self._launch)
 
     def latent_attention(
@@ -150,10 +157,16 @@ class TritonOps:
         return router.route(x_TD, weight_ED, bias_E, routing, self._dependent)
 
     def experts(
-        self, x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights, expert_ids_TK: Tensor, weights_TK: Tensor
+        self,
+        x_TD: Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        activation: Activation = SILU,
     ) -> Tensor:
         """Sum each token's experts."""
-        return experts(x_TD, gate_up, down, expert_ids_TK, weights_TK)
+        return experts(x_TD, gate_up, down, expert_ids_TK, weights_TK, ExpertOptions(activation=activation))
 
     def run_layers(
         self,

@@ -32,6 +32,8 @@ struct AttentionArgs {
     float* inverse;
     const Linear* reader;  // a weight whose input the output is, quantized as soon as a block of it is there; or null
     Activations codes;
+    const float* sinks = nullptr;  // by query head
+    int chunk = 0;
 };
 
 // One kv head's rows of one block of queries; row = token * group + head within the group. T: float, Brain or Half.
@@ -47,10 +49,10 @@ struct Unit {
     int rows() const { return block.tokens * group(); }
     const TokenView& view(int token) const { return args.plan.tokens[block.first + token]; }
     int first_rank() const {
-        if (args.window <= 0) return 0;
-        int first = view(0).first_rank(args.window);
+        if (args.window <= 0 && args.chunk <= 0) return 0;
+        int first = view(0).first_rank(args.window, args.chunk);
         for (int t = 1; t < block.tokens; ++t) {
-            const int rank = view(t).first_rank(args.window);
+            const int rank = view(t).first_rank(args.window, args.chunk);
             first = rank < first ? rank : first;
         }
         return first & ~15;
@@ -193,13 +195,16 @@ static void score_tiles(const Unit<T>& unit, int begin, int end, float* transpos
 template <class T>
 static void softmax_row(const Unit<T>& unit, int row) {
     const TokenView& view = unit.view(row / unit.group());
-    const int first = view.first_rank(unit.args.window), from = unit.first_rank(), count = view.count;
+    const int first = view.first_rank(unit.args.window, unit.args.chunk), from = unit.first_rank(), count = view.count;
     float* scores = unit.row_scores(row);
     for (int rank = from; rank < first; ++rank) scores[rank] = -__builtin_inff();
     for (int rank = count; rank < (count + 15) / 16 * 16; ++rank) scores[rank] = -__builtin_inff();
     V largest = vset(-__builtin_inff());
     for (int rank = from; rank < count; rank += 16) largest = vmax(largest, vload(scores + rank));
-    const V top = vset(vmax_lane(largest));
+    const float* sinks = unit.args.sinks;
+    const float sink = sinks ? sinks[unit.kv_head * unit.group() + row % unit.group()] : -__builtin_inff();
+    const float most = vmax_lane(largest);
+    const V top = vset(most > sink ? most : sink);
     V sum = vzero();
     for (int rank = from; rank < count; rank += 16) {
         V weight = vexp(vsub(vload(scores + rank), top));
@@ -212,7 +217,13 @@ static void softmax_row(const Unit<T>& unit, int row) {
         vstore(scores + rank, weight);
         sum = vadd(sum, weight);
     }
-    unit.inverse[row] = count > first ? 1.0f / vsum(sum) : 0.0f;
+    float total = vsum(sum);
+    if (sinks) {
+        float lanes[16];
+        vstore(lanes, vexp(vsub(vset(sink), top)));
+        total += lanes[0];
+    }
+    unit.inverse[row] = count > first ? 1.0f / total : 0.0f;
 }
 
 // Ranks begin .. end of the keys all rows share; sums wait in the output between calls for one row.

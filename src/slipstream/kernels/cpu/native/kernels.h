@@ -49,7 +49,7 @@ static void attention(Pool& pool, Scratch& scratch, const Batch& batch, const Kv
         transposed = scratch.take<float>(need.transposed);
         if (pass == 0) continue;
         args = {make_plan(batch, group, size.block_tokens, slots, tails, views, blocks), kv, scaled, out, width, width,
-                shape.heads, shape.kv_heads, shape.head_dim, shape.window, scores, inverse};
+                shape.heads, shape.kv_heads, shape.head_dim, shape.window, scores, inverse, nullptr, {}, shape.sinks, shape.chunk};
     }
     for (int64_t i = 0; i < width * batch.tokens; ++i) scaled[i] = q[i] * shape.scale;
     pool.run(3, [&](Team& members) { attend(args, size.together, transposed, members); });

@@ -7,11 +7,13 @@
 namespace slip {
 
 struct AttentionShape {
+    const float* sinks;  // a score of each query head that stands for no key, or null
     int32_t heads;
     int32_t kv_heads;
     int32_t head_dim;
     int32_t window;
     float scale;
+    int32_t chunk;
 };
 
 struct Rotation {
