@@ -59,6 +59,12 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         rope_parameters={"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                          "original_max_position_embeddings": 32, "rope_theta": 150000.0},
     ),
+    "Gemma 3": _config(
+        "Gemma3TextConfig", num_hidden_layers=4, sliding_window=7, query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+    ),
     "Phi-4": _config("Phi3Config", sliding_window=9),
     "Phi-4-mini": _config(
         "Phi3Config", partial_rotary_factor=0.75, original_max_position_embeddings=32, tie_word_embeddings=True,

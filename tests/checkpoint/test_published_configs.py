@@ -63,6 +63,19 @@ PUBLISHED = {
                     "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_hidden_layers": 46,
                     "routed_scaling_factor": 1.0, "use_qk_norm": False}, 106.85e9,
     ),
+    "gemma-3-1b-it": (
+        {"architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
+         "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+         "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4,
+         "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+         "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+         "sliding_window_pattern": 6, "vocab_size": 262144}, 0.9999e9,
+    ),
+    "gemma-3-4b-it, text": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 1152},
+         "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}}, 3.880e9,
+    ),
     "Phi-4": (
         {"architectures": ["Phi3ForCausalLM"], "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 17920,
          "max_position_embeddings": 16384, "num_attention_heads": 40, "num_hidden_layers": 40,
@@ -95,4 +108,15 @@ def test_a_published_config_is_read_and_its_tensors_add_up(name):
     config, parameters = PUBLISHED[name]
     with torch.device("meta"):
         model = Target(model_spec(config, Path(name)), max_position=8)
-    assert sum(math.prod(place.shape) for place in places(model).values()) == pytest.approx(parameters, rel=2e-3)
+    stored = {name: place.shape for name, place in places(model).items()}
+    if model.spec.tie_embeddings:
+        stored.pop("lm_head.weight")
+    assert sum(math.prod(shape) for shape in stored.values()) == pytest.approx(parameters, rel=2e-3)
+
+
+def test_gemma_turns_positions_by_two_bases_and_stretches_one_of_them():
+    spec = model_spec(PUBLISHED["gemma-3-4b-it, text"][0], Path("gemma"))
+    windowed, whole = spec.block(0), spec.block(5)
+    assert (windowed.window, windowed.rope.theta, windowed.rope.scaling) == (1024, 1e4, "none")
+    assert (whole.window, whole.rope.theta, whole.rope.factor) == (None, 1e6, 8.0)
+    assert spec.tie_embeddings and spec.embedding_scale == 2560**0.5 and spec.attention_scale == 256**-0.5

@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.checkpoint.block_config import read_blocks
+from slipstream.checkpoint.block_config import read_blocks, read_ropes
 from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
 from slipstream.checkpoint.families import FAMILIES, Family
 from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
 from slipstream.checkpoint.files import shown
+from slipstream.checkpoint.gemma_config import with_gemma
 from slipstream.checkpoint.moe_config import read_experts, read_mla, text_fields
-from slipstream.checkpoint.rope import read_rope, write_rope
+from slipstream.checkpoint.rope import write_rope
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.errors import CheckpointError
 
@@ -25,6 +26,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
     fields = text_fields(Fields(config, config_file(source)))
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
+    fields = fields.with_defaults(family.defaults)
     mla = read_mla(fields) if family.latent else None
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
@@ -35,12 +37,13 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         raise fields.error(
             "num_attention_heads", f"is {num_heads}, no multiple of num_key_value_heads = {num_kv_heads}."
         )
-    check_activation(fields)
+    if not family.gemma:
+        check_activation(fields)
     attention_bias = fields.flag("attention_bias", False)
     max_position = fields.integer("max_position_embeddings")
-    rope = read_rope(fields, head_dim if mla is None else mla.rope_dim, max_position, family)
+    ropes = read_ropes(fields, head_dim if mla is None else mla.rope_dim, max_position, family)
     bos = fields.integers("bos_token_id")
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -50,15 +53,15 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope,
+        rope=ropes.full,
         max_position=max_position,
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         qkv_bias=family.qkv_bias == "always" or (family.qkv_bias == "flag" and attention_bias),
         output_bias=family.output_bias and attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),
         qk_norm=_qk_norm(fields, family),
         sliding_window=_sliding_window(fields, family),
-        blocks=read_blocks(fields, family, rope),
+        blocks=read_blocks(fields, family, ropes),
         sinks=family.sinks,
         mla=mla,
         moe=None if family.experts is None else read_experts(fields, family.experts),
@@ -66,11 +69,12 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         eos_token_ids=fields.integers("eos_token_id"),
         dtype=dtype_name(fields, "float32"),
     )
+    return with_gemma(spec, fields) if family.gemma else spec
 
 
 def model_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json that transformers and `model_spec` read back as this spec, for Llama-class targets."""
-    assert spec.mla is None and spec.moe is None, "only Llama-class targets are written"
+    assert spec.mla is None and spec.moe is None and not spec.blocks, "only Llama-class targets are written"
     config: dict[str, Any] = {
         "architectures": [spec.architecture],
         "model_type": FAMILIES[spec.architecture].model_type,

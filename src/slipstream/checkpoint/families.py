@@ -1,6 +1,7 @@
 """The families of targets: what a config.json leaves to the code of its architecture, as data."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Experts = Literal["deepseek", "minimax", "qwen3", "qwen3_vl", "gpt_oss"]
@@ -20,6 +21,11 @@ class Family:
         window: how the config says over how many keys its attention goes; "layers" is block by block.
         full_every: where `layer_types` is absent, every so many blocks one sees all keys, the others a window.
         sinks: whether attention has a learned score for no key.
+        local_theta: the base of rotary positions in blocks with a window, where it is another than in the others.
+        gemma: whether embeddings are scaled, norms lie around blocks and are stored less one, GELU gates, and the
+            scale of attention is a field.
+        tied: whether the head is the table of embeddings where the config does not say.
+        defaults: further fields that published configs leave out, being those of transformers' class.
         experts: whose fields describe the experts; None for a dense model.
         latent: whether attention is over latents (MLA).
         partial_rotary: the share of a head that is rotated where the config does not say.
@@ -39,6 +45,10 @@ class Family:
     window: Literal["none", "mistral", "qwen", "flag", "given", "layers"] = "none"
     full_every: int = 1
     sinks: bool = False
+    local_theta: float | None = None
+    gemma: bool = False
+    tied: bool = False
+    defaults: Mapping[str, int | float] = field(default_factory=dict)
     experts: Experts | None = None
     latent: bool = False
     partial_rotary: float = 1.0
@@ -48,6 +58,12 @@ class Family:
     interleaved: bool = False
 
 
+_GEMMA3 = Family(
+    "gemma3_text", head_dim=256, qk_norm="head", window="layers", full_every=6, theta=1e6, local_theta=1e4, gemma=True,
+    tied=True,
+    defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
+              "max_position_embeddings": 131072},
+)  # fmt: skip
 _KIMI = Family("kimi_k25", experts="deepseek", latent=True, sees=True)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", kv_heads=True),  # SmolLM2 calls itself a Llama, too
@@ -73,6 +89,8 @@ FAMILIES: dict[str, Family] = {
         joined="experts",
         interleaved=True,
     ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, model_type="gemma3", sees=True),
     "Phi3ForCausalLM": Family(
         "phi3", kv_heads=True, qkv_bias="never", output_bias=False, window="given", joined="layers"
     ),

@@ -36,6 +36,11 @@ class Fields:
         """Whether the field is there with a value other than null."""
         return self.values.get(key) is not None
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """Return the same object with values for fields it lacks."""
+        present = {key: value for key, value in self.values.items() if value is not None or key not in defaults}
+        return Fields({**defaults, **present}, self.file, self._place)
+
     def nested(self, key: str) -> "Fields":
         """Return an object inside this one; an absent one is empty."""
         value = self.values.get(key)

@@ -33,6 +33,12 @@ _BLOCK_SPARSE = {
     ".w3.": ".up_proj.",
     ".w2.": ".down_proj.",
 }
+# Gemma norms what goes into attention and the feed-forward part, and what comes out; replaced all at once.
+_NORMS_AROUND = {
+    "post_attention_layernorm": "attention_out_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "feed_forward_out_norm",
+}
 _ROUTER = ".mlp.router."  # gpt-oss's word for the gate
 _VISION = re.compile(r"(model\.)?(vision_tower|vision_model|visual|mm_projector|multi_modal_projector)\.")
 _BLOCK_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
@@ -88,8 +94,10 @@ def draft_name(canonical: str, dialect: NameDialect) -> str:
     return _LATER_INPUT_NORM.sub(r"layers.\1.hidden_norm.", canonical)
 
 
-def canonical_target_name(name: str) -> str:
+def canonical_target_name(name: str, norms_around: bool = False) -> str:
     """Return our name for a tensor of a target: `model.layers.N...`, `model.norm.weight`, `lm_head.weight`"""
+    if norms_around and (module := name.split(".")[-2]) in _NORMS_AROUND:
+        name = name.replace(f".{module}.", f".{_NORMS_AROUND[module]}.")
     for prefix in _TARGET_PREFIXES:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)

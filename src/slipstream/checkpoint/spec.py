@@ -150,6 +150,11 @@ class ModelSpec:
         qk_norm: whether queries and keys are normed: each head by itself, or all heads as one ("full").
         blocks: what each block's attention has of its own; empty where all have the model's rope and window.
         sinks: whether each head's softmax has a further, learned score that stands for no key.
+        attention_scale: what scores are multiplied by; None for one over the root of a head's width.
+        norms_around: whether the outputs of attention and of the feed-forward part are normed, too.
+        norm_offset: what is added to every norm's stored weight.
+        embedding_scale: what embeddings are multiplied by before the first block.
+        logit_cap: where logits are squeezed between minus and plus this number.
     """
 
     architecture: str
@@ -171,6 +176,12 @@ class ModelSpec:
     sliding_window: int | None = None
     blocks: tuple[BlockSpec, ...] = ()
     sinks: bool = False
+    attention_scale: float | None = None
+    activation: Activation = SILU
+    norms_around: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float | None = None
+    logit_cap: float | None = None
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
     bos_token_id: int | None = None

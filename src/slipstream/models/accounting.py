@@ -24,6 +24,7 @@ class Place:
     Args:
         expert: which of this rank's stack of experts it belongs to; None elsewhere.
         dtype: what the parameter must be kept in whatever the model's type; None if it follows that.
+        offset: what is added to the stored values.
     """
 
     module: Linear | RMSNorm | Embedding | Router | Experts | Attention
@@ -32,6 +33,7 @@ class Place:
     window: Window
     expert: int | None = None
     dtype: torch.dtype | None = None
+    offset: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +60,8 @@ def places(model: nn.Module) -> dict[str, Place]:
                     found[f"{name}.bias"] = Place(module, "bias", start, (rows,))
                 start += rows.size
         elif isinstance(module, RMSNorm):
-            found[f"{path}.weight"] = Place(module, "weight", 0, (module.columns,))
+            kept = torch.float32 if module.offset else None
+            found[f"{path}.weight"] = Place(module, "weight", 0, (module.columns,), dtype=kept, offset=module.offset)
         elif isinstance(module, Embedding):
             found[f"{path}.weight"] = Place(module, "weight", 0, _whole(module.shape))
         elif isinstance(module, Router):

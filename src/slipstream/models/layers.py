@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint.span import Span
+from slipstream.checkpoint.spec import SILU, Activation
 from slipstream.errors import KernelError
 from slipstream.kernels import Ops, Sight
 from slipstream.models.context import ForwardContext
@@ -86,11 +87,15 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale; a width that is a span is this rank's part of the row."""
+    """Root-mean-square norm with a learned scale; a width that is a span is this rank's part of the row.
 
-    def __init__(self, width: int | Span, eps: float) -> None:
+    Where checkpoints store the scale less an `offset`, it is kept whole here, in float32.
+    """
+
+    def __init__(self, width: int | Span, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.columns = _span(width)
+        self.offset = offset
         self.weight = nn.Parameter(torch.ones(self.columns.size))
         self.eps = eps
 
@@ -119,6 +124,13 @@ class AttentionShape:
     norms_all_heads: bool = False
     window: int | None = None
     sinks: bool = False
+    scale: float | None = None
+    norm_offset: float = 0.0
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 class Attention(nn.Module):
@@ -133,8 +145,9 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(shape.input_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, shape.qkv_bias)
         self.o_proj = Linear(q, {"o_proj": shape.output_size}, shape.output_bias, ranks)
         q_width, k_width = (q, kv) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
-        self.q_norm = RMSNorm(q_width, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(k_width, shape.qk_norm_eps) if shape.qk_norm_eps is not None else None
+        eps, offset = shape.qk_norm_eps, shape.norm_offset
+        self.q_norm = RMSNorm(q_width, eps, offset) if eps is not None else None
+        self.k_norm = RMSNorm(k_width, eps, offset) if eps is not None else None
         self.heads = heads
         self.sinks = nn.Parameter(torch.empty(heads.size, dtype=torch.float32)) if shape.sinks else None
 
@@ -152,7 +165,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(q, k, self.q_norm, self.k_norm, ctx.ops)
         q, k = ctx.ops.rotate(q, *rotary), ctx.ops.rotate(k, *rotary)
-        out = ctx.attend(self.layer_index, q, k, v, shape.head_dim**-0.5, self.sight)
+        out = ctx.attend(self.layer_index, q, k, v, shape.softmax_scale, self.sight)
         projected: Tensor = self.o_proj(out.reshape(*leading, -1), ctx.ops)
         return projected
 
@@ -177,16 +190,26 @@ class MLP(nn.Module):
     """Gated feed-forward: down(silu(gate) * up); without `adds_up` a rank's share of the result is left as it is."""
 
     def __init__(
-        self, width: int, intermediate: int, bias: bool = False, ranks: Ranks = ALONE, adds_up: bool = True
+        self,
+        width: int,
+        intermediate: int,
+        bias: bool = False,
+        ranks: Ranks = ALONE,
+        adds_up: bool = True,
+        activation: Activation = SILU,
     ) -> None:
         super().__init__()
+        self.activation = activation
         inner = ranks.cut(intermediate)
         self.gate_up_proj = Linear(width, {"gate_proj": inner, "up_proj": inner}, bias)
         self.down_proj = Linear(inner, {"down_proj": width}, bias, ranks if adds_up else ALONE)
 
     def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Apply the three products."""
-        down: Tensor = self.down_proj(ops.silu_mul(self.gate_up_proj(x_TD, ops)), ops)
+        gate_up_TN = self.gate_up_proj(x_TD, ops)
+        plain = self.activation == SILU
+        inner_TN = ops.silu_mul(gate_up_TN) if plain else ops.gate_mul(gate_up_TN, self.activation)
+        down: Tensor = self.down_proj(inner_TN, ops)
         return down
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ def load_target(
     _check_counts(source, spec)
     with torch.device("meta"):
         model = Target(spec, max_position, ranks)
-    names = canonical_names(_text_part(source, spec), canonical_target_name)
+    rename = partial(canonical_target_name, norms_around=spec.norms_around)
+    names = canonical_names(_text_part(source, spec), rename)
     wanted = {name if name.startswith("lm_head.") else f"model.{name}": place for name, place in places(model).items()}
     shares_table = spec.tie_embeddings and ranks.size == 1
     if spec.tie_embeddings:

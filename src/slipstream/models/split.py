@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -57,7 +58,8 @@ def _check_target(source: TensorSource, spec: ModelSpec, topology: Topology, ops
     with torch.device("meta"):
         found = places(Target(spec, 1, Ranks(0, topology.tp, topology.ep)))
     wanted = {name if name.startswith("lm_head.") else f"model.{name}": place for name, place in found.items()}
-    _check_cuts(source, canonical_names(source.names(), canonical_target_name), wanted, ops)
+    rename = partial(canonical_target_name, norms_around=spec.norms_around)
+    _check_cuts(source, canonical_names(source.names(), rename), wanted, ops)
 
 
 def _check_cuts(source: TensorSource, names: dict[str, str], wanted: dict[str, Place], ops: Ops | None) -> None:

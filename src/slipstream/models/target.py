@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import SILU, ModelSpec
@@ -21,17 +22,23 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self._rotary = (rotary,)  # a tuple, so that the shared table is not registered once per layer
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.rms_eps, spec.norm_offset)
+
+        self.input_layernorm = norm()
         self.self_attn: Attention | LatentAttention
         if spec.mla is None:
             self.self_attn = Attention(attention_shape(spec, layer_index), layer_index, ranks)
         else:
             width = spec.hidden_size
             self.self_attn = LatentAttention(spec.mla, spec.num_heads, width, width, layer_index, ranks)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.post_attention_layernorm = norm()
+        self.attention_out_norm = norm() if spec.norms_around else None
+        self.feed_forward_out_norm = norm() if spec.norms_around else None
         self.mlp: MLP | MixtureOfExperts
         if spec.moe is None or layer_index in spec.moe.dense_layers:
-            self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, ranks)
+            self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, ranks, True, spec.activation)
         else:
             self.mlp = MixtureOfExperts(spec.moe, spec.hidden_size, ranks)
 
@@ -40,6 +47,10 @@ class DecoderLayer(nn.Module):
         """What the block has that Llama's blocks and DeepSeek's do not, for kernels that fuse those; else nothing."""
         if isinstance(self.self_attn, Attention) and self.self_attn.sinks is not None:
             return "attends with sinks"
+        if self.attention_out_norm is not None:
+            return "norms what comes out of attention and of its feed-forward part"
+        if isinstance(self.mlp, MLP) and self.mlp.activation != SILU:
+            return "has another activation than SiLU"
         experts = self.mlp.experts if isinstance(self.mlp, MixtureOfExperts) else None
         if experts is not None and (experts.gate_up_bias is not None or experts.activation != SILU):
             return "has experts with biases or another activation than SiLU"
@@ -53,8 +64,14 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden_TD: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the stream after this block."""
         rotary = self.rotary(ctx.positions_T)
-        hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD, ctx.ops), rotary, ctx)
-        out_TD: Tensor = hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD, ctx.ops), ctx.ops)
+        attended_TD = self.self_attn(self.input_layernorm(hidden_TD, ctx.ops), rotary, ctx)
+        if self.attention_out_norm is not None:
+            attended_TD = self.attention_out_norm(attended_TD, ctx.ops)
+        hidden_TD = hidden_TD + attended_TD
+        fed_TD = self.mlp(self.post_attention_layernorm(hidden_TD, ctx.ops), ctx.ops)
+        if self.feed_forward_out_norm is not None:
+            fed_TD = self.feed_forward_out_norm(fed_TD, ctx.ops)
+        out_TD: Tensor = hidden_TD + fed_TD
         return out_TD
 
 
@@ -83,7 +100,7 @@ class Target(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(spec, index, tables[spec.block(index).rope], ranks) for index in range(spec.num_layers)
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_eps, spec.norm_offset)
         self.lm_head = Linear(spec.hidden_size, {"lm_head": ranks.cut(spec.vocab_size)})
         if spec.tie_embeddings and ranks.size == 1:
             self.lm_head.weight = self.embed_tokens.weight
@@ -102,13 +119,19 @@ class Target(nn.Module):
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext, captured_layers: Sequence[int] = ()) -> Hidden:
         """Run the blocks; `captured_layers` counts blocks applied (0 = the embedding)."""
         embedding_TD = self.embed_tokens(token_ids_T, ctx.ops)
+        if (scale := self.spec.embedding_scale) is not None:
+            # Rounded to the rows' type first, as those who trained it did; drafts share the table as it is.
+            embedding_TD = embedding_TD * torch.tensor(scale, dtype=embedding_TD.dtype, device="cpu").item()
         last_TD, captured = ctx.ops.run_layers(list(self.layers), embedding_TD, ctx, captured_layers)
         return Hidden(last_TD, tuple(captured))
 
     def logits(self, last_LD: Tensor, ops: Ops) -> Tensor:
         """Turn rows of the stream after the last block into logits over this rank's part of the vocabulary."""
         logits_LV: Tensor = self.lm_head(self.norm(last_LD, ops), ops)
-        return logits_LV
+        if (cap := self.spec.logit_cap) is None:
+            return logits_LV
+        # In float64, rounded once: torch's vectors and the rest of a row differ in the last bit of a tanh.
+        return (torch.tanh(logits_LV.double() / cap) * cap).to(logits_LV.dtype)
 
 
 def attention_shape(spec: ModelSpec, layer_index: int = 0) -> AttentionShape:
@@ -125,4 +148,6 @@ def attention_shape(spec: ModelSpec, layer_index: int = 0) -> AttentionShape:
         norms_all_heads=spec.qk_norm == "full",
         window=spec.block(layer_index).window,
         sinks=spec.sinks,
+        scale=spec.attention_scale,
+        norm_offset=spec.norm_offset,
     )

@@ -253,6 +253,8 @@ def _is_plain(models: RoundModels) -> bool:
     return (
         readable_ends(target)
         and target.ranks.size == 1
+        and target.spec.embedding_scale is None
+        and target.spec.logit_cap is None
         and target.embed_tokens.dtype == torch.float32
         and sum(target.lm_head.parts.values()) <= target.embed_tokens.shape[0]
         and (draft is None or (draft.ranks.size == 1 and draft.embed_tokens.dtype == torch.float32))

@@ -74,7 +74,7 @@ class DescribedBlocks:
             self._floats(rotary.sin_Pr),
             layer.input_layernorm.eps,
             shape.qk_norm_eps or 0.0,
-            shape.head_dim**-0.5,
+            shape.softmax_scale,
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,

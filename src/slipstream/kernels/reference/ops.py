@@ -70,6 +70,8 @@ class ReferenceOps:
         """Scale each row to unit root mean square in float32, then by `weight_D`."""
         x_f32 = x_TD.float()
         scale_T1 = torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
+        if weight_D.dtype != x_TD.dtype:  # a weight kept in float32 is multiplied there
+            return (weight_D.float() * (x_f32 * scale_T1)).to(x_TD.dtype)
         return weight_D * (x_f32 * scale_T1).to(x_TD.dtype)
 
     def silu_mul(self, gate_up_TN: Tensor) -> Tensor:

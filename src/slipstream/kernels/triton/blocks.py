@@ -150,7 +150,7 @@ class Blocks:
             q, residual_TD = take_rows(queries.rows_L, q, residual_TD, self._products.dependent)
         leaves = len(q) < self._launch.config.serial_from and queries.beside is None
         maxima = self._room_for_maxima(_weight(own.o_proj), len(q), heads[0] if leaves else 0)
-        scale, window = shape.head_dim**-0.5, shape.window
+        scale, window = shape.softmax_scale, shape.window
         if queries.beside is None:
             out = attention(q, kv, queries.batch, scale, window, self._launch, maxima, queries.walks)
         else:
