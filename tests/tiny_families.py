@@ -65,6 +65,12 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                          "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
     ),
+    "Llama 4": _config(
+        "Llama4TextConfig", num_hidden_layers=4, intermediate_size=32, intermediate_size_mlp=48, num_local_experts=4,
+        num_experts_per_tok=1, interleave_moe_layer_step=2, attention_chunk_size=16, floor_scale=8,
+        no_rope_layers=[1, 1, 0, 1], rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+        "low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 32},
+    ),
     "Phi-4": _config("Phi3Config", sliding_window=9),
     "Phi-4-mini": _config(
         "Phi3Config", partial_rotary_factor=0.75, original_max_position_embeddings=32, tie_word_embeddings=True,

@@ -63,6 +63,18 @@ PUBLISHED = {
                     "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_hidden_layers": 46,
                     "routed_scaling_factor": 1.0, "use_qk_norm": False}, 106.85e9,
     ),
+    "Llama-4-Scout-17B-16E-Instruct, text": (
+        {"architectures": ["Llama4ForConditionalGeneration"], "vision_config": {"hidden_size": 1408},
+         "text_config": {"attention_bias": False, "attention_chunk_size": 8192, "head_dim": 128, "hidden_act": "silu",
+                         "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+                         "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "no_rope_layers": [],
+                         "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48,
+                         "num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-5,
+                         "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                                          "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+                         "rope_theta": 500000.0, "tie_word_embeddings": False, "use_qk_norm": True,
+                         "vocab_size": 202048}}, 107.77e9,
+    ),
     "gemma-3-1b-it": (
         {"architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
          "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",

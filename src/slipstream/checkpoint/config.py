@@ -11,6 +11,7 @@ from slipstream.checkpoint.families import FAMILIES, Family
 from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
 from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.gemma_config import with_gemma
+from slipstream.checkpoint.llama4_config import with_llama4
 from slipstream.checkpoint.moe_config import read_experts, read_mla, text_fields
 from slipstream.checkpoint.rope import write_rope
 from slipstream.checkpoint.spec import ModelSpec
@@ -47,7 +48,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer(family.dense_size),
         num_layers=fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -69,6 +70,8 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         eos_token_ids=fields.integers("eos_token_id"),
         dtype=dtype_name(fields, "float32"),
     )
+    if family.window == "chunks":
+        return with_llama4(spec, fields)
     return with_gemma(spec, fields) if family.gemma else spec
 
 
@@ -142,7 +145,7 @@ def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) 
 
 
 def _sliding_window(fields: Fields, family: Family) -> int | None:
-    if family.window in ("none", "layers"):
+    if family.window in ("none", "layers", "chunks"):
         return None
     if family.window == "mistral":
         if "sliding_window" not in fields.values:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Experts = Literal["deepseek", "minimax", "qwen3", "qwen3_vl", "gpt_oss"]
+Experts = Literal["deepseek", "minimax", "qwen3", "qwen3_vl", "gpt_oss", "llama4"]
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,12 @@ class Family:
         qkv_bias: whether queries, keys and values have biases: never, always, or as `attention_bias` says.
         output_bias: whether the projection after attention follows `attention_bias`.
         qk_norm: whether queries and keys are normed: never, each head, all heads as one, or as `use_qk_norm` says.
-        window: how the config says over how many keys its attention goes; "layers" is block by block.
+        window: how the config says over how many keys its attention goes; "layers" is block by block, "chunks" is
+            Llama 4's way.
         full_every: where `layer_types` is absent, every so many blocks one sees all keys, the others a window.
         sinks: whether attention has a learned score for no key.
         local_theta: the base of rotary positions in blocks with a window, where it is another than in the others.
+        dense_size: the field that holds the width of dense feed-forward parts.
         gemma: whether embeddings are scaled, norms lie around blocks and are stored less one, GELU gates, and the
             scale of attention is a field.
         tied: whether the head is the table of embeddings where the config does not say.
@@ -42,10 +44,11 @@ class Family:
     qkv_bias: Literal["never", "always", "flag"] = "flag"
     output_bias: bool = True
     qk_norm: Literal["never", "head", "full", "flag"] = "never"
-    window: Literal["none", "mistral", "qwen", "flag", "given", "layers"] = "none"
+    window: Literal["none", "mistral", "qwen", "flag", "given", "layers", "chunks"] = "none"
     full_every: int = 1
     sinks: bool = False
     local_theta: float | None = None
+    dense_size: str = "intermediate_size"
     gemma: bool = False
     tied: bool = False
     defaults: Mapping[str, int | float] = field(default_factory=dict)
@@ -63,6 +66,10 @@ _GEMMA3 = Family(
     tied=True,
     defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
               "max_position_embeddings": 131072},
+)  # fmt: skip
+_LLAMA4 = Family(
+    "llama4_text", head_dim=128, window="chunks", dense_size="intermediate_size_mlp", experts="llama4", theta=5e5,
+    joined="experts",
 )  # fmt: skip
 _KIMI = Family("kimi_k25", experts="deepseek", latent=True, sees=True)
 FAMILIES: dict[str, Family] = {
@@ -91,6 +98,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, model_type="gemma3", sees=True),
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": replace(_LLAMA4, model_type="llama4", sees=True),
     "Phi3ForCausalLM": Family(
         "phi3", kv_heads=True, qkv_bias="never", output_bias=False, window="given", joined="layers"
     ),

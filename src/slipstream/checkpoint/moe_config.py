@@ -49,6 +49,7 @@ def read_experts(fields: Fields, whose: Experts) -> MoeSpec:
         "qwen3": partial(_read_qwen3, normalise=False),
         "qwen3_vl": partial(_read_qwen3, normalise=True),
         "gpt_oss": _read_gpt_oss,
+        "llama4": _read_llama4,
     }
     return readers[whose](fields)
 
@@ -129,6 +130,20 @@ def _read_gpt_oss(fields: Fields) -> MoeSpec:
         bias=True,
         activation=Activation("clamped", fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
     )
+
+
+def _read_llama4(fields: Fields) -> MoeSpec:
+    """Return the experts of a Llama 4 config: every so many blocks have some, and one that every token goes through."""
+    num_experts, inner = fields.integer("num_local_experts", maximum=MOST_EXPERTS), fields.integer("intermediate_size")
+    routing = RoutingSpec(fields.integer("num_experts_per_tok", 1), normalise=False, bias="none", weighs_inputs=True)
+    _check_routing(fields, routing, num_experts)
+    num_layers, step = (
+        fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
+        fields.integer("interleave_moe_layer_step", 1),
+    )
+    sparse = set(fields.integers("moe_layers") if fields.has("moe_layers") else range(step - 1, num_layers, step))
+    dense = tuple(layer for layer in range(num_layers) if layer not in sparse)
+    return MoeSpec(num_experts, inner, routing, shared_size=inner, dense_layers=dense)
 
 
 def _dense_layers(fields: Fields) -> tuple[int, ...]:

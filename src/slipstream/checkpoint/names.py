@@ -39,7 +39,8 @@ _NORMS_AROUND = {
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "feed_forward_out_norm",
 }
-_ROUTER = ".mlp.router."  # gpt-oss's word for the gate
+# Llama 4's and gpt-oss's words, in this order.
+_OTHER_WORDS = {".feed_forward.": ".mlp.", ".shared_expert.": ".shared_experts.", ".mlp.router.": ".mlp.gate."}
 _VISION = re.compile(r"(model\.)?(vision_tower|vision_model|visual|mm_projector|multi_modal_projector)\.")
 _BLOCK_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -105,7 +106,8 @@ def canonical_target_name(name: str, norms_around: bool = False) -> str:
     if ".block_sparse_moe." in name:
         for theirs, ours in _BLOCK_SPARSE.items():
             name = name.replace(theirs, ours)
-    name = name.replace(_ROUTER, ".mlp.gate.")
+    for theirs, ours in _OTHER_WORDS.items():
+        name = name.replace(theirs, ours)
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

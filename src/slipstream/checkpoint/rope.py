@@ -49,8 +49,8 @@ def read_rope(fields: Fields, head_dim: int, max_position: int, family: Family =
     if kind == "linear":
         return RopeSpec(theta, rotary_dim, "linear", block.number("factor"))
     if kind == "llama3":
-        if block.number("high_freq_factor") <= block.number("low_freq_factor"):
-            raise block.error("high_freq_factor", "is not above 'low_freq_factor'.")
+        if block.number("high_freq_factor") < block.number("low_freq_factor"):
+            raise block.error("high_freq_factor", "is below 'low_freq_factor'.")
         return RopeSpec(
             theta,
             rotary_dim,

@@ -77,6 +77,7 @@ class RoutingSpec:
         top_k: experts per token.
         num_groups: experts compete in groups, of which those with the best two members in sum are kept.
         normalise: whether a token's weights are made to sum to one before they are scaled.
+        weighs_inputs: whether a weight multiplies what its expert is given, not what it gives.
         scoring: what turns the router's logits into scores.
         bias: what the router's bias is added to: the scores experts are chosen by (not those they are weighted by),
             or the logits.
@@ -89,6 +90,7 @@ class RoutingSpec:
     scale: float = 1.0
     scoring: Literal["sigmoid", "softmax"] = "sigmoid"
     bias: Literal["choice", "logits", "none"] = "choice"
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,22 @@ class BlockSpec:
     """What the attention of one block has of its own, where a model's blocks differ.
 
     Args:
-        rope: its rotary positions.
+        rope: its rotary positions; None for a block that knows no positions.
         window: how many keys a token sees, the last ones, its own included; None sees all.
+        chunk: keys lie in chunks of so many positions, and a token sees those of its own chunk; None sees all.
     """
 
-    rope: RopeSpec
+    rope: RopeSpec | None
     window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Tempering:
+    """Queries at position p are multiplied by 1 + scale * log(1 + floor((p + 1) / floor))."""
+
+    floor: float
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -150,6 +162,9 @@ class ModelSpec:
         qk_norm: whether queries and keys are normed: each head by itself, or all heads as one ("full").
         blocks: what each block's attention has of its own; empty where all have the model's rope and window.
         sinks: whether each head's softmax has a further, learned score that stands for no key.
+        neighbours: whether rotary pairs lie side by side in the checkpoint (2i, 2i + 1), not half a head apart.
+        unit_qk: whether rotated queries and keys are then normed, without a weight.
+        tempering: how queries of blocks without positions grow with their position, if they do.
         attention_scale: what scores are multiplied by; None for one over the root of a head's width.
         norms_around: whether the outputs of attention and of the feed-forward part are normed, too.
         norm_offset: what is added to every norm's stored weight.
@@ -176,6 +191,9 @@ class ModelSpec:
     sliding_window: int | None = None
     blocks: tuple[BlockSpec, ...] = ()
     sinks: bool = False
+    neighbours: bool = False
+    unit_qk: bool = False
+    tempering: Tempering | None = None
     attention_scale: float | None = None
     activation: Activation = SILU
     norms_around: bool = False
@@ -194,9 +212,10 @@ class ModelSpec:
 
     @property
     def narrowest_window(self) -> int | None:
-        """The fewest keys that any block's window shows; None where all blocks see all keys."""
-        windows = [window for index in range(self.num_layers) if (window := self.block(index).window) is not None]
-        return min(windows, default=None)
+        """The fewest keys that any block's window or chunk shows; None where all blocks see all keys."""
+        blocks = [self.block(index) for index in range(self.num_layers)]
+        shown = [shown for block in blocks for shown in (block.window, block.chunk) if shown is not None]
+        return min(shown, default=None)
 
     def default_captured_layers(self) -> tuple[int, ...]:
         """Return the layers EAGLE-3 captures when a draft names none (k = blocks applied before the capture)."""

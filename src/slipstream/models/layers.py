@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint.span import Span
-from slipstream.checkpoint.spec import SILU, Activation
+from slipstream.checkpoint.spec import SILU, Activation, Tempering
 from slipstream.errors import KernelError
 from slipstream.kernels import Ops, Sight
 from slipstream.models.context import ForwardContext
@@ -126,6 +126,11 @@ class AttentionShape:
     sinks: bool = False
     scale: float | None = None
     norm_offset: float = 0.0
+    chunk: int | None = None
+    rotates: bool = True
+    neighbours: bool = False
+    unit_qk_eps: float | None = None
+    tempering: Tempering | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -148,23 +153,35 @@ class Attention(nn.Module):
         eps, offset = shape.qk_norm_eps, shape.norm_offset
         self.q_norm = RMSNorm(q_width, eps, offset) if eps is not None else None
         self.k_norm = RMSNorm(k_width, eps, offset) if eps is not None else None
+        if shape.neighbours and shape.rotates:
+            width, count = shape.head_dim, heads.size + kv_heads.size
+            self.qkv_proj.rotary_rows = tuple(range(head * width, (head + 1) * width) for head in range(count))
         self.heads = heads
         self.sinks = nn.Parameter(torch.empty(heads.size, dtype=torch.float32)) if shape.sinks else None
 
     @property
     def sight(self) -> int | Sight | None:
         """What a token sees; where there are no sinks, the window alone."""
-        return self.shape.window if self.sinks is None else Sight(self.shape.window, sinks_H=self.sinks)
+        shape = self.shape
+        return (
+            shape.window if self.sinks is None and shape.chunk is None else Sight(shape.window, shape.chunk, self.sinks)
+        )
 
-    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext) -> Tensor:
-        """Attend to what the context lets each token see."""
+    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor] | None, ctx: ForwardContext) -> Tensor:
+        """Attend to what the context lets each token see; `rotary` is None in a block that knows no positions."""
         shape = self.shape
         leading = x_TD.shape[:-1]
         qkv = self.qkv_proj(x_TD, ctx.ops).unflatten(-1, (-1, shape.head_dim))
         q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(q, k, self.q_norm, self.k_norm, ctx.ops)
-        q, k = ctx.ops.rotate(q, *rotary), ctx.ops.rotate(k, *rotary)
+        if rotary is not None:
+            q, k = ctx.ops.rotate(q, *rotary), ctx.ops.rotate(k, *rotary)
+            if shape.unit_qk_eps is not None:
+                ones_d = torch.ones(shape.head_dim, dtype=q.dtype, device=q.device)
+                q, k = (ctx.ops.rms_norm(x, ones_d, shape.unit_qk_eps) for x in (q, k))
+        elif shape.tempering is not None:
+            q = q * _temper(ctx.positions_T, shape.tempering).to(q.dtype)
         out = ctx.attend(self.layer_index, q, k, v, shape.softmax_scale, self.sight)
         projected: Tensor = self.o_proj(out.reshape(*leading, -1), ctx.ops)
         return projected
@@ -249,6 +266,12 @@ class Embedding(nn.Module):
             return nn.functional.embedding(token_ids_T, self.weight)
         assert self.packed is not None
         return ops.packed_rows(self.packed, token_ids_T)
+
+
+def _temper(positions_T: Tensor, tempering: Tempering) -> Tensor:
+    """Return what queries are multiplied by, [T, 1, 1]; in float64, so that a position's bits are its own."""
+    grown_T = torch.log1p(torch.floor((positions_T.double() + 1) / tempering.floor))
+    return (grown_T * tempering.scale + 1).float()[..., None, None]
 
 
 def _span(size: int | Span) -> Span:

@@ -49,6 +49,7 @@ class Experts(nn.Module):
     def __init__(self, spec: MoeSpec, width: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.activation = spec.activation
+        self.weighs_inputs = spec.routing.weighs_inputs
         self.held, self.inner = ranks.cut_experts(spec.num_experts), ranks.cut_in_expert(spec.intermediate_size)
         self.width, self.intermediate = width, self.inner.size
         self.gate_up_weight = nn.Parameter(torch.empty(self.held.size, 2 * self.intermediate, width))
@@ -87,7 +88,17 @@ class Experts(nn.Module):
         if not self.held.is_whole:
             here_TK = (expert_ids_TK >= self.held.start) & (expert_ids_TK < self.held.stop)
             expert_ids_TK = torch.where(here_TK, expert_ids_TK - self.held.start, -1)
-        return ops.experts(x_TD, *self.weights, expert_ids_TK, weights_TK, self.activation)
+        if not self.weighs_inputs:
+            return ops.experts(x_TD, *self.weights, expert_ids_TK, weights_TK, self.activation)
+        sums = [
+            ops.experts(x_TD * weight_T1.to(x_TD.dtype), *self.weights, ids_T1, torch.ones_like(weight_T1))
+            for ids_T1, weight_T1 in zip(_columns(expert_ids_TK), _columns(weights_TK), strict=True)
+        ]
+        return sum(sums[1:], start=sums[0])
+
+
+def _columns(x_TK: Tensor) -> list[Tensor]:
+    return [x_TK[:, k : k + 1].contiguous() for k in range(x_TK.shape[1])]
 
 
 class MixtureOfExperts(nn.Module):

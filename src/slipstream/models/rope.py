@@ -57,6 +57,9 @@ def _frequencies(spec: RopeSpec) -> Tensor:
 def _llama3(spec: RopeSpec, frequency_r: Tensor) -> Tensor:
     """Slow waves are stretched by `factor`, fast ones kept, those between blended."""
     wavelength_r = 2 * math.pi / frequency_r
+    if spec.high_freq_factor == spec.low_freq_factor:  # as Llama 4 Scout has it: nothing lies between
+        is_fast_r = spec.original_max_position / wavelength_r > spec.high_freq_factor
+        return torch.where(is_fast_r, frequency_r, frequency_r / spec.factor)
     blend_r = (spec.original_max_position / wavelength_r - spec.low_freq_factor) / (
         spec.high_freq_factor - spec.low_freq_factor
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import SILU, ModelSpec
-from slipstream.kernels import Ops
+from slipstream.kernels import Ops, Sight
 from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
 from slipstream.models.mla import LatentAttention
@@ -19,7 +19,7 @@ from slipstream.models.rope import Rotary
 class DecoderLayer(nn.Module):
     """One block: attention and feed-forward, each behind a norm and added to the stream; the spec says of what kind."""
 
-    def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary, ranks: Ranks = ALONE) -> None:
+    def __init__(self, spec: ModelSpec, layer_index: int, rotary: Rotary | None, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self._rotary = (rotary,)  # a tuple, so that the shared table is not registered once per layer
 
@@ -45,8 +45,10 @@ class DecoderLayer(nn.Module):
     @property
     def unusual(self) -> str:
         """What the block has that Llama's blocks and DeepSeek's do not, for kernels that fuse those; else nothing."""
-        if isinstance(self.self_attn, Attention) and self.self_attn.sinks is not None:
-            return "attends with sinks"
+        if isinstance(self.self_attn, Attention) and isinstance(self.self_attn.sight, Sight):
+            return "attends with sinks or by chunks"
+        if self.rotary is None or (isinstance(self.self_attn, Attention) and self.self_attn.shape.unit_qk_eps):
+            return "knows no positions, or norms what it has rotated"
         if self.attention_out_norm is not None:
             return "norms what comes out of attention and of its feed-forward part"
         if isinstance(self.mlp, MLP) and self.mlp.activation != SILU:
@@ -54,16 +56,18 @@ class DecoderLayer(nn.Module):
         experts = self.mlp.experts if isinstance(self.mlp, MixtureOfExperts) else None
         if experts is not None and (experts.gate_up_bias is not None or experts.activation != SILU):
             return "has experts with biases or another activation than SiLU"
+        if experts is not None and experts.weighs_inputs:
+            return "weighs what experts are given"
         return ""
 
     @property
-    def rotary(self) -> Rotary:
-        """The block's table of rotary positions."""
+    def rotary(self) -> Rotary | None:
+        """The block's table of rotary positions, if it knows any."""
         return self._rotary[0]
 
     def forward(self, hidden_TD: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the stream after this block."""
-        rotary = self.rotary(ctx.positions_T)
+        rotary = None if self.rotary is None else self.rotary(ctx.positions_T)
         attended_TD = self.self_attn(self.input_layernorm(hidden_TD, ctx.ops), rotary, ctx)
         if self.attention_out_norm is not None:
             attended_TD = self.attention_out_norm(attended_TD, ctx.ops)
@@ -92,13 +96,14 @@ class Target(nn.Module):
         self.ranks = ranks
         tables = {
             rope: Rotary(rope, max_position or spec.max_position)
-            for rope in dict.fromkeys([spec.rope, *(block.rope for block in spec.blocks)])
+            for rope in dict.fromkeys([spec.rope, *(block.rope for block in spec.blocks if block.rope is not None)])
         }
         self.rotary, *others = tables.values()
         self.other_rotaries = nn.ModuleList(others)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, index, tables[spec.block(index).rope], ranks) for index in range(spec.num_layers)
+            DecoderLayer(spec, index, None if (rope := spec.block(index).rope) is None else tables[rope], ranks)
+            for index in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps, spec.norm_offset)
         self.lm_head = Linear(spec.hidden_size, {"lm_head": ranks.cut(spec.vocab_size)})
@@ -136,6 +141,7 @@ class Target(nn.Module):
 
 def attention_shape(spec: ModelSpec, layer_index: int = 0) -> AttentionShape:
     """Read the shape of a block's attention off a target's spec."""
+    block = spec.block(layer_index)
     return AttentionShape(
         input_size=spec.hidden_size,
         output_size=spec.hidden_size,
@@ -146,7 +152,12 @@ def attention_shape(spec: ModelSpec, layer_index: int = 0) -> AttentionShape:
         output_bias=spec.output_bias,
         qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
         norms_all_heads=spec.qk_norm == "full",
-        window=spec.block(layer_index).window,
+        window=block.window,
+        chunk=block.chunk,
+        rotates=block.rope is not None,
+        neighbours=spec.neighbours,
+        unit_qk_eps=spec.rms_eps if spec.unit_qk and block.rope is not None else None,
+        tempering=spec.tempering,
         sinks=spec.sinks,
         scale=spec.attention_scale,
         norm_offset=spec.norm_offset,
