@@ -190,3 +190,20 @@ def test_a_written_target_config_reads_back_as_the_same_spec(rope, architecture,
     if architecture != "LlamaForCausalLM":
         spec = replace(spec, sliding_window=window)
     assert model_spec(json.loads(json.dumps(model_config(spec))), SOURCE) == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"architectures": ["BailingMoeV2ForCausalLM"], "num_experts": 256},
+            r"256 experts.*Ling 2.*Qwen3MoeForCausalLM",
+        ),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, r"by an index\. The nearest it runs is DeepseekV3ForCausalLM"),
+        ({"architectures": ["NewMlaForCausalLM"], "kv_lora_rank": 8}, "nearest it runs is DeepseekV3ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "6 blocks, 64 wide.*nearest it runs is LlamaForCausalLM"),
+    ],
+)
+def test_an_unknown_family_gets_a_sentence_with_the_nearest_one_and_what_to_do(fields, words):
+    with pytest.raises(CheckpointError, match=rf"{words}.*slipstream serve MODEL --draft DRAFT --engine vllm"):
+        model_spec({**config(), **fields}, SOURCE)

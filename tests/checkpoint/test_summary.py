@@ -3,9 +3,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.summary import summarise
+from slipstream.cli.main import app
 
 DRAFT = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -76,3 +78,30 @@ def test_what_slipstream_cannot_run_is_still_described_with_the_reason(tmp_path)
     summary = summarise(open_folder(tmp_path, {"architectures": ["GPT2LMHeadModel"]}, {"w": torch.zeros(3, 2)}))
     assert (summary.kind, summary.spec, summary.num_parameters) == ("target", None, 6)
     assert summary.problem is not None and "GPT2LMHeadModel" in summary.problem
+
+
+def test_a_draft_is_told_with_the_published_targets_whose_sizes_it_has(tmp_path):
+    sizes = {"hidden_size": 4096, "vocab_size": 151936, "eagle_config": None, "draft_vocab_size": 32000}
+    tensors = {"fc.weight": torch.zeros(2, 2)}
+    both = summarise(open_folder(tmp_path, {**DRAFT, **sizes}, tensors))
+    assert both.same_sizes == ("Qwen3-8B and Qwen3-VL-8B", "Qwen3-235B-A22B and Qwen3-VL-235B-A22B")
+    late = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}}
+    assert summarise(open_folder(tmp_path, {**DRAFT, **sizes, **late}, tensors)).same_sizes == both.same_sizes[1:]
+
+
+def test_inspect_says_whether_a_draft_fits_a_target_and_why_not(tmp_path):
+    for name in ("draft", "target"):
+        (tmp_path / name).mkdir()
+    open_folder(tmp_path / "draft", DRAFT, {"fc.weight": torch.zeros(64, 192)})
+    target = {key: value for key, value in DRAFT.items() if key not in ("draft_vocab_size", "eagle_config")}
+    target |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32}
+
+    def said(**changes):
+        open_folder(tmp_path / "target", target | changes, {"w": torch.zeros(2)})
+        command = ["inspect", str(tmp_path / "draft"), "--target", str(tmp_path / "target")]
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "yes, by its sizes and captured layers" in said()
+    assert "hidden size of its target is 64, the target's is 128" in said(hidden_size=128)

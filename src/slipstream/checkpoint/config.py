@@ -9,13 +9,12 @@ from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
 from slipstream.checkpoint.families import FAMILIES, Family
 from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
-from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.gemma_config import with_gemma
 from slipstream.checkpoint.llama4_config import with_llama4
 from slipstream.checkpoint.moe_config import read_experts, read_mla, text_fields
 from slipstream.checkpoint.rope import write_rope
 from slipstream.checkpoint.spec import ModelSpec
-from slipstream.errors import CheckpointError
+from slipstream.checkpoint.unknown import unknown_family
 
 __all__ = ["DraftDialect", "DraftOrigin", "draft_config", "draft_spec", "model_config", "model_spec"]
 
@@ -115,10 +114,7 @@ def _architecture(fields: Fields) -> str:
     if not names:
         raise fields.error("architectures", f"is missing. Slipstream reads {', '.join(FAMILIES)}.")
     if names[0] not in FAMILIES:
-        raise CheckpointError(
-            f"{fields.file}: architecture {shown(names[0])} is not one that slipstream runs as a target. "
-            f"It runs {', '.join(FAMILIES)}."
-        )
+        raise unknown_family(fields, names[0])
     return names[0]
 
 

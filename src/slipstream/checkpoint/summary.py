@@ -10,6 +10,7 @@ from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.draft_config import is_draft
 from slipstream.checkpoint.fields import Fields, config_file, quantization_config
 from slipstream.checkpoint.files import short, shown
+from slipstream.checkpoint.known_targets import targets_of
 from slipstream.checkpoint.source import TensorInfo, TensorSource
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import CheckpointError
@@ -37,6 +38,8 @@ class CheckpointSummary:
         captures: a draft's captured layers, as the file spells them and as slipstream reads them; None for a target,
             and for a draft that leaves them to its target's default.
         quantization: the scheme in a few words, None when the weights are plain.
+        made_for: the target a draft names as its own, if it names one.
+        same_sizes: published targets whose sizes a draft has.
     """
 
     path: Path
@@ -51,6 +54,8 @@ class CheckpointSummary:
     files: tuple[Path, ...]
     quantization: str | None
     captures: Captures | None
+    made_for: str | None = None
+    same_sizes: tuple[str, ...] = ()
 
 
 def summarise(source: TensorSource, target_layers: int | None = None) -> CheckpointSummary:
@@ -87,7 +92,17 @@ def summarise(source: TensorSource, target_layers: int | None = None) -> Checkpo
         files=files,
         quantization=_quantization(quantization, rows),
         captures=captures,
+        made_for=_made_for(config) if draft else None,
+        same_sizes=targets_of(spec) if isinstance(spec, DraftSpec) else (),
     )
+
+
+def _made_for(config: Mapping[str, Any]) -> str | None:  # foreign JSON
+    """Return the target that speculators' dialect records."""
+    verifier = config.get("speculators_config")
+    verifier = verifier.get("verifier") if isinstance(verifier, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    return short(name) if isinstance(name, str) and name else None
 
 
 def _dtype_rows(tensors: Iterable[TensorInfo], weight_bits: int | None) -> tuple[DtypeRow, ...]:

@@ -11,7 +11,7 @@ from slipstream.cli import options
 from slipstream.cli.printable import printable
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.spec import MlaSpec, MoeSpec, RopeSpec
+    from slipstream.checkpoint.spec import MlaSpec, ModelSpec, MoeSpec, RopeSpec
     from slipstream.checkpoint.summary import CheckpointSummary
 
 
@@ -21,11 +21,16 @@ def inspect(
     target_layers: Annotated[
         int | None, typer.Option(min=1, help="The target's number of layers, to read a draft's captured layers by.")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="A target's folder or hub id: say whether the draft fits it, or why not.")
+    ] = None,
 ) -> None:
     """Show a checkpoint's architecture, dtype table, sizes, quantization and captured layers.
 
     Examples:
       slipstream inspect
+
+      slipstream inspect path/to/draft --target path/to/target
 
       slipstream inspect path/to/draft --target-layers 32 --tensors
     """
@@ -34,14 +39,43 @@ def inspect(
 
     console = Console(markup=False)  # a folder may be called [bold]
     options.fetch_if_embedded(path, Console(stderr=True))
+    fits = None
+    if target is not None:
+        spec = _target_spec(target)
+        target_layers = spec.num_layers
     summary = summarise(open_checkpoint(path), target_layers)
-    console.print(_overview(summary))
+    if target is not None:
+        fits = _fit(summary, spec, target)
+    console.print(_overview(summary, fits))
     console.print(_dtypes(summary))
     if tensors:
         console.print(_tensors(summary))
 
 
-def _overview(summary: "CheckpointSummary") -> Table:
+def _target_spec(target: str) -> "ModelSpec":
+    from slipstream.checkpoint.config import model_spec
+    from slipstream.checkpoint.reader import open_checkpoint
+
+    source = open_checkpoint(target)
+    return model_spec(source.config, source.folder)
+
+
+def _fit(summary: "CheckpointSummary", target: "ModelSpec", name: str) -> str:
+    """Say whether a draft fits a target, or why it does not."""
+    from slipstream.checkpoint.spec import DraftSpec
+    from slipstream.errors import DraftMismatchError
+    from slipstream.models.load import check_pair
+
+    if not isinstance(summary.spec, DraftSpec):
+        return f"{name}: no, since this is no draft that slipstream reads"
+    try:
+        check_pair(summary.spec, target, "no")
+    except DraftMismatchError as error:
+        return f"{name}: {error}"
+    return f"{name}: yes, by its sizes and captured layers"
+
+
+def _overview(summary: "CheckpointSummary", fits: str | None = None) -> Table:
     table = Table(title=printable(str(summary.path)), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -53,6 +87,12 @@ def _overview(summary: "CheckpointSummary") -> Table:
     if summary.captures is not None:
         captures = summary.captures
         table.add_row("captured layers", f"after {list(captures.layers)} blocks (file says {list(captures.raw)})")
+    if summary.made_for is not None:
+        table.add_row("made for", printable(summary.made_for))
+    if summary.same_sizes:
+        table.add_row("has the sizes of", "; ".join(summary.same_sizes))
+    if fits is not None:
+        table.add_row("fits", printable(fits))
     if summary.spec is not None:
         for name in _SHOWN:
             value = getattr(summary.spec, name, None)
