@@ -33,8 +33,8 @@ def unknown_family(fields: Fields, architecture: str) -> CheckpointError:
     return CheckpointError(
         f"{fields.file}: architecture {shown(architecture)} is not one that slipstream runs as a target"
         f"{_described(fields)}{': ' + reason if reason else ''}. The nearest it runs is "
-        f"{_nearest(fields, architecture)}. To use an EAGLE-3 draft with this model all the same, let another engine run "
-        "both: slipstream serve MODEL --draft DRAFT --engine vllm (or sglang). "
+        f"{_nearest(fields, architecture)}. To use an EAGLE-3 draft with this model all the same, let another engine "
+        "run both: slipstream serve MODEL --draft DRAFT --engine vllm (or sglang). "
         f"Slipstream runs {', '.join(FAMILIES)}."
     )
 
