@@ -91,9 +91,10 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 }  # fmt: skip
 
 
-def tiny(name: str) -> transformers.PreTrainedModel:
+def tiny(name: str, vocab_size: int = VOCAB) -> transformers.PreTrainedModel:
     """Return a family's model in float32, random."""
     config = CONFIGS[name]()
+    config.get_text_config().vocab_size = vocab_size
     seeing = hasattr(config, "vision_config")
     auto = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").float().eval()
@@ -101,9 +102,9 @@ def tiny(name: str) -> transformers.PreTrainedModel:
     return model
 
 
-def folder_of(name: str, folder: Path) -> Path:
+def folder_of(name: str, folder: Path, vocab_size: int = VOCAB) -> Path:
     """Write a family's checkpoint under the names its publisher uses."""
-    return save(tiny(name), folder)
+    return save(tiny(name, vocab_size), folder)
 
 
 def some_tokens(count: int, seed: int = 3) -> torch.Tensor:

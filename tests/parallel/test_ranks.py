@@ -5,10 +5,11 @@ import functools
 import pytest
 import torch
 
-from parallel import programs
+from parallel import folders, programs
 from slipstream.kernels import RowSampling
 from slipstream.models.parallel import ALONE
 from tiny import OPS
+from tiny_families import folder_of
 
 
 @functools.cache
@@ -52,6 +53,16 @@ def test_a_split_target_gives_the_tokens_of_the_whole_one(at_work, dense, size, 
     assert split[1] == pytest.approx(whole[1], abs=1e-4)
     assert split[2] == pytest.approx(whole[2], abs=0.1)  # the draft still guesses as well
     assert (split[2] > 1.1) == (draft != "none")
+
+
+@pytest.mark.parametrize(("name", "experts"), [("gpt-oss", 1), ("gpt-oss", 2), ("Phi-4", 1)])
+def test_a_split_target_of_another_family_gives_the_tokens_of_the_whole_one(at_work, name, experts, tmp_path):
+    """Sinks go with their heads, an expert's bias is added once, and joined tensors are cut as if they lay apart."""
+    folder = folder_of(name, tmp_path, folders.VOCAB)
+    whole = programs.answers(ALONE, folder, None)  # trees over windows are refused
+    split, *_ = at_work.run(2, programs.answers, folder, None, experts=experts)
+    assert split[0] == whole[0]
+    assert split[1] == pytest.approx(whole[1], abs=1e-4)
 
 
 @pytest.mark.parametrize(("size", "experts"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
