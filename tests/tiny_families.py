@@ -91,9 +91,16 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 }  # fmt: skip
 
 
+OTHERS = {
+    "Qwen3-MoE, all experts": _config(
+        "Qwen3MoeConfig", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
+    ),
+}  # fmt: skip
+
+
 def tiny(name: str, vocab_size: int = VOCAB) -> transformers.PreTrainedModel:
     """Return a family's model in float32, random."""
-    config = CONFIGS[name]()
+    config = {**CONFIGS, **OTHERS}[name]()
     config.get_text_config().vocab_size = vocab_size
     seeing = hasattr(config, "vision_config")
     auto = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM

@@ -12,18 +12,12 @@ from torch import Tensor
 
 from slipstream.checkpoint.fields import LARGEST, WIDEST_HEAD
 from slipstream.checkpoint.files import listed, shown
+from slipstream.checkpoint.gguf_families import ARCHITECTURES, family_config, hf_tensors
 from slipstream.checkpoint.gguf_header import GgufTensor, read_gguf_header
-from slipstream.checkpoint.names import hf_name
 from slipstream.checkpoint.source import TensorInfo, check_rows, check_window
 from slipstream.checkpoint.span import Window
 from slipstream.errors import CheckpointError
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 # llama.cpp rotates neighbouring pairs for these and stores q and k rows in that order; the others rotate halves.
 _PERMUTED = ("llama", "mistral")
 _ROPE_FREQS = "rope_freqs.weight"
@@ -50,10 +44,10 @@ class GgufReader:
         self._fields = header.metadata
         self._stored = header.tensors
         self._kind = self.text("general.architecture")
-        if self._kind not in _ARCHITECTURES:
+        if self._kind not in ARCHITECTURES:
             raise CheckpointError(
                 f"{path}: general.architecture is {shown(self._kind)}, which slipstream cannot read from GGUF. "
-                f"It reads {', '.join(_ARCHITECTURES)}."
+                f"It reads {', '.join(ARCHITECTURES)}."
             )
         self._tensors = self._translate()
         self._config = self._read_config()
@@ -162,10 +156,9 @@ class GgufReader:
         tensors: dict[str, GgufTensor] = {}
         unknown: list[str] = []
         for tensor in self._stored.values():
-            name = hf_name(tensor.name)
-            if name is not None:
-                tensors[name] = tensor
-            elif tensor.name != _ROPE_FREQS:
+            found = hf_tensors(tensor, self._kind)
+            tensors |= found
+            if not found and tensor.name != _ROPE_FREQS:
                 unknown.append(tensor.name)
         if unknown:
             raise CheckpointError(f"{self._path}: holds tensors that no {self._kind} model has: {listed(unknown, 8)}.")
@@ -181,7 +174,7 @@ class GgufReader:
         theta = _short(self._number("rope.freq_base", 10000.0))
         rotary_dim = self._integer("rope.dimension_count", head_dim, maximum=WIDEST_HEAD)
         config: dict[str, Any] = {
-            "architectures": [_ARCHITECTURES[self._kind]],
+            "architectures": [ARCHITECTURES[self._kind]],
             "model_type": self._kind,
             "vocab_size": vocab,
             "hidden_size": hidden,
@@ -204,7 +197,7 @@ class GgufReader:
             config["sliding_window"] = window or None
         if rotary_dim != head_dim:
             config["partial_rotary_factor"] = rotary_dim / head_dim
-        return config
+        return config | family_config(self._kind, self._integer)
 
     def _rope_scaling(self, theta: float, rotary_dim: int) -> dict[str, Any] | None:
         kind = self._fields.get(f"{self._kind}.rope.scaling.type", "none")
@@ -212,6 +205,7 @@ class GgufReader:
             scaling = {"rope_type": kind, "factor": _short(self._number("rope.scaling.factor"))}
             if kind == "yarn":
                 scaling["original_max_position_embeddings"] = self._integer("rope.scaling.original_context_length")
+                scaling["truncate"] = self._kind != "gpt-oss"
             return scaling
         if kind != "none":
             raise CheckpointError(f"{self._path}: rope scaling {shown(kind)} is not read from GGUF.")

@@ -14,12 +14,13 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import Ops
 from slipstream.models.layers import Linear
 from slipstream.quant.formats import int8
-from slipstream.quant.gguf_blocks import BLOCK_FORMATS
+from slipstream.quant.gguf_blocks import BLOCK_FORMATS, BlockFormat, mxfp4_of_ggml
 from slipstream.quant.load import QuantScheme, packed_part, read_scheme
 from slipstream.quant.packed import PackedWeight
 
 Shape = tuple[int, ...]
 _FLOATS = ("F32", "F16", "BF16")
+_MXFP4 = "mxfp4"
 _log = logging.getLogger(__name__)
 
 
@@ -47,12 +48,11 @@ class GgufBlocks:
 
     def stored(self, module: str, shape: Shape) -> dict[str, Shape] | None:
         """A block format is one tensor, whose shape a GGUF gives in weights."""
-        known = self._reader.info(f"{module}.weight").dtype.lower() in BLOCK_FORMATS
-        return {"weight": shape} if known else None
+        return {"weight": shape} if self._format(module) in (*BLOCK_FORMATS, _MXFP4) else None
 
     def check_cut(self, module: str, rows: Span, columns: Span) -> None:
         """Blocks lie along rows, so any rows can be had, but columns by the block."""
-        blocks = BLOCK_FORMATS[self._reader.info(f"{module}.weight").dtype.lower()]
+        blocks = _blocks_of(self._format(module))
         if columns.start % blocks.columns or columns.stop % blocks.columns:
             raise ConfigError(
                 f"{self._reader.path}: a rank's columns [{columns.start}, {columns.stop}) of {module} cut through a "
@@ -64,10 +64,16 @@ class GgufBlocks:
         self.check_cut(module, rows, columns)
         raw = self._reader.raw(f"{module}.weight")
         format = raw.quant_type.lower()
-        blocks = BLOCK_FORMATS[format]
+        blocks = _blocks_of(format)
         first, last = (blocks.row_bytes(index) for index in (columns.start, columns.stop))
         data = raw.data.reshape(rows.total, -1).view("uint8")[rows.start : rows.stop, first:last]
-        return PackedWeight(format, rows.size, columns.size, torch.from_numpy(data.copy()))
+        stored = torch.from_numpy(data.copy())
+        if format == _MXFP4:
+            return mxfp4_of_ggml(stored, columns.size)
+        return PackedWeight(format, rows.size, columns.size, stored)
+
+    def _format(self, module: str) -> str:
+        return self._reader.info(f"{module}.weight").dtype.lower()
 
     def say_expanded(self, tensors: Iterable[str], dtype: torch.dtype) -> None:
         """Say which of a model's weights are not kept as stored, and what that costs."""
@@ -85,6 +91,10 @@ class GgufBlocks:
                 sum(info.nbytes for info in quantized) / 1e6,
                 ", ".join(format.upper() for format in BLOCK_FORMATS),
             )
+
+
+def _blocks_of(format: str) -> BlockFormat:
+    return BlockFormat(32, 17) if format == _MXFP4 else BLOCK_FORMATS[format]
 
 
 class QuantizedFolder:

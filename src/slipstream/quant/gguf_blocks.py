@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.quant.packed import PackedWeight
 
 BLOCK = 32
 
@@ -55,6 +56,20 @@ class Blocks:
     codes_NB32: Tensor
     scale_NB: Tensor
     minimum_NB: Tensor | None
+
+
+def mxfp4_of_ggml(rows_NC: Tensor, columns: int) -> PackedWeight:
+    """Return GGUF's MXFP4 as everybody else stores it.
+
+    A block is its power of two and 16 bytes, weights 0..15 in the low halves and 16..31 in the high ones; elsewhere
+    neighbours share a byte, and powers of two lie apart.
+    """
+    blocks_NB17 = rows_NC.view(len(rows_NC), -1, 17)
+    bytes_NB16 = blocks_NB17[..., 1:]
+    codes_NB32 = torch.cat([bytes_NB16 & 15, bytes_NB16 >> 4], dim=-1)
+    packed_NBh = codes_NB32[..., 0::2] | (codes_NB32[..., 1::2] << 4)
+    scale_NB = blocks_NB17[..., 0].contiguous()
+    return PackedWeight("mxfp4", len(rows_NC), columns, packed_NBh.flatten(1).contiguous(), {"scale": scale_NB})
 
 
 def split_blocks(format: str, rows_NC: Tensor) -> Blocks:
