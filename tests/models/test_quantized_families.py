@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -13,6 +14,7 @@ from tiny_families import folder_of, some_tokens, tiny
 from tiny_moe import passes, quantized, save, tensors_of, write
 
 CPU = torch.device("cpu")
+GROUP = 32
 
 
 def formats(model: torch.nn.Module) -> set[str]:
@@ -51,3 +53,49 @@ def test_compressed_tensors_int4_experts_load_as_stored(tmp_path):
     )
     assert formats(load_target(open_checkpoint(folder), torch.float32, CPU)) == {"int4_group"}
     assert any(name.endswith("weight_packed") for path in folder.glob("*.safetensors") for name in load_file(path))
+
+
+def words(codes: torch.Tensor, axis: int, order: tuple[int, ...]) -> torch.Tensor:
+    """Pack eight codes along an axis into a word, nibble k being entry order[k]."""
+    groups = codes.unflatten(axis, (-1, 8)).movedim(axis + 1, 0).to(torch.int64)
+    packed = sum(groups[entry] << (4 * nibble) for nibble, entry in enumerate(order))
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def as_awq_or_gptq(kind: str, folder, out):
+    """Write a folder's linear layers as AWQ or GPTQ has them, and the same folder with the numbers they stand for."""
+    stored, decoded = {}, {}
+    for name, value in tensors_of(folder).items():
+        decoded[name] = stored[name] = value
+        if value.dim() != 2 or any(part in name for part in ("embed", "lm_head", ".gate.", "norm")):
+            continue
+        grouped = value.t().unflatten(0, (-1, GROUP))  # inputs first: [groups, inputs of a group, outputs]
+        low, high = (grouped.amin(1), grouped.amax(1)) if kind == "awq" else (-grouped.abs().amax(1),) * 2
+        scale = ((high - low) / 15 if kind == "awq" else -low / 7.5).half().float()
+        zero = (-low / scale).round().clamp(0, 15) if kind == "awq" else torch.full_like(scale, 8.0)
+        codes = (grouped / scale[:, None] + zero[:, None]).round().clamp(0, 15)
+        decoded[name] = ((codes - zero[:, None]) * scale[:, None]).flatten(0, 1).t().contiguous()
+        del stored[name]
+        module = name.removesuffix(".weight")
+        order = (0, 2, 4, 6, 1, 3, 5, 7) if kind == "awq" else tuple(range(8))
+        stored[f"{module}.qweight"] = words(codes.flatten(0, 1), 1 if kind == "awq" else 0, order)
+        stored[f"{module}.qzeros"] = words(zero if kind == "awq" else zero - 1, 1, order)
+        stored[f"{module}.scales"] = scale.half()
+        if kind == "gptq":
+            stored[f"{module}.g_idx"] = (torch.arange(value.shape[1]) // GROUP).int()
+    config = json.loads((folder / "config.json").read_text())
+    own = {"zero_point": True, "version": "gemm"} if kind == "awq" else {"sym": True, "desc_act": False}
+    quantization = {"quant_method": kind, "bits": 4, "group_size": GROUP, **own}
+    quantized_config = {**config, "quantization_config": quantization}
+    return write(out / "stored", quantized_config, stored), write(out / "decoded", config, decoded)
+
+
+@pytest.mark.parametrize(("kind", "format"), [("awq", set()), ("gptq", {"int4_group"})])
+def test_awq_and_gptq_are_the_numbers_they_stand_for(kind, format, tmp_path):
+    folder = folder_of("Qwen3-MoE, all experts", tmp_path / "dense")
+    stored, decoded = as_awq_or_gptq(kind, folder, tmp_path)
+    ours = load_target(open_checkpoint(stored), torch.float32, CPU)
+    assert formats(ours) == format
+    tokens_T = some_tokens(24)
+    expected, _ = passes(load_target(open_checkpoint(decoded), torch.float32, CPU), tokens_T, [24], True)
+    torch.testing.assert_close(passes(ours, tokens_T, [24], True)[0], expected, atol=1e-3, rtol=0)

@@ -16,7 +16,8 @@ from slipstream.checkpoint.spec import DraftSpec, ModelSpec
 from slipstream.errors import CheckpointError
 
 _INTEGER_BITS = {"U8": 8, "I8": 8, "I16": 16, "I32": 32, "I64": 64}
-_NOT_PARAMETERS = ("d2t", "t2d", "_scale", "_scale_2", "_scale_inv", "_zero_point", "_shape", "input_scale")
+_NOT_PARAMETERS = ("d2t", "t2d", "_scale", "_scale_2", "_scale_inv", "_zero_point", "_shape", "input_scale",
+                   "qzeros", ".scales", "g_idx", "_scales")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,10 @@ def _num_parameters(tensor: TensorInfo, weight_bits: int | None) -> int:
 
 def _weight_bits(quantization: Any) -> int | None:  # foreign JSON
     """Return the bits of one weight in a quantised checkpoint whose packing hides them, where it says so."""
+    if isinstance(quantization, Mapping) and quantization.get("bits") in (4, 8):  # AWQ, GPTQ
+        return int(quantization["bits"])
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4":
+        return 4
     text = str(_weight_part(quantization))
     for digits, bits in (("4", 4), ("6", 6), ("8", 8)):
         if any(f"{kind}{digits}" in text for kind in ("int", "fp", "num_bits': ")):

@@ -18,6 +18,7 @@ from slipstream.quant.packed import MixedWeight, PackedWeight, join_rows, join_r
 from slipstream.quant.scheme import dequantize
 
 _log = logging.getLogger(__name__)
+_EXPANDED = ("int4_zero",)  # what no kernel multiplies as it is stored
 _DENSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -122,7 +123,7 @@ class Filler:
             joined = self._join(names, packed)
             if isinstance(module, Linear) and (order := module.row_order()) is not None:
                 joined = reorder_rows(joined, order)
-            if isinstance(module, Linear) and module.stays_dense:
+            if isinstance(module, Linear) and (module.stays_dense or joined.format in _EXPANDED):
                 self._note_expanded(names[0], joined.format)
                 dense = dequantize(joined).to(device=self._device, dtype=self._dtype)
                 module.weight = nn.Parameter(dense, requires_grad=False)
@@ -147,11 +148,12 @@ class Filler:
         if kind not in self._expanded:
             self._expanded.add(kind)
             _log.info(
-                "%s: %s layers are stored as %s and expanded to %s, since attention multiplies by parts of them.",
+                "%s: %s layers are stored as %s and expanded to %s, since %s.",
                 self._source.folder,
                 kind,
                 format,
                 str(self._dtype).removeprefix("torch."),
+                "no kernel multiplies it" if format in _EXPANDED else "attention multiplies by parts of them",
             )
 
     def _pack_experts(self, module: Experts, names: list[str], packed: dict[str, Place]) -> None:
@@ -167,6 +169,12 @@ class Filler:
                 self._check_same(own[0], first.format, joined.format)
                 yield joined
 
+        if self._join(names[:1], packed).format in _EXPANDED:
+            self._note_expanded(names[0], _EXPANDED[0])
+            for parameter in ("gate_up_weight", "down_weight"):
+                dense = torch.stack([dequantize(part).to(self._dtype) for part in each(parameter)]).to(self._device)
+                setattr(module, parameter, nn.Parameter(dense, requires_grad=False))
+            return
         module.pack(
             stack_experts(each("gate_up_weight"), module.held.size, self._device),
             stack_experts(each("down_weight"), module.held.size, self._device),

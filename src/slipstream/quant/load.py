@@ -26,10 +26,11 @@ from slipstream.quant.layout import FLOATS, Layout, Stored
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.patterns import matched
 from slipstream.quant.quark_layout import quark_layout
+from slipstream.quant.word_columns import awq_layout, gptq_layout
 
 _log = logging.getLogger(__name__)
 # What no layer has unless it is quantized.
-_MARKS = ("weight_scale", "weight_scale_inv", "weight_packed")
+_MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 _LAST_MISLABELLED = (0, 13)
 
 
@@ -87,6 +88,8 @@ def read_scheme(config: Mapping[str, Any], tensor_names: Iterable[str], source: 
         "compressed-tensors": _compressed_layer,
         "fp8": _fp8_layer,
         "mxfp4": _mxfp4_layer,
+        "awq": _awq_layer,
+        "gptq": _gptq_layer,
     }
     if method not in readers:
         raise CheckpointError(
@@ -250,6 +253,14 @@ def _fp8_layer(described: _Described, module: str, names: frozenset[str], source
 def _mxfp4_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
     """As OpenAI publishes gpt-oss, its stacks of experts taken apart (`checkpoint/joined.py`)."""
     return quark_layout("mxfp4", None, reorder=False)
+
+
+def _awq_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
+    return awq_layout(Fields(described.config, config_file(source), "quantization_config."))
+
+
+def _gptq_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
+    return gptq_layout(Fields(described.config, config_file(source), "quantization_config."))
 
 
 def _pack_blocks(tensors: Mapping[str, Tensor], rows: int, columns: int) -> PackedWeight:

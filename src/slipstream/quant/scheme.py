@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.quant.formats import fp8, int4, int8, mxfp4
+from slipstream.quant.formats.nibbles import unpack_unsigned
 from slipstream.quant.formats.rounding import Rounding
 from slipstream.quant.packed import PackedWeight
 
@@ -100,6 +101,10 @@ def dequantize(packed: PackedWeight) -> Tensor:
         return mxfp4.decode(codes, scales["scale"])
     if packed.format in ("int4_per_channel", "int4_group", "w4a8"):
         return int4.decode(codes, scales["scale"])
+    if packed.format == "int4_zero":
+        width = packed.in_features // scales["scale"].shape[1]
+        scale_OI, zero_OI = (scales[name].repeat_interleave(width, dim=1) for name in ("scale", "zero"))
+        return (unpack_unsigned(codes).float() - zero_OI) * scale_OI
     if packed.format == "w8a8_int8":
         return int8.decode(codes, by_row(scales["scale"], packed))
     if packed.format in ("fp8_per_channel", "fp8_per_tensor", "fp8_block"):
