@@ -131,8 +131,8 @@ def test_asymmetric_weights_and_unknown_methods_are_refused_by_name():
     asymmetric["quantization_config"]["global_quant_config"]["weight"].update(dtype="uint4", symmetric=False)
     with pytest.raises(CheckpointError, match="uint4 per_channel weights"):
         read(asymmetric, tensors)
-    with pytest.raises(CheckpointError, match="quant_method 'awq'"):
-        read_scheme({"quantization_config": {"quant_method": "awq"}}, tensors, HERE)
+    with pytest.raises(CheckpointError, match="quant_method 'bitsandbytes'"):
+        read_scheme({"quantization_config": {"quant_method": "bitsandbytes"}}, tensors, HERE)
     config, tensors = in_memory_int4()
     tensors[f"{MODULE}.weight_zero_point"][0] = 3
     with pytest.raises(CheckpointError, match="values other than zero"):
