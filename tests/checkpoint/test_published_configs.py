@@ -41,22 +41,9 @@ PUBLISHED = {
         GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32,
                    "layer_types": ["sliding_attention", "full_attention"] * 12}, 20.91e9,
     ),
-    "gpt-oss-120b": (
-        GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128,
-                   "layer_types": ["sliding_attention", "full_attention"] * 18}, 116.83e9,
-    ),
     "Qwen3-30B-A3B": (
         QWEN3_MOE | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
                      "num_attention_heads": 32, "num_hidden_layers": 48}, 30.53e9,
-    ),
-    "Qwen3-235B-A22B": (
-        QWEN3_MOE | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
-                     "num_attention_heads": 64, "num_hidden_layers": 94}, 235.09e9,
-    ),
-    "GLM-4.5 and 4.6": (
-        GLM4_MOE | {"first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288,
-                    "moe_intermediate_size": 1536, "n_routed_experts": 160, "num_hidden_layers": 92,
-                    "routed_scaling_factor": 2.5, "use_qk_norm": True}, 352.8e9,
     ),
     "GLM-4.5-Air": (
         GLM4_MOE | {"first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944,

@@ -31,14 +31,15 @@ DRAFT = DraftSpec(
     target_hidden_size=64, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, rms_eps=1e-6,
     rope=RopeSpec(theta=1e6, rotary_dim=16), max_position=256, captured_layers=(1, 2, 3),
 )  # fmt: skip
+ALIKE = ("GLM-4.7-Flash", "Qwen2.5-VL", "Qwen3-VL")  # their blocks are DeepSeek's, Qwen2's and Qwen3's
 CHAIN, TREE = TreeShape.chain(3), TreeShape(depth=3, width=3, budget=8)
 WORK = [
-    (some_tokens(25, seed).tolist(), SamplingParams(max_tokens=12, temperature=temperature, top_p=top_p), seed)
-    for seed, temperature, top_p in ((0, 0.0, 1.0), (1, 1.0, 0.9), (2, 1.0, 1.0))
+    (some_tokens(18, seed).tolist(), SamplingParams(max_tokens=8, temperature=temperature, top_p=top_p), seed)
+    for seed, temperature, top_p in ((0, 0.0, 1.0), (1, 1.0, 0.9))
 ]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ALIKE])
 def test_tokens_are_those_of_plain_decoding(name, tmp_path):
     target = load_target(open_checkpoint(folder_of(name, tmp_path)), torch.float32, CPU, ops=OPS)
     draft = Eagle3Draft(dataclasses.replace(DRAFT, vocab_size=target.spec.vocab_size))
@@ -53,7 +54,7 @@ def test_tokens_are_those_of_plain_decoding(name, tmp_path):
         assert drafted == plain, shape
     texts = [(*prompt, *answer) for (prompt, _, _), answer in zip(WORK, plain, strict=True)]
     kv = KvCache.allocate(target.kv_shape, config.resolve_num_pages(7), 4, torch.float32, CPU)
-    oracle = (ChainOracle if windowed else OracleDrafter)(texts, 8, 0.9, 0, CPU)
+    oracle = (ChainOracle if windowed else OracleDrafter)(texts, 8, 0.95, 0, CPU)
     engine = Engine(Runner(target, kv, OPS, ()), oracle, config, VOCAB)
     assert drive(engine, WORK, random.Random(2)) == plain
     assert engine.stats.acceptance.acceptance_length > 1.3, "nothing was accepted, so nothing was shown"
