@@ -20,7 +20,7 @@ from slipstream.serve.ticket import Job
 from slipstream.serve.tools.chat import Chat, ChatRenderer
 from slipstream.serve.tools.dialect import Dialect
 from slipstream.serve.tools.form import PLAIN, AnswerForm
-from slipstream.serve.tools.protocol import Choice, arguments_json, choice_of
+from slipstream.serve.tools.protocol import Choice, choice_of
 from slipstream.serve.tools.reasoning import Opening
 from slipstream.speculation.grammar import Grammar
 from slipstream.speculation.sampling import SamplingParams, derive_seed
@@ -338,7 +338,7 @@ def _turn(message: ChatMessage, index: int) -> dict[str, object]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": arguments_json(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": call.function.arguments or "{}"},
             }
             for call in message.tool_calls
         ]

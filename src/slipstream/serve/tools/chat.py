@@ -1,17 +1,19 @@
 """A chat as the model's template reads it: messages, tools, calls and reasoning of earlier turns, and switches.
 
 Templates differ in what they know. One that has never heard of tools gets them in a system message, in Hermes's words;
-one that writes a call's arguments as they are gets JSON text, and one that writes JSON itself gets values.
+one that writes a call's arguments as they are gets the client's JSON text, so that the prompt has what the model wrote;
+one that writes JSON itself gets values.
 """
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.errors import RequestError
+from slipstream.serve.tools.protocol import arguments_json
 from slipstream.serve.tools.reasoning import END, START
 from slipstream.serve.tools.typescript import sorted_keys, typescript_of
 
@@ -21,13 +23,6 @@ _THOUGHTS = (START, END)  # templates look for these in what an assistant said
 _PROBE = "slipstream"
 _PROBE_CHAT: list[Json] = [
     {"role": "user", "content": "-"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {_PROBE: "probe"}}}
-        ],
-    },
     {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "-"},
 ]
 _DECLARATION = (
@@ -43,7 +38,7 @@ class Chat:
     """What a client wants rendered.
 
     Args:
-        messages: in OpenAI's form, content as text; a call's arguments are values where they are JSON.
+        messages: in OpenAI's form, content as text; a call's arguments are JSON text, or values.
         tools: as the client wrote them.
         variables: what the template is given besides.
     """
@@ -70,7 +65,8 @@ class ChatRenderer:
 
     def render(self, chat: Chat) -> str:
         """Return the text of a chat; control tokens that clients merely spelled are marked in it."""
-        messages = [self._marked(message) for message in chat.messages]
+        # Before texts are marked: what is spelled with escapes in JSON text shows in its values only.
+        messages = [self._marked(self._as_taken(message)) for message in chat.messages]
         tools = self._marked(list(chat.tools))
         variables = dict(self._marked(chat.variables))
         if not self._knows_tools:
@@ -79,24 +75,37 @@ class ChatRenderer:
             tools = sorted_keys(tools)
             if (declared := typescript_of(tools)) is not None:
                 variables["tools_ts_str"] = declared
-        if any(message.get("tool_calls") for message in messages):
-            messages = [self._as_taken(message) for message in messages]
         return self._tokenizer.render_chat(messages, chat.open_answer, **variables, tools=tools or None)
 
     @functools.cached_property
     def _probe(self) -> str | None:
         """What the template makes of a call with arguments and without content; None if it refuses it."""
+        return self._probed({_PROBE: "probe"})
+
+    @functools.cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template writes arguments that are text as they are, or makes no JSON of values."""
+        if self._probe is None or f"{{'{_PROBE}'" in self._probe:
+            return True
+        return self._probed(json.dumps({_PROBE: "probe"})) == self._probe
+
+    def _probed(self, arguments: Json | str) -> str | None:
+        """Return what the template makes of a chat with a call; None if it refuses it."""
+        function = {"name": "probe", "arguments": arguments}
+        call = {"id": "call00000", "type": "function", "function": function}
+        asked, *answered = _PROBE_CHAT
         try:
-            return self._tokenizer.render_chat(_PROBE_CHAT)
+            return self._tokenizer.render_chat(
+                [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, *answered]
+            )
         except RequestError:
             return None
 
     def _as_taken(self, message: Json) -> Json:
-        """Return a message with calls as this template takes it: arguments as JSON text, or content that is a text."""
-        if not message.get("tool_calls"):
+        """Return a message with calls as this template takes it: arguments as text or values, content as text."""
+        if not message.get("tool_calls") or not self._knows_tools:
             return message
-        if self._probe is None or f"{{'{_PROBE}'" in self._probe:
-            message = _with_text_arguments(message)
+        message = _with_arguments(message, _text if self._takes_text else arguments_json)
         if self._probe is None or "None" not in self._probe:
             return message
         return {**message, "content": message["content"] or ""}
@@ -108,10 +117,10 @@ class ChatRenderer:
         return self._tokenizer.spelled.marked(value, _THOUGHTS if said else ())
 
 
-def _with_text_arguments(message: Json) -> Json:
-    """Return a message whose calls have JSON text for arguments."""
+def _with_arguments(message: Json, form: Callable[[Any], Any]) -> Json:
+    """Return a message whose calls have arguments of another form."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
