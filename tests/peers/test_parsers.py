@@ -3,6 +3,7 @@
 Both have two parsers to each family: one for whole answers and one for streams. Where those agree, ours does too.
 """
 
+import dataclasses
 import json
 import random
 import sys
@@ -84,13 +85,36 @@ def explanation(case: Transcript, our: Json, place: str, found: dict[str, Json |
         return None
     if who == "vllm" and their is not None and any(name.strip().startswith("[") for name, _ in their["calls"]):
         return "vLLM reads the lists that older Mistrals write as a function named [; SGLang is followed"
-    if case.family == "llama3_json" and case.shape == "text and calls":
-        return "vLLM's whole answers and SGLang's streams look for calls inside text; vLLM's stream is followed"
+    if case.family == "llama3_json" and case.shape == "text and calls" and place == "vllm whole":
+        if same(our, found["vllm stream"]) and their is not None and from_the_first_brace(case, their):
+            return "vLLM's whole answers look for calls inside text; its streams and SGLang do not, and are followed"
+        return None
     if case.shape == "cut off" and their is not None and cut_off_alike(case, our, their):
         return "cut off: the last call is told of as far as it came; others drop it, close it, or give text back"
-    if case.shape == "cut off" and place.endswith("stream") and not same(their, whole):
-        return f"cut off: {who}'s stream is not its own whole answer"
+    if case.shape != "cut off" or place.endswith("whole") or whole is None or their is None:
+        return None
+    if cut_off_alike(case, our, whole) and loses_letters(case, our, their):
+        return f"cut off: {who}'s stream lost letters that its whole answer has, as ours"
     return None
+
+
+def from_the_first_brace(case: Transcript, their: Json) -> bool:
+    """Tell whether a reading drops a text and takes what follows it for the whole answer."""
+    alone = dataclasses.replace(case, text=case.text[case.text.index('{"name"') :])
+    return same(their, ours(alone, [alone.text], tokens=False) | {"content": ""})
+
+
+def loses_letters(case: Transcript, our: Json, their: Json) -> bool:
+    """Tell whether a reading has nothing that the answer does not have there: calls begin as ours, texts have gaps."""
+    calls, letters = iter(our["calls"]), iter(case.text)
+    return all(any(begins_as(call, own) for own in calls) for call in their["calls"]) and all(
+        letter in letters for letter in their["content"]
+    )
+
+
+def begins_as(call: list[str], own: list[str]) -> bool:
+    """Tell whether a call is one of ours as far as it goes."""
+    return call[0] == own[0] and (own[1].startswith(call[1]) or _value(call[1]) == _value(own[1]))
 
 
 def cut_off_alike(case: Transcript, our: Json, their: Json) -> bool:
