@@ -53,6 +53,11 @@ class Launcher:
             self.started[key] = (self._start(arguments, port), port)
         return "127.0.0.1", self.started[key][1]
 
+    def url(self, model: str, flags: Sequence[str]) -> str:
+        """Return the address of a server as clients write it."""
+        host, port = self.address(model, flags)
+        return f"http://{host}:{port}"
+
     def process(self, model: str, flags: Sequence[str], port: int) -> "subprocess.Popen[bytes]":
         """Return the process of a new server at a port; whoever asked ends it."""
         self.stop()

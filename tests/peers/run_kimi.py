@@ -1,10 +1,11 @@
-"""Runs Kimi-Vendor-Verifier's suites against our server: parameters, tool schemas, tool_choice.
+"""Runs Kimi-Vendor-Verifier's suites against our server: parameters, tool schemas, tool_choice; compares prompts.
 
-    python -m tests.peers.run_kimi --source CHECKOUT [params] [schemas] [tool_choice] [tokens]
+    python -m tests.peers.run_kimi --source CHECKOUT [params] [schemas] [tool_choice] [tokens] [prompts]
 
-`params` runs on the embedded model under --fixed-sampling kimi. `schemas` (every tool schema, whole and streamed, with
-an EAGLE-3 draft and without any) and `tool_choice` run on a tiny Kimi that is made here (tiny_kimi.py) from the
-tokenizer in the checkout. `tokens` sends every schema with a seed, drafted and not, and compares the tokens.
+`params` runs on the embedded model under --fixed-sampling kimi, the others on a tiny Kimi that is made here
+(tiny_kimi.py) from the tokenizer in the checkout: `schemas` every tool schema, whole and streamed, with an EAGLE-3
+draft and without any; `tokens` sends every schema with a seed, drafted and not, and compares the tokens; `prompts`
+compares the prompts of 200 chats with what the tokenizer code in the checkout makes of them.
 """
 
 import argparse
@@ -16,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
+from tests.peers.kimi_prompts import same_prompts, the_chats, theirs
 from tests.peers.launcher import Launcher, launcher_for
 from tests.peers.run import HERE, ROOT, compare, read_expected
 from tests.peers.suites import KIMI, version_of
-from tests.peers.tiny_kimi import CONTEXT, write_tiny_kimi
+from tests.peers.tiny_kimi import CONTEXT, TEMPLATE, write_tiny_kimi
 from tests.serve.interop import python_of
 
-PARTS = ("params", "schemas", "tool_choice", "tokens")
+PARTS = ("params", "schemas", "tool_choice", "tokens", "prompts")
 
 
 def run_tests(source: Path, address: str, out: Path, model: str, tests: Sequence[str]) -> bool:
@@ -60,21 +62,37 @@ def same_tokens(source: Path, address: str) -> bool:
             ]
             if any(answer.status_code != 200 for answer in answers):
                 counts["refused"] += 1
+                sys.stdout.write(f"schema {seed} is refused: {answers[0].text[:300]}\n")
                 continue
             ids = [answer.json()["choices"][0]["token_ids"] for answer in answers]
             counts["same" if ids[0] == ids[1] else "different"] += 1
+        drafts, accepted = (
+            counted(client, f"vllm:spec_decode_num_{what}_total") for what in ("drafts", "accepted_tokens")
+        )
     sys.stdout.write(f"tokens with a draft and without: {counts}\n")
+    sys.stdout.write(f"{accepted:.0f} drafted tokens kept in {drafts:.0f} passes: {1 + accepted / drafts:.2f} a pass\n")
     return counts["same"] > 0 and not counts["different"]
 
 
-def on_tiny_kimi(launcher: Launcher, source: Path, work: Path, parts: Sequence[str]) -> Iterator[bool]:
+def counted(client: httpx.Client, name: str) -> float:
+    """Return the sum of a metric's series."""
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def on_tiny_kimi(
+    launcher: Launcher, source: Path, work: Path, parts: Sequence[str], own_template: Path | None
+) -> Iterator[bool]:
     """Run what needs a Kimi; yields whether each part went well."""
-    target, draft = write_tiny_kimi(source / "beam" / "tokenizer", work / "tiny-kimi")
+    template = TEMPLATE if own_template is None else own_template.read_text(encoding="utf-8")
+    target, draft = write_tiny_kimi(source / "beam" / "tokenizer", work / "tiny-kimi", template)
+    flags = ["--model", str(target), "--served-model-name", "kimi", "--max-context", str(CONTEXT)]
+    if "prompts" in parts:
+        yield from prompts_like_theirs(launcher, flags, source, work)
     for name, path in (("none", "none"), ("eagle3", str(draft))):
-        flags = ["--model", str(target), "--draft", path, "--served-model-name", "kimi", "--dtype", "float32"]
-        flags += ["--max-context", str(CONTEXT)]
-        host, port = launcher.address("kimi", flags)
-        address = f"http://{host}:{port}"
+        if not set(parts) & ({"schemas", "tool_choice", "tokens"} if name == "eagle3" else {"schemas"}):
+            continue
+        address = launcher.url("kimi", [*flags, "--draft", path])
         if "schemas" in parts:
             tests = ("tests/tool_call_json_schema", "--tool-json-report", str(work / f"kimi-schemas-{name}.report"))
             tests += ("--max-tokens", "512")
@@ -86,11 +104,20 @@ def on_tiny_kimi(launcher: Launcher, source: Path, work: Path, parts: Sequence[s
             yield same_tokens(source, address)
 
 
+def prompts_like_theirs(launcher: Launcher, flags: Sequence[str], source: Path, work: Path) -> Iterator[bool]:
+    """Compare prompts where texts that spell control tokens stay texts, and where they do not."""
+    chats = the_chats([schema for schema in schemas_in(source) if isinstance(schema, dict)])
+    expected = theirs(chats, source / "beam" / "tokenizer", work / "tiny-kimi" / "kimi" / "chat_template.jinja", work)
+    for kind, more in (("kept", ()), ("plain", ("--allow-special-in-content",))):
+        yield same_prompts(launcher.url("kimi", [*flags, "--draft", "none", *more]), expected, chats, kind)
+
+
 def main() -> None:
     """Run the parts that were named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="a checkout of Kimi-Vendor-Verifier")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "peers", help="where outcomes and logs go")
+    parser.add_argument("--template", type=Path, help="a chat template of Kimi's (the checkout has none)")
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="instead of all of them")
     given = parser.parse_args()
     parts, work, source = given.parts or PARTS, given.out.resolve(), given.source.resolve()
@@ -100,11 +127,10 @@ def main() -> None:
     well: list[bool] = []
     try:
         if "params" in parts:
-            host, port = launcher.address("embedded", ["--fixed-sampling", "kimi", "--max-output-tokens", "64"])
-            address = f"http://{host}:{port}"
+            address = launcher.url("embedded", ["--fixed-sampling", "kimi", "--max-output-tokens", "64"])
             well.append(run_tests(source, address, work / "kimi-params.json", "embedded", ["tests/params"]))
-        if set(parts) & {"schemas", "tool_choice", "tokens"}:
-            well.extend(on_tiny_kimi(launcher, source, work, parts))
+        if set(parts) - {"params"}:
+            well.extend(on_tiny_kimi(launcher, source, work, parts, given.template))
     finally:
         launcher.stop()
     sys.exit(0 if all(well) else 1)
