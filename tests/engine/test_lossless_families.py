@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from arrivals import drive
+from slipstream.engine.runner import Runner
 
 from oracle import ChainOracle, OracleDrafter
 from slipstream.checkpoint.reader import open_checkpoint
@@ -13,7 +14,6 @@ from slipstream.checkpoint.spec import DraftSpec, RopeSpec
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.runner import Runner
 from slipstream.kernels import select
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft

@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from slipstream.bench.recipe import FlagValue
 from slipstream.bench.recipe_file import RecipeError
+from slipstream.launch.settings import FlagValue
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PROGRAMS = (("vllm", "serve"), ("sglang.launch_server",), ("sglang", "serve"))

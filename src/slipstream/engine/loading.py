@@ -59,8 +59,8 @@ class LoadOptions:
         tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
-        max_context: None takes what the model allows: up to 4096 on a CPU, and what memory holds on a GPU; with a memory
-            fraction, up to what fits in it (and 131072), as the servers do whose launch lines name one.
+        max_context: None takes what the model allows: up to 4096 on a CPU, and what memory holds on a GPU; with a
+            memory fraction, up to what fits in it (and 131072), as the servers do whose launch lines name one.
         max_requests: requests that run at once; None takes 32 on a CPU and 64 on a GPU.
         max_batch_tokens: query tokens of one step; None takes 512 on a CPU and 8192 on a GPU.
         memory_fraction: share of the device's memory for weights and KV cache; it decides the number of pages,
