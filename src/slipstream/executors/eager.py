@@ -21,6 +21,7 @@ from slipstream.kernels import one_pool
 from slipstream.models.target import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.drafter import Drafter, Observed
+from slipstream.speculation.grammar import draft_along
 from slipstream.speculation.simulate import simulate, simulated_counts
 from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
 
@@ -163,13 +164,26 @@ class EagerExecutor:
         if not drafting:
             return roots
 
-        def drafted() -> TreeBatch:
-            return self._drafter.propose([emitting[index][0].view() for index in drafting])
-
+        rows = [emitting[index][0] for index in drafting]
         with self._timed("draft"):
-            told = self._shared is not None and not self._shared.draft_is_split
-            trees = self._shared.told(drafted) if told and self._shared is not None else drafted()
-            return roots.replace(drafting, trees.to(self.device))
+            return roots.replace(drafting, self._drafted(rows).to(self.device))
+
+    def _drafted(self, rows: Sequence[Row]) -> TreeBatch:
+        """Return the drafter's trees, or what the rows' grammars make of them; the first rank follows grammars."""
+        shared = self._shared
+
+        def proposed() -> TreeBatch:
+            return self._drafter.propose([row.view() for row in rows])
+
+        def along(trees: TreeBatch) -> TreeBatch:
+            return draft_along(trees, [row.grammar for row in rows], self._drafter.max_nodes - 1)
+
+        if shared is None:
+            return along(proposed())
+        if not shared.draft_is_split:
+            return shared.told(lambda: along(proposed()))
+        trees = proposed()
+        return shared.told(lambda: along(trees)) if any(row.grammar is not None for row in rows) else trees
 
     def _score_prompts(self, planned: Sequence[tuple[Row, Work]], batch: Batch, hidden: Hidden) -> None:
         """Give rows that want their prompt's log probabilities those of this chunk."""

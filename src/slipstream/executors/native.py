@@ -32,6 +32,7 @@ from slipstream.kernels import (
 from slipstream.speculation.controller import Reach
 from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.grammar import forces_text
 from slipstream.speculation.tree import Tree
 
 _MOST_ROUNDS = 16  # of a call
@@ -109,6 +110,8 @@ class NativeExecutor(EagerExecutor):
             return False
         if self._eagle is None or not row.joined.speculate:
             return True
+        if work.drafts and forces_text(row.grammar):  # an eager step drafts that text, and a guess after it
+            return False
         return self._eagle.knows(row.number, len(row.tokens) - 1)
 
     def _rounds(

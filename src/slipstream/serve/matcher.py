@@ -48,6 +48,22 @@ class Matcher:
             return None
         return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
 
+    def draft(self, guess: Sequence[int], most: int) -> list[int]:
+        """Return the guess as far as it is allowed, and what must follow the answer, the guess or what must follow."""
+        matcher, drafted = self._matcher, list[int]()
+        while len(drafted) < most and not matcher.is_stopped():
+            on_guess = drafted == list(guess[: len(drafted)])
+            more = matcher.compute_ff_tokens() or (guess[len(drafted) : len(drafted) + 1] if on_guess else [])
+            taken = matcher.try_consume_tokens(list(more)[: most - len(drafted)])
+            drafted += more[:taken]
+            if taken == 0:
+                break
+        if matcher.is_error():
+            self._restart()
+        else:
+            matcher.rollback(len(drafted))
+        return drafted
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Take in emitted tokens."""
         for token in tokens:

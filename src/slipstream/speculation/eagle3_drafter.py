@@ -7,6 +7,7 @@ the last slot's logits are the first level of the next tree.
 Shape letters: R requests, T slots, D draft width, V draft vocabulary, K tokens of a chain.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,7 @@ class Eagle3Drafter:
         self._ops = ops
         self._last: dict[int, _LastSlot] = {}
         self._followers: dict[int, tuple[Follower, Sequence[int]]] = {}
+        self._guesses: dict[int, list[int]] = {}  # of the round under way, where it is paced
         self._left = LatePages(kv.page_size, _LEFT_BYTES)
         self.shape: TreeShape = shape
         self.captured_layers = captured_layers
@@ -116,6 +118,8 @@ class Eagle3Drafter:
             return trees
         kept_RC = candidates.scores_RC >= cut.floor
         self._pace.drafted([view.request_id for view in grown], candidates.scores_RC.tolist(), kept_RC.sum(1).tolist())
+        tokens = candidates.tokens_RC.tolist()
+        self._guesses = {view.request_id: guess for view, guess in zip(grown, tokens, strict=True)}
         return trees.cut(known, 1 + kept_RC.sum(1))
 
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
@@ -123,13 +127,21 @@ class Eagle3Drafter:
         if not observed:
             return
         if self._pace is not None:
-            self._pace.checked({seen.request_id: len(seen.rows) - 1 for seen in observed})
+            own = {seen.request_id: self._num_right(seen) for seen in observed}
+            alone = all(len(seen.rows) - 1 == own[seen.request_id] for seen in observed)
+            self._pace.checked(own, alone)
         self._catch_up({seen.request_id: seen.start for seen in observed})
         for seen in observed:
             if seen.request_id not in self._last:
                 self._take_up(seen)
         rows_T = torch.tensor([row for seen in observed for row in seen.rows], device=captured[0].device)
         self._extend(observed, tuple(state[rows_T] for state in captured))
+
+    def _num_right(self, seen: Observed) -> int:
+        """Return how many tokens of the last guess were committed: others may have come from elsewhere."""
+        guess = self._guesses.pop(seen.request_id, ())
+        pairs = zip(guess, seen.next_tokens[: len(seen.rows) - 1], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _extend(self, observed: Sequence[Observed], features: tuple[Tensor, ...]) -> None:
         """Run the draft over positions with the target's true features, row by row as they are observed."""

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.speculation.tree import TreeBatch
+
 
 class GrammarState(Protocol):
     """Where one answer stands in its grammar."""
@@ -40,6 +42,59 @@ class Grammar(Protocol):
     def start(self) -> GrammarState:
         """Return the state of an answer that has not begun."""
         ...
+
+
+@runtime_checkable
+class DraftingState(Protocol):
+    """A state that also drafts: where only one text can follow, nobody has to guess it."""
+
+    def draft(self, guess: Sequence[int], most: int) -> list[int]:
+        """Return at most so many tokens to check after the answer so far; leaves the state as it was.
+
+        They are the guess's as far as the grammar allows those, and the tokens of a text where no other can follow.
+        """
+        ...
+
+
+def forces_text(state: object) -> bool:
+    """Tell whether only one text can follow an answer, as far as its grammar can say so."""
+    if not isinstance(state, DraftingState):
+        return False
+    try:
+        return bool(state.draft((), 1))
+    except Exception:  # noqa: BLE001 (a request's own data: its masks fail as well, and end that request only)
+        return False
+
+
+def draft_along(trees: TreeBatch, states: Sequence[object], most: int) -> TreeBatch:
+    """Return trees drafted anew by the grammars that can: chains of at most `most` tokens after their roots.
+
+    What a grammar does not allow would be checked for nothing. Of a tree that branches, all stays or none: it gives way
+    to a text that must follow its root.
+
+    Args:
+        states: where each answer stands; whatever does not draft keeps its tree, and so does an answer without a state.
+    """
+    drafting: dict[int, DraftingState] = {}
+    for row, state in enumerate(states):
+        if isinstance(state, DraftingState):
+            drafting[row] = state
+    if not drafting:
+        return trees
+    unpacked = trees.unpack()
+    changed: dict[int, list[int]] = {}
+    for row, state in drafting.items():
+        tree = unpacked[row]
+        branches = tree.depths[-1] < len(tree.tokens) - 1
+        try:
+            drafted = state.draft(() if branches else tree.tokens[1:], most)
+        except Exception:  # noqa: BLE001, S112 (a request's own data: its masks fail as well, and end that request only)
+            continue
+        if drafted or not branches:
+            changed[row] = [tree.tokens[0], *drafted]
+    if not changed:
+        return trees
+    return trees.replace(list(changed), TreeBatch.chains(list(changed.values()), trees.tokens_RN.device))
 
 
 @dataclass(frozen=True)

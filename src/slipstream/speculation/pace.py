@@ -44,14 +44,17 @@ class Pace:
         assert started is not None, "a round was begun"
         self._previous = _Rounds(started, rounds)
 
-    def checked(self, kept: Mapping[int, int]) -> None:
-        """Note how many drafted nodes of each request were kept; a pass with a prompt in it tells nothing of costs."""
+    def checked(self, kept: Mapping[int, int], alone: bool = True) -> None:
+        """Note how many drafted nodes of each request were kept.
+
+        A pass tells nothing of costs if it had a prompt in it, or tokens that others drafted (it was not `alone`).
+        """
         started, chains = self._started, self._chains
         self._started, self._chains = None, {}
         if started is None:  # a prompt's pass came between: how long the round before took will not be known
             self._previous = None
             self._controller.begin_text()
-        if started is None or len(kept) != self._num_requests or set(chains) != set(kept):
+        if started is None or not alone or len(kept) != self._num_requests or set(chains) != set(kept):
             self._controller.learn(_chains(chains, kept))
             return
         seconds = (self._drafted_at - started, self._clock() - self._drafted_at, 0.0)
@@ -81,7 +84,7 @@ def _num_levels(scores: Sequence[float]) -> int:
 
 def _chains(chains: Mapping[int, tuple[Sequence[float], int]], kept: Mapping[int, int]) -> list[DraftedChain]:
     return [
-        DraftedChain(scores, count, kept[request_id])
+        DraftedChain(scores, count, min(count, kept[request_id]))
         for request_id, (scores, count) in chains.items()
         if request_id in kept
     ]
