@@ -1,8 +1,8 @@
 """A tiny Kimi-K2.5 with Kimi's own tokenizer, whose weights are made so that strings end, and a draft for it.
 
 It has the published architecture and names. Its blocks add nothing, so that a token's successor depends on that token
-alone, and every token has a score of its own: what closes a string, an array or an object scores highest, and null
-where a list of objects would go on for ever. So answers under a schema end.
+alone, and every token has a score of its own: what closes a string, an array, an object or a thought scores highest,
+and null where a list of objects would go on for ever. So answers under a schema end.
 """
 
 import json
@@ -120,7 +120,7 @@ def _score(text: str) -> float:
     """Return how much a token is liked wherever a grammar allows it."""
     if not text.strip():
         return _SPACES
-    if text in ('"', "}", "]", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>"):
+    if text in ('"', "}", "]", "</think>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>"):
         return _CLOSES
     if text in ("null", "n", "nu", "nul"):
         return _NULL  # ends a list that would go on with another object
