@@ -49,7 +49,7 @@ class Matcher:
         return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
 
     def draft(self, guess: Sequence[int], most: int) -> list[int]:
-        """Return the guess as far as it is allowed, and what must follow the answer, the guess or what must follow."""
+        """Return a guess as far as the grammar allows it, and wherever only one text can follow, that text."""
         matcher, drafted = self._matcher, list[int]()
         while len(drafted) < most and not matcher.is_stopped():
             on_guess = drafted == list(guess[: len(drafted)])
