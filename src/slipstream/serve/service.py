@@ -10,11 +10,12 @@ from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.engine import Engine
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.convert import Converter
+from slipstream.serve.errors import HttpError
 from slipstream.serve.generate import Generator
 from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatRequest, CompletionRequest
-from slipstream.serve.structured import constraint_of
+from slipstream.serve.structured import Constraint, constraint_of
 from slipstream.serve.threads import Threads
 from slipstream.serve.ticket import Job
 from slipstream.serve.tools.form import PLAIN
@@ -72,9 +73,18 @@ class Service:
             )
         prompt = await self.threads.run(size, lambda: self.converter.prompt(body))
         for schema in dialect.schemas(prompt.choice):
-            await self.grammars.check(schema)
+            await self._check_tool(schema)
         grammar = await self.grammars.compile(dialect.constraint(constraint, prompt.choice, prompt.begins))
         return self.converter.chat(body, prompt, grammar)
+
+    async def _check_tool(self, schema: Constraint) -> None:
+        """Raise unless calls of a tool can follow its schema, in words that SGLang's clients look for, too."""
+        try:
+            await self.grammars.check(schema)
+        except HttpError as error:
+            if error.status != 400:
+                raise
+            raise HttpError(400, f"A tool has an invalid 'parameters' schema: {error}", param=error.param) from error
 
 
 def _is_tokenized(body: CompletionRequest) -> bool:

@@ -150,5 +150,5 @@ def _named(wanted: Mapping[str, Any], tools: tuple[Tool, ...]) -> Tool:
         )
     found = next((tool for tool in tools if tool.name == name), None)
     if found is None:
-        raise HttpError(400, f"tool_choice names {name!r}, which is not among the tools.", param="tool_choice")
+        raise HttpError(400, f"Tool {name!r} not found in tools list; tool_choice names it.", param="tool_choice")
     return found
