@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from slipstream.cli.bench import app
 from slipstream.engine.rank_models import MODELS, build_target, random_experts, rank_of
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, KernelError
+from slipstream.kernels import select
 from slipstream.quant.formats.nibbles import unpack_signed
 from slipstream.quant.scheme import dequantize
 
@@ -88,3 +89,20 @@ def test_the_verb_prints_steps_and_writes_what_it_counted(tmp_path):
 def test_mistakes_are_answered_with_sentences(arguments, words):
     done = CliRunner().invoke(app, ["rank", "--tiny", "--tp", "2", "--device", "cpu", *arguments])
     assert isinstance(done.exception, ConfigError) and words in str(done.exception)
+
+
+def test_a_rank_of_minimax_has_the_published_share_and_runs_in_tiny_with_its_own_defaults():
+    shape = rank_of("minimax-m2.5", 8)
+    assert (shape.target.num_heads, shape.target.num_kv_heads, shape.target.moe.intermediate_size) == (6, 1, 192)
+    assert shape.experts == "fp8_block"
+    with pytest.raises(ConfigError, match="key heads 8"):
+        rank_of("minimax-m2.5", 16)
+    result = CliRunner().invoke(app, ["rank", "--tiny", "--model", "minimax-m2.5", "--batch", "1", "--context", "16"])
+    assert result.exit_code == 0, result.output
+    assert "one of 2 ranks, fp8_block experts" in result.output
+    assert [line.split()[0] for line in result.output.splitlines()[-3:]] == ["decode", "verify", "draft"]
+
+
+def test_tiles_are_refused_where_no_kernel_has_any():
+    with pytest.raises(KernelError, match="Tile shapes are those of the Triton kernels"):
+        select(CPU, "auto", {"stage2.block_k": 256})

@@ -165,3 +165,16 @@ def test_limits_on_clients_are_flags(launched):
     assert config.allowed_hosts == ("api.example.org", "10.0.0.7")
     with pytest.raises(ConfigError, match="read_timeout_s is 0"):
         launched("--read-timeout 0")
+
+
+def test_kernels_and_tiles_are_set_by_a_file(launched, tmp_path):
+    file = tmp_path / "tuned.yaml"
+    file.write_text("kernels: reference\nexperts: {stage2.block_k: 256, block_t: 16}\n")
+    options = launched(f"m --kernel-settings {file}")["options"]
+    assert (options.kernels, options.tiles) == ("reference", {"stage2.block_k": 256, "block_t": 16})
+    assert (launched("m")["options"].kernels, launched("m")["options"].tiles) == ("auto", {})
+    file.write_text("expert: {}\n")
+    with pytest.raises(ConfigError, match="unknown key 'expert'"):
+        launched(f"m --kernel-settings {file}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        launched(f"m --kernel-settings {tmp_path / 'nowhere'}")

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -12,15 +12,30 @@ from slipstream.errors import ConfigError
 if TYPE_CHECKING:
     from slipstream.engine.rank import StepFigures
 
+
+class _Defaults(NamedTuple):
+    tp: int
+    batch: str
+    context: str
+
+
 _CALLS_PER_LAYER = 2  # all-reduces: after attention, and after the feed-forward part
 
 
 def rank(
-    model: Annotated[str, typer.Option(help="The model whose rank is built, with random weights.")] = "kimi-k2.5",
-    tp: Annotated[int, typer.Option(help="Ranks the model is split over; one of them is built.")] = 8,
-    batch: Annotated[str, typer.Option(help="Requests at a time, with commas.")] = "1,2,8,40",
-    context: Annotated[str, typer.Option(help="Keys of each request, with commas.")] = "1024,10240",
-    form: Annotated[str, typer.Option("--format", help="How experts are stored.")] = "w4a8",
+    model: Annotated[
+        str, typer.Option(help="The model whose rank is built, with random weights: kimi-k2.5 or minimax-m2.5.")
+    ] = "kimi-k2.5",
+    tp: Annotated[
+        int | None, typer.Option(help="Ranks the model is split over; one of them is built.", show_default="8")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(help="Requests at a time, with commas.", show_default="1,2,8,40")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Keys of each request, with commas.", show_default="1024,10240")
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", help="How experts are stored.", show_default="as published")
+    ] = None,
     routing: Annotated[
         Literal["spread", "clustered"],
         typer.Option(help="Whether rows choose experts as apart as trained weights make them, or flock to the same."),
@@ -30,11 +45,14 @@ def rank(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A tile to try, e.g. stage2.block_k=128.")
     ] = None,
     kernels: Annotated[Literal["auto", "triton", "reference"], typer.Option(help="The kernels.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the rank runs.")] = "cuda",
+    device: Annotated[str, typer.Option(help="Where the rank runs: auto, cpu or cuda[:N].")] = "auto",
     all_reduce_us: Annotated[
         float, typer.Option(min=0, help="Model each all-reduce as so long, in a column of its own.")
     ] = 0,
-    tiny: Annotated[bool, typer.Option(help="The architecture in proportions a test can afford.")] = False,
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="The architecture, batches and contexts in proportions any machine can afford."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON, too.")] = None,
 ) -> None:
     """Build one rank of a full-size model on one device, and time decoding, verifying and drafting.
@@ -44,6 +62,8 @@ def rank(
 
     Example:
       slipstream bench rank --model kimi-k2.5 --tp 8 --batch 1,40 --context 1024
+
+      slipstream bench rank --model minimax-m2.5 --tiny
     """
     import torch
 
@@ -51,11 +71,18 @@ def rank(
     from slipstream.engine.rank_models import rank_of
     from slipstream.records.store import check_writable
 
-    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    usual = _Defaults(2, "1,2", "64,256") if tiny else _Defaults(8, "1,2,8,40", "1024,10240")
+    batches = _numbers("--batch", batch or usual.batch)
+    contexts = _numbers("--context", context or usual.context)
+    tp = usual.tp if tp is None else tp
     if out is not None:
         check_writable(out)
     shape = rank_of(model, tp, tiny)
-    found = rank_kernels(torch.device(device), kernels, _settings(settings or []))
+    form = form or shape.experts
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if place == "cpu" and not tiny:
+        raise ConfigError(f"A full-size rank of {model} needs a GPU, and torch sees none here; --tiny runs anywhere.")
+    found = rank_kernels(torch.device(place), kernels, _settings(settings or []))
     bandwidth = None
     if found.device.type != "cpu":
         from slipstream.kernels.triton.bandwidth import read_bandwidth

@@ -35,6 +35,7 @@ def serve(
     prefill_share: o.PrefillShare = 0.5,
     prefix_cache: o.PrefixCache = True,
     borrowed_tokens: o.BorrowedTokens = 64,
+    kernel_settings: o.KernelSettings = None,
     simulated_acceptance: o.SimulatedAcceptance = None,
     api_key: o.ApiKey = None,
     api_key_file: o.ApiKeyFile = None,
@@ -110,6 +111,7 @@ def serve(
     from slipstream.serve import flags
     from slipstream.serve.config import ServeConfig
     from slipstream.serve.fixed_sampling import fixed_sampling as prescribed
+    from slipstream.serve.kernel_settings import read_kernel_settings
     from slipstream.serve.logs import set_up_logs
     from slipstream.serve.server import serve as run
 
@@ -130,12 +132,15 @@ def serve(
         prefix_cache=prefix_cache and not disable_radix_cache,
         borrowed_tokens=borrowed_tokens,
     )
+    chosen = read_kernel_settings(kernel_settings)
     options = LoadOptions(
         flags.named_model(model, model_path),
         wanted.draft or "auto",
         wanted.tree or (flags.DEFAULT_TREE if wanted.simulated_acceptance else None),
         device,
         dtype,
+        chosen.kernels,
+        chosen.experts,
         max_context=max_context,
         max_requests=max_requests,
         max_batch_tokens=max_batch_tokens,

@@ -88,6 +88,10 @@ PrefixCache = Annotated[
         help="Keep pages of earlier prompts.",
     ),
 ]
+KernelSettings = Annotated[
+    Path | None,
+    typer.Option(help="A YAML file: kernels (a path by name) and experts (tile shapes); no answer depends on either."),
+]
 BorrowedTokens = Annotated[
     int,
     typer.Option(help="On a CPU: tokens of a request's own text, unknown to the draft, that it may propose; 0: none."),

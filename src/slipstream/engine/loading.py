@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -59,6 +60,8 @@ class LoadOptions:
         tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
+        tiles: tile shapes of the experts' products in place of the shipped ones, by name (`stage2.block_k`); no answer
+            depends on them.
         max_context: None takes what the model allows: up to 4096 on a CPU, and what memory holds on a GPU; with a
             memory fraction, up to what fits in it (and 131072), as the servers do whose launch lines name one.
         max_requests: requests that run at once; None takes 32 on a CPU and 64 on a GPU.
@@ -76,6 +79,7 @@ class LoadOptions:
     device: str = "auto"
     dtype: str = "auto"
     kernels: KernelChoice = "auto"
+    tiles: Mapping[str, int] = field(default_factory=dict)
     max_context: int | None = None
     max_requests: int | None = None
     max_batch_tokens: int | None = None
@@ -138,7 +142,7 @@ def _check_split(options: LoadOptions, device: torch.device) -> None:
     """Refuse what cannot be split before a rank is started: here it is a sentence, there the end of a group."""
     if options.topology == Topology():
         return
-    ops = select(device, options.kernels)
+    ops = select(device, options.kernels, options.tiles)
     path, kept_for = _target_path(options, ops)
     source = open_checkpoint(path)
     check_target_split(source, options.topology, kept_for)
@@ -181,7 +185,7 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     """Read this rank's part of the target, and the draft if this rank has any of it."""
     device = seat.device
     dtype = _dtype(options.dtype, device)
-    ops = select(device, options.kernels)
+    ops = select(device, options.kernels, options.tiles)
     path, kept_for = _target_path(options, ops)
     source = open_checkpoint(path)
     allowed = model_spec(source.config, source.folder).max_position

@@ -24,10 +24,11 @@ _FP8_SPREAD = 90.0  # of a weight's FP8 codes whose largest, some five times as 
 
 @dataclass(frozen=True)
 class RankModel:
-    """A model whose ranks can be measured: the whole target and the draft it is served with."""
+    """A model whose ranks can be measured: the whole target, the draft it is served with, its experts' format."""
 
     target: ModelSpec
     draft: DraftSpec
+    experts: str
 
 
 def _kimi() -> RankModel:
@@ -43,25 +44,40 @@ def _kimi() -> RankModel:
     draft = DraftSpec(
         "LlamaForCausalLMEagle3", 163840, 163840, 7168, 7168, 12288, 1, 64, 64, 128, 1e-6, RopeSpec(1e6, 128), 262144
     )
-    return RankModel(target, draft)
+    return RankModel(target, draft, "w4a8")
+
+
+def _minimax() -> RankModel:
+    """Return MiniMax-M2.5 as its config.json says, and a draft as large as the published one's file (464 MB)."""
+    moe = MoeSpec(256, 1536, RoutingSpec(8))
+    target = ModelSpec(
+        "MiniMaxM2ForCausalLM", 200064, 3072, 1536, 62, 48, 8, 128, 1e-6, RopeSpec(5e6, 64), 196608, False,
+        qk_norm="full", moe=moe, dtype="bfloat16",
+    )  # fmt: skip
+    draft = DraftSpec(
+        "LlamaForCausalLMEagle3", 200064, 32000, 3072, 3072, 7168, 1, 24, 8, 128, 1e-6, RopeSpec(5e6, 128), 196608
+    )
+    return RankModel(target, draft, "fp8_block")
 
 
 def _tiny(model: RankModel) -> RankModel:
     """Return the same architecture in proportions a test can afford."""
     target, mla, moe = model.target, model.target.mla, model.target.moe
-    assert mla is not None and moe is not None
-    mla = replace(mla, q_rank=48, kv_rank=64, nope_dim=16, rope_dim=8, value_dim=16)
-    moe = replace(moe, num_experts=8, intermediate_size=64, shared_size=64, routing=replace(moe.routing, top_k=2))
+    assert moe is not None
+    if mla is not None:
+        mla = replace(mla, q_rank=48, kv_rank=64, nope_dim=16, rope_dim=8, value_dim=16)
+    shared = 64 if moe.shared_size else 0
+    moe = replace(moe, num_experts=8, intermediate_size=64, shared_size=shared, routing=replace(moe.routing, top_k=2))
     rope = replace(target.rope, rotary_dim=8)
     target = replace(
-        target, vocab_size=256, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=4,
-        head_dim=24, rope=rope, mla=mla, moe=moe,
+        target, vocab_size=256, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
+        num_kv_heads=4 if mla else 2, head_dim=24 if mla else 32, rope=rope, mla=mla, moe=moe,
     )  # fmt: skip
     draft = replace(
         model.draft, vocab_size=256, draft_vocab_size=256, hidden_size=128, target_hidden_size=128,
         intermediate_size=128, num_heads=4, num_kv_heads=4, head_dim=32, rope=RopeSpec(1e6, 32),
     )  # fmt: skip
-    return RankModel(target, draft)
+    return RankModel(target, draft, model.experts)
 
 
 def rank_of(name: str, num_ranks: int, tiny: bool = False) -> RankModel:
@@ -79,6 +95,7 @@ def rank_of(name: str, num_ranks: int, tiny: bool = False) -> RankModel:
     assert moe is not None
     shares = {
         "attention heads": target.num_heads,
+        "key heads": target.num_kv_heads,
         "vocabulary": target.vocab_size,
         "feed-forward width": target.intermediate_size,
         "expert width": moe.intermediate_size // 32,  # blocks of 32 columns stay whole
@@ -104,7 +121,7 @@ def rank_of(name: str, num_ranks: int, tiny: bool = False) -> RankModel:
         num_heads=draft.num_heads // num_ranks,
         num_kv_heads=draft.num_kv_heads // num_ranks,
     )
-    return RankModel(target, draft)
+    return RankModel(target, draft, whole.experts)
 
 
 def build_target(
@@ -195,5 +212,5 @@ def random_experts(
     return experts(nibbles, num_inputs // 32, dtype=torch.uint8, value=exponent)
 
 
-MODELS = {"kimi-k2.5": _kimi()}
+MODELS = {"kimi-k2.5": _kimi(), "minimax-m2.5": _minimax()}
 """Models whose ranks can be measured, by the name the command line takes."""

@@ -1,6 +1,7 @@
 """One door to the kernels: `select` picks a backend; nothing else in the package names one."""
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, get_args
 
@@ -79,16 +80,22 @@ KERNEL_CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
 _LOG = logging.getLogger(__name__)
 
 
-def select(device: torch.device, choice: KernelChoice = "auto") -> Ops:
-    """Return the backend for a device: the fastest that runs there, or the one asked for."""
+def select(device: torch.device, choice: KernelChoice = "auto", tiles: Mapping[str, int] | None = None) -> Ops:
+    """Return the backend for a device: the fastest that runs there, or the one asked for.
+
+    Args:
+        tiles: tile shapes of the experts' products in place of the shipped ones, which only the Triton kernels have.
+    """
     if choice not in KERNEL_CHOICES:
         raise KernelError(f"There is no kernel path {choice!r}; it is {' or '.join(KERNEL_CHOICES)}.")
     if choice == "cpu" and device.type != "cpu":
         raise KernelError(f"The 'cpu' kernels cannot run on device {device}; choose 'auto' or 'reference'.")
+    if tiles and (choice in ("cpu", "reference") or (choice == "auto" and device.type == "cpu")):
+        raise KernelError("Tile shapes are those of the Triton kernels, which run on a GPU; leave them out.")
     if choice == "reference":
         return ReferenceOps(device)
     if choice == "triton" or device.type != "cpu":
-        return _triton(device, choice)
+        return _triton(device, choice, tiles or {})
     try:
         return CpuOps(torch.get_num_threads())
     except KernelError as error:
@@ -103,8 +110,9 @@ def select(device: torch.device, choice: KernelChoice = "auto") -> Ops:
         return ReferenceOps(device)
 
 
-def _triton(device: torch.device, choice: KernelChoice) -> Ops:
+def _triton(device: torch.device, choice: KernelChoice, tiles: Mapping[str, int]) -> Ops:
     try:
+        from slipstream.kernels.triton.latent_blocks import MoeOptions
         from slipstream.kernels.triton.ops import TritonOps  # triton is absent from CPU builds of torch
     except ImportError as error:
         if choice == "triton":
@@ -117,7 +125,7 @@ def _triton(device: torch.device, choice: KernelChoice) -> Ops:
             error,
         )
         return ReferenceOps(device)
-    return TritonOps(device)
+    return TritonOps(device, moe=MoeOptions(tiles))
 
 
 def step_ops(ops: Ops) -> StepOps:

@@ -20,6 +20,7 @@ from slipstream.kernels.triton import attention_sight, chains, norm_rope, router
 from slipstream.kernels.triton.ahead import compiling_ahead
 from slipstream.kernels.triton.attention import AttentionLaunch, attention
 from slipstream.kernels.triton.blocks import Blocks
+from slipstream.kernels.triton.expert_tiles import expert_tiles
 from slipstream.kernels.triton.experts import ExpertOptions, experts
 from slipstream.kernels.triton.latent_attention import latent_attention
 from slipstream.kernels.triton.latent_blocks import LatentBlocks, MoeOptions
@@ -53,7 +54,8 @@ class TritonOps:
             self._tuning.attention, self._products.counters, self._dependent, self._tuning.instruction
         )
         self._blocks = Blocks(self._products, replace(self._launch, early=True))
-        self._latent_blocks = LatentBlocks(self._products, moe or MoeOptions())
+        self._moe = moe or MoeOptions()
+        self._latent_blocks = LatentBlocks(self._products, self._moe)
         self._reference = ReferenceOps(device)
         self._said: set[str] = set()
         self._compiling = False
@@ -166,7 +168,11 @@ class TritonOps:
         activation: Activation = SILU,
     ) -> Tensor:
         """Sum each token's experts."""
-        return experts(x_TD, gate_up, down, expert_ids_TK, weights_TK, ExpertOptions(activation=activation))
+        options = ExpertOptions(activation=activation)
+        if self._moe.settings:
+            tiles = expert_tiles(self._tuning.architecture, gate_up.format, expert_ids_TK.numel())
+            options = ExpertOptions(tiles.changed(self._moe.settings), activation=activation)
+        return experts(x_TD, gate_up, down, expert_ids_TK, weights_TK, options)
 
     def run_layers(
         self,
