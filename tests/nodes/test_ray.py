@@ -11,7 +11,7 @@ from slipstream.bench.peers.environments import ray_environment
 from tests.nodes.kept import Kept
 from tests.nodes.namespaces import wait_for
 
-pytestmark = [pytest.mark.nodes, pytest.mark.interop]
+pytestmark = pytest.mark.nodes
 START_S = 300
 JOB = Path(__file__).with_name("ray_job.py")
 

@@ -13,7 +13,7 @@ from tests.nodes.kept import Kept
 from tests.nodes.namespaces import wait_for
 from tests.nodes.pairs import write_wide_pair
 
-pytestmark = [pytest.mark.nodes, pytest.mark.interop]
+pytestmark = pytest.mark.nodes
 START_S = 500
 ENV = ("HF_HUB_OFFLINE=1", "VLLM_CPU_KVCACHE_SPACE=1", "OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind")
 BODY = {"prompt": [3, 14, 15], "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}

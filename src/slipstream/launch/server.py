@@ -42,7 +42,7 @@ class Server:
         await _refuse_if_taken(launch)
         server = cls(launch, log)
         try:
-            await server._start(processes.cluster)
+            await server._start(processes.cluster, "-ray")
             if processes.cluster:
                 await server._wait_joined(len(processes.cluster))
             await server._start([replace(process, command=placed(process.command)) for process in processes.server])
@@ -86,18 +86,17 @@ class Server:
         raise LaunchError(f"the server was not healthy within {timeout_s:g} s; {self._running[0].last_words()}")
 
     async def stop(self) -> None:
-        """End every process on every node; those that were started last end first."""
-        await asyncio.gather(*(process.stop() for process in reversed(self._running)))
+        """End every process on every node."""
+        await asyncio.gather(*(process.stop() for process in self._running))
         await asyncio.gather(*self._watchers)
 
-    async def _start(self, processes: Sequence[Process]) -> None:
+    async def _start(self, processes: Sequence[Process], suffix: str = "") -> None:
         for process in processes:
             command, nodes = process.command, self._launch.nodes
             if process.node is None or nodes is None:
                 started = await ServerProcess.start(command, self._log)
             else:
-                role = "" if command.argv[1:2] != ("start",) else "-ray"
-                log = self._log.with_stem(f"{self._log.stem}-{process.node.name}{role}")
+                log = self._log.with_stem(f"{self._log.stem}-{process.node.name}{suffix}")
                 started = await ServerProcess.start_on(nodes, process.node, command, files_of(self._launch), log)
             self._running.append(started)
             self._watchers.append(asyncio.create_task(self._watch(started)))
