@@ -63,6 +63,7 @@ def test_reasoning_that_is_not_told_apart_stands_in_the_text(client, thinks):
     together = asked(client, **thinks, separate_reasoning=False)["choices"][0]["message"]
     assert together["reasoning_content"] is None
     assert together["content"] == apart["reasoning_content"] + END + apart["content"]
+    assert all("reasoning_content" in delta for delta in deltas(client, **thinks))  # clients read it of each
     streamed = deltas(client, **thinks, separate_reasoning=False)
     assert "".join(delta.get("content") or "" for delta in streamed) == together["content"]
 

@@ -30,7 +30,11 @@ _OBJECTS = {
 
 @dataclass(frozen=True)
 class Wants:
-    """What a request wants in its answer beside the text."""
+    """What a request wants in its answer beside the text.
+
+    Args:
+        reasons: the model reasons, so that clients read every delta's reasoning; it is null where there is none.
+    """
 
     kind: Kind
     stream: bool
@@ -46,6 +50,7 @@ class Wants:
     prompt_ids: bool = False
     tokens_as_ids: bool = False
     reasoning: bool = True
+    reasons: bool = False
 
 
 @dataclass
@@ -157,13 +162,13 @@ class AnswerWriter:
         last = event if event.finish_reason is not None else None
         choice = self._choice(index, tally, [event], last)
         usage = self.usage(tallies) if self._wants.running_usage else None
-        silent = tally.job.form is not PLAIN and last is None and usage is None and not opening
+        silent = tally.job.form is not PLAIN and last is None and usage is None
         if (
             silent
             and not choice.get("delta")
             and not (choice["logprobs"] or self._wants.tokens or self._wants.token_ids)
         ):
-            return b""  # all of it is held back: it may be a marker
+            return opening  # all of the text is held back: it may be a marker
         return opening + server_sent_event(self._chunk([choice], usage))
 
     def end(self, tallies: Sequence[Tally]) -> bytes:
@@ -255,6 +260,8 @@ class AnswerWriter:
         elif wants.stream:
             if delta is None:
                 delta = delta_json([part for event in events for part in tally.read(event)], wants.reasoning)
+            if delta and wants.reasons:
+                delta = {**delta, "reasoning_content": delta.get("reasoning_content")}
             quiet: Json = {} if tally.job.form is not PLAIN else {"content": ""}
             choice["delta"] = delta or (quiet if last is None else dict(_NOTHING_MORE))
         else:

@@ -144,6 +144,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             logprobs,
             prompt_ids=body.return_prompt_token_ids,
             reasoning=body.include_reasoning,
+            reasons=service.converter.dialect.reasoning is not None,
         )
         return await service.generator.respond(request, jobs, writer(request, body, wants), _names(body))
 
