@@ -92,6 +92,10 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 
 
 OTHERS = {
+    "Qwen3-VL-MoE, wide experts": _seeing(
+        "Qwen3VLMoe", SMALL_VISION, {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}, "num_experts": 2,
+                                     "num_experts_per_tok": 1, "moe_intermediate_size": 128, "num_hidden_layers": 1},
+    ),
     "Qwen3-MoE, all experts": _config(
         "Qwen3MoeConfig", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
     ),

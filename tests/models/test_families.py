@@ -75,7 +75,9 @@ def test_a_joined_tensor_of_another_height_is_named(tmp_path):
     tensors = tensors_of(folder)
     name = "model.layers.1.self_attn.qkv_proj.weight"
     cut = write(tmp_path / "cut", config, {**tensors, name: tensors[name][:-1]})
-    with pytest.raises(CheckpointError, match=rf"{name} has shape \[127, 64\], where config.json speaks of 128 rows"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name} has shape \[127, 64\], where config.json speaks of 128 rows of q_proj"
+    ):
         load_target(open_checkpoint(cut), torch.float32, CPU)
 
 

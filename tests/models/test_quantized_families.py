@@ -10,6 +10,7 @@ from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_target
 from slipstream.models.moe import Experts
 from slipstream.quant.formats import mxfp4
+from slipstream.quant.scheme import dequantize
 from tiny_families import folder_of, some_tokens, tiny
 from tiny_moe import passes, quantized, save, tensors_of, write
 
@@ -99,3 +100,43 @@ def test_awq_and_gptq_are_the_numbers_they_stand_for(kind, format, tmp_path):
     tokens_T = some_tokens(24)
     expected, _ = passes(load_target(open_checkpoint(decoded), torch.float32, CPU), tokens_T, [24], True)
     torch.testing.assert_close(passes(ours, tokens_T, [24], True)[0], expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dialect", ["quark", "compressed-tensors"])
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "fp8"])
+def test_joined_layers_keep_their_stored_form_and_their_scales(scheme, dialect, tmp_path):
+    """Phi's q, k, v are quantized as the one layer they are stored as, by row or with one scale."""
+    dense = folder_of("Phi-4", tmp_path / "dense")
+    folder = quantized(dense, tmp_path / "fp8", scheme, None, dialect, ())
+    packed = load_target(open_checkpoint(folder), torch.float32, CPU)
+    whole = load_target(open_checkpoint(dense), torch.float32, CPU)
+    for ours, theirs in zip(packed.layers, whole.layers, strict=True):
+        for part in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+            got, expected = dequantize(ours.get_submodule(part).packed), theirs.get_submodule(part).weight
+            assert (got - expected).norm() / expected.norm() < 0.05
+
+
+def test_stacks_in_fp8_blocks_are_the_experts_they_stand_for(tmp_path):
+    """Qwen3-VL-MoE in FP8: codes [E, in, out], and a scale for each 128 by 128 of them."""
+    folder = folder_of("Qwen3-VL-MoE, wide experts", tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    stored, decoded = {}, {}
+    for name, value in tensors_of(folder).items():
+        stored[name] = decoded[name] = value
+        if ".experts." not in name:
+            continue
+        matrices = value.transpose(1, 2)
+        padded = torch.nn.functional.pad(matrices, (0, -matrices.shape[2] % 128, 0, -matrices.shape[1] % 128))
+        scale = padded.unflatten(1, (-1, 128)).unflatten(3, (-1, 128)).abs().amax((2, 4)) / 448
+        spread = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : matrices.shape[1], : matrices.shape[2]]
+        stored[name] = (matrices / spread).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        decoded[name] = stored[name].float() * spread
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    packed_folder = write(tmp_path / "fp8", {**config, "quantization_config": quantization}, stored)
+    packed = load_target(open_checkpoint(packed_folder), torch.float32, CPU)
+    dense = load_target(open_checkpoint(write(tmp_path / "decoded", config, decoded)), torch.float32, CPU)
+    assert formats(packed) == {"fp8_block"}
+    for layer, expected in zip(packed.layers, dense.layers, strict=True):
+        for ours, theirs in zip(layer.mlp.experts.packed, expected.mlp.experts.weights, strict=True):
+            assert all(torch.equal(dequantize(ours.expert(e)), theirs.codes[e]) for e in range(ours.num_experts))

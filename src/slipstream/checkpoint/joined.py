@@ -26,13 +26,13 @@ class Piece:
 
     Args:
         stored: the stored tensor's name.
-        rows: which of its rows; of a vector, which entries.
+        rows: which of its rows; of a vector, which entries; None for all of what pieces share, such as one scale.
         expert: which matrix of a stack; None where nothing is stacked.
         transposed: whether matrices are stored [in, out], so that a row is a stored column.
     """
 
     stored: str
-    rows: range
+    rows: range | None
     expert: int | None = None
     transposed: bool = False
 
@@ -66,6 +66,8 @@ class TakenApart:
         if piece is None:
             return self._source.info(name)
         whole = self._source.info(piece.stored)
+        if piece.rows is None:
+            return replace(whole, name=name)
         shape = self._matrix(piece)
         if piece.transposed:
             shape = shape[::-1]
@@ -74,8 +76,9 @@ class TakenApart:
 
     def tensor(self, name: str, device: str = "cpu") -> Tensor:
         """Read one tensor whole."""
-        if name not in self._pieces:
-            return self._source.tensor(name, device)
+        piece = self._pieces.get(name)
+        if piece is None or piece.rows is None:
+            return self._source.tensor(name if piece is None else piece.stored, device)
         return self.part(name, tuple(Span.whole(size) for size in self.info(name).shape)).to(device)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -92,6 +95,8 @@ class TakenApart:
         if piece is None:
             return self._source.part(name, window)
         check_window(self.info(name), window)
+        if piece.rows is None:
+            return self._source.part(piece.stored, window)
         rows = piece.rows[window[0].start : window[0].stop]
         matrix = self._matrix(piece)
         total = matrix[1] if piece.transposed else matrix[0]
@@ -131,7 +136,8 @@ def taken_apart(source: TensorSource, spec: ModelSpec) -> TensorSource:
     return TakenApart(source, pieces) if pieces else source
 
 
-_JOINED = re.compile(r"(?P<above>.*\.)(?P<what>qkv_proj|gate_up_proj)\.(?P<suffix>weight|bias)")
+_JOINED = re.compile(r"(?P<above>.*\.)(?P<what>qkv_proj|gate_up_proj)\.(?P<suffix>bias|input_scale|weight(_\w+)?)")
+_FP8_BLOCK = 128
 
 
 def _joined_layers(source: TensorSource, spec: ModelSpec) -> dict[str, Piece]:
@@ -145,17 +151,38 @@ def _joined_layers(source: TensorSource, spec: ModelSpec) -> dict[str, Piece]:
     for name in source.names():
         if (match := _JOINED.fullmatch(name)) is None:
             continue
-        heights = parts[match["what"]]
-        _check_rows(source, name, sum(heights.values()))
         start = 0
-        for part, height in heights.items():
-            pieces[f"{match['above']}{part}.{match['suffix']}"] = Piece(name, range(start, start + height))
-            start += height
+        for part, height in _entries(source, name, parts[match["what"]]).items():
+            rows = None if height is None else range(start, start + height)
+            pieces[f"{match['above']}{part}.{match['suffix']}"] = Piece(name, rows)
+            start += height or 0
     return pieces
 
 
-_STACKED = re.compile(r"(?P<above>.*\.experts\.)(?P<what>gate_up_proj|down_proj)(?P<form>|_bias|_blocks|_scales)")
-_SUFFIXES = {"": "weight", "_bias": "bias", "_blocks": "weight", "_scales": "weight_scale"}
+def _entries(source: TensorSource, name: str, heights: dict[str, int]) -> Mapping[str, int | None]:
+    """Return how many entries of a stored tensor each of the joined layers has; None where they share all of it."""
+    info, total = source.info(name), sum(heights.values())
+    entries = info.shape[0] if info.shape else 1
+    if entries == total:
+        return heights
+    if name.endswith(("_scale", "_shape")) and entries <= 2:
+        return dict.fromkeys(heights)
+    if name.endswith("_scale_inv") and not any(height % _FP8_BLOCK for height in heights.values()):
+        heights = {part: height // _FP8_BLOCK for part, height in heights.items()}
+        if entries == sum(heights.values()):
+            return heights
+    raise CheckpointError(
+        f"{info.file}: tensor {name} has shape {list(info.shape)}, where config.json speaks of {total} rows of "
+        f"{', '.join(heights)}; fetch both again."
+    )
+
+
+_STACKED = re.compile(
+    r"(?P<above>.*\.experts\.)(?P<what>gate_up_proj|down_proj)(?P<form>|_bias|_blocks|_scales|_scale_inv)"
+)
+_SUFFIXES = {
+    "": "weight", "_bias": "bias", "_blocks": "weight", "_scales": "weight_scale", "_scale_inv": "weight_scale_inv",
+}  # fmt: skip
 _BLOCK = 32  # of MXFP4, in gpt-oss's files 16 bytes of codes and one of scale
 
 
@@ -176,7 +203,10 @@ def _stacked_experts(source: TensorSource, spec: ModelSpec) -> dict[str, Piece]:
     transposed = all(source.info(name).shape[1:] == matrix[::-1] for name, matrix in dense.items())
     return {
         f"{match['above']}{expert}.{part}.{_SUFFIXES[match['form']]}": Piece(
-            name, part_rows, expert, transposed and name in dense
+            name,
+            _blocks_of(part_rows) if match["form"] == "_scale_inv" else part_rows,
+            expert,
+            transposed and match["form"] in ("", "_scale_inv"),
         )
         for name, match in stacks.items()
         for expert in range(spec.moe.num_experts)
@@ -184,29 +214,33 @@ def _stacked_experts(source: TensorSource, spec: ModelSpec) -> dict[str, Piece]:
     }
 
 
+def _blocks_of(rows: range) -> range:
+    """Return which blocks of FP8 hold these rows, where both begin and end together (`_check_stack`)."""
+    return range(rows.start // _FP8_BLOCK, -(-rows.stop // _FP8_BLOCK))
+
+
 def _check_stack(source: TensorSource, name: str, form: str, stack: tuple[int, int, int]) -> None:
     """Raise unless a stack of experts [E, out, in] has the shape of its form."""
     info, (experts, outputs, inputs) = source.info(name), stack
+    blocks = (-(-outputs // _FP8_BLOCK), -(-inputs // _FP8_BLOCK))
     forms: dict[str, list[tuple[int, ...]]] = {
         "": [(experts, outputs, inputs), (experts, inputs, outputs)],
         "_bias": [(experts, outputs)],
         "_blocks": [(experts, outputs, inputs // _BLOCK, _BLOCK // 2)],
         "_scales": [(experts, outputs, inputs // _BLOCK)],
+        "_scale_inv": [(experts, *blocks), (experts, *blocks[::-1])],
     }
     shapes = forms[form]
+    half = outputs // 2
+    if form == "_scale_inv" and "gate_up" in name and half % _FP8_BLOCK and outputs > _FP8_BLOCK:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} has a scale for each {_FP8_BLOCK} rows, and gate ends after {half}, inside a "
+            "block, which slipstream cannot take apart."
+        )
     if info.shape not in shapes:
         raise CheckpointError(
             f"{info.file}: tensor {name} has shape {list(info.shape)}, where config.json speaks of {experts} experts "
             f"of {outputs} x {inputs}: {' or '.join(str(list(shape)) for shape in shapes)}; fetch both again."
-        )
-
-
-def _check_rows(source: TensorSource, name: str, expected: int) -> None:
-    info = source.info(name)
-    if not info.shape or info.shape[0] != expected:
-        raise CheckpointError(
-            f"{info.file}: tensor {name} has shape {list(info.shape)}, where config.json speaks of {expected} rows; "
-            "fetch both again."
         )
 
 
