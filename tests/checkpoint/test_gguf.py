@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -140,6 +141,7 @@ def test_the_tokenizer_comes_from_the_metadata(tmp_path):
     [
         ("qwen2", PRETOKENIZE_REGEX),
         ("llama-bpe", TikTokenConverter.__init__.__defaults__[1]),
+        ("gpt-4o", GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]),
     ],
 )
 def test_named_pre_tokenizers_split_as_transformers_does(tmp_path, pre, pattern):

@@ -17,6 +17,12 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K_SPLIT = (  # of GPT-4o and gpt-oss: words by case, their contractions with them
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -42,7 +48,9 @@ def gguf_tokenizer(reader: GgufReader) -> GgufTokenizer:
     try:
         tokenizer = Tokenizer(
             models.BPE(
-                vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=pre == "llama-bpe"
+                vocab={token: i for i, token in enumerate(tokens)},
+                merges=merges,
+                ignore_merges=pre in ("llama-bpe", "gpt-4o"),
             )
         )
     except Exception as error:  # tokenizers raises nothing narrower
@@ -131,4 +139,5 @@ _PRE_TOKENIZERS: dict[str, Callable[[], list[pre_tokenizers.PreTokenizer]]] = {
     "smollm": _digits_then_byte_level,
     "llama-bpe": lambda: _split_by(_LLAMA3_SPLIT),
     "qwen2": lambda: _split_by(_QWEN2_SPLIT),
+    "gpt-4o": lambda: _split_by(_O200K_SPLIT),
 }
