@@ -231,9 +231,9 @@ def test_experts_of_mixed_formats_are_refused(deepseek_folder, tmp_path):
 
 def test_a_quantization_nobody_runs_is_refused_by_name(deepseek_folder, tmp_path):
     config = json.loads((deepseek_folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
-    folder = write(tmp_path / "gptq", config, tensors_of(deepseek_folder))
-    with pytest.raises(CheckpointError, match=r"quant_method 'gptq'; slipstream reads quark, compressed-tensors, fp8"):
+    config["quantization_config"] = {"quant_method": "hqq", "bits": 3}
+    folder = write(tmp_path / "hqq", config, tensors_of(deepseek_folder))
+    with pytest.raises(CheckpointError, match=r"quant_method 'hqq'; slipstream reads quark, compressed-tensors, fp8"):
         load_target(open_checkpoint(folder), torch.float32, CPU)
 
 
