@@ -115,8 +115,18 @@ def test_a_speed_up_plot_shows_whole_intervals(monkeypatch):
     drawn = []
     monkeypatch.setattr(lines, "to_svg", lambda figure: drawn.append(figure) or "")
     lines.speedup_by_concurrency(grid)
-    low, high = drawn[0].axes[0].get_ylim()
+    axis = drawn[0].axes[0]
+    low, high = axis.get_ylim()
     assert low < ratio.low < ratio.high < high
+    assert ratio.high / ratio.low > 12
+    assert axis.get_yscale() == "log"  # else the lines would lie flat below the interval
+
+
+def test_arms_keep_their_order_whichever_was_measured_first():
+    first = [point("no-spec", 1, 1), point("eagle3-bf16", 1, 1), point("eagle3-fp8", 1, 1)]
+    later = [point(arm, 1, 1, workload="8k1k") for arm in ("eagle3-fp8", "no-spec", "eagle3-bf16")]
+    grid = Grid([*first, *later])
+    assert grid.arms(grid.settings[0]) == grid.arms(grid.settings[1]) == ["no-spec", "eagle3-bf16", "eagle3-fp8"]
 
 
 def test_csv_holds_every_cell_with_numbers():

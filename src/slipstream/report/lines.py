@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from slipstream.report.series import (
     Cell,
@@ -16,6 +16,9 @@ from slipstream.report.series import (
     verify_ms_per_accepted,
 )
 from slipstream.report.style import Look, Plot, hide_unused, legend_below, looks_of, new_figure, to_svg
+
+_WIDE = 12.0
+"""Speed-ups and intervals that differ by more than this need a logarithmic axis."""
 
 
 def speedup_by_concurrency(grid: Grid) -> Plot | None:
@@ -195,12 +198,21 @@ def _speedup_line(
 
 
 def _speedup_axis(axis: Any, values: list[float]) -> None:
-    """Show 1 and every interval whole: a whisker that leaves its panel hides how little is known."""
+    """Show 1 and every interval whole: a whisker that leaves its panel hides how little is known.
+
+    Two seeds can leave an interval so wide that the lines would lie flat below it; then the axis is logarithmic.
+    """
     axis.axhline(1.0, color="black", linewidth=0.8)
     if values:
         low, high = min(1.0, *values), max(1.0, *values)
-        margin = 0.06 * (high - low) or 0.1
-        axis.set_ylim(low - margin, high + margin)
+        if low > 0 and high / low > _WIDE:
+            axis.set_yscale("log")
+            axis.set_ylim(low / 1.3, high * 1.3)
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            margin = 0.06 * (high - low) or 0.1
+            axis.set_ylim(low - margin, high + margin)
     axis.set_ylabel("speed-up", fontsize=8)
 
 

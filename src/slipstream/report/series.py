@@ -79,8 +79,10 @@ class Grid:
         for record in sorted(valid, key=lambda r: r.key.seed):
             self._cells.setdefault((setting_of(record), record.key.arm, record.key.concurrency), []).append(record)
         self._arms: dict[Setting, list[str]] = {}
+        everywhere = _ordered(record.key.arm for record in _by_start(records))
         for setting in self.settings:
-            names = _ordered(r.key.arm for r in _by_start(records) if setting_of(r) == setting)
+            here = {record.key.arm for record in records if setting_of(record) == setting}
+            names = [arm for arm in everywhere if arm in here]  # the same order in every table and figure
             # Each baseline goes before the arms compared with it, and the recipe's own before all.
             self._arms[setting] = sorted(names, key=lambda arm: arm != self._baseline[setting, arm])
 
