@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from slipstream.cli.foreign_line import LaunchLine
 from slipstream.cli.serve import serve
 from slipstream.errors import ConfigError
 from slipstream.launch.manifest import manifest
@@ -17,7 +18,7 @@ from slipstream.launch.spread import spread
 from tests.launch.settings import launch
 
 APP = typer.Typer()
-APP.command()(serve)
+APP.command(cls=LaunchLine)(serve)
 TWO = Nodes(("a=10.0.0.1", "b=10.0.0.2"))
 EAGLE = {"draft": Draft("org/draft", "bf16"), "speculation": Speculation("eagle3", 3)}
 
@@ -72,6 +73,22 @@ def test_our_options_are_said_in_the_engines_words():
     )
 
 
+def test_the_engines_own_flags_are_handed_on_as_they_are():
+    line = "--enforce-eager m --engine vllm --engine-args --seed=7 --attention-backend FLASH_ATTN --max-num-seqs 8"
+    line += " --speculative-config {}"
+    assert printed(line) == (
+        "# here vllm serve m --port 8000 --host 127.0.0.1 --tensor-parallel-size 1 --max-num-seqs 8 "
+        "--speculative-config '{}' --enforce-eager --seed 7 --attention-backend FLASH_ATTN"
+    )
+    line = (
+        "--engine=sglang --model-path m --speculative-algorithm EAGLE3 --cuda-graph-bs 1 2 4 --disable-overlap-schedule"
+    )
+    assert printed(line) == (
+        "# here python -m sglang.launch_server --model m --tp 1 --host 127.0.0.1 --port 8000 "
+        "--speculative-algorithm EAGLE3 --cuda-graph-bs 1 2 4 --disable-overlap-schedule"
+    )
+
+
 def test_our_own_engine_goes_to_the_nodes_with_all_it_was_told():
     line = "org/target --draft org/draft --depth 5 --budget 0 --tp 4 --served-model-name m --served-model-name n"
     assert printed(f"{line} --no-prefix-cache --nodes a=10.0.0.1,b=10.0.0.2 --node-port 29600").endswith(
@@ -93,6 +110,7 @@ def test_our_own_engine_goes_to_the_nodes_with_all_it_was_told():
         ("m --engine vllm --tp 2 --nodes a,a", "nodes are a, a; name at least two, each once"),
         ("m --engine vllm --tp 2 --nodes a,b --rsh ssh", "it must say {node} where the node's name belongs"),
         ("m --engine vllm --tp 2 --nodes 2", "--nodes is 2; name them, as in --nodes a,b"),
+        ("m --engine vllm --draft d --speculative-config {}", "Speculation is described twice"),
         ("m --engine vllm --ray", "--ray is about several machines; name them with --nodes"),
         ("m --engine vllm --engine-env A", "--engine-env A: write it as NAME=VALUE"),
         ("m --engine vllm --engine-args seven", "'seven' belongs to no flag"),

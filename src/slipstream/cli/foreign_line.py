@@ -19,10 +19,13 @@ class LaunchLine(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer's context, which has no public type here
         """Turn other servers' flags into ours, then read those."""
-        from slipstream.flags.line import settle, settle_environment
+        from slipstream.flags.line import handed_on, names_another_engine, settle, settle_environment
         from slipstream.flags.table import flag_table
 
         table = flag_table("serve")
+        if names_another_engine(args):
+            ctx.meta[_NOTICES] = ()
+            return super().parse_args(ctx, handed_on(args, own_flags(self), table))
         settled = settle(args, own_flags(self), table)
         ctx.meta[_NOTICES] = (*settled.notices, *settle_environment(sorted(os.environ), table.variables))
         return super().parse_args(ctx, list(settled.words))

@@ -38,8 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 def is_elsewhere(context: typer.Context) -> bool:
-    """Say whether the command line asks for another engine or other machines."""
-    return not _CHOSEN_HERE.isdisjoint(_given(context))
+    """Say whether the command line asks for another engine or other machines; what is so anyway does not."""
+    usual = {"engine_name": "slipstream", "pp": 1}
+    return any(value != usual.get(name) for name, value in _given(context).items() if name in _CHOSEN_HERE)
 
 
 def serve_elsewhere(context: typer.Context) -> None:
@@ -128,6 +129,10 @@ def _model(options: Mapping[str, Any], engine: ServerName) -> str:
 
 def _speculation(engine: ServerName, options: Mapping[str, Any]) -> tuple[Draft | None, Speculation | None]:
     """Return the draft as the engine reads it, and how it drafts."""
+    if any(options[name] is not None for name in options if name.startswith("speculative_")):
+        if options["draft"] is not None:
+            raise ConfigError("Speculation is described twice: use --draft, or the engine's own flags for it.")
+        return None, None  # said in the engine's words, and handed on
     name = options["draft"] or "auto"
     if name == "auto":
         shipped = embedded_draft() if is_embedded(options["model"] or options["model_path"] or "embedded") else None

@@ -44,7 +44,13 @@ Nnodes = Annotated[int, typer.Option(help="Machines that the --tp ranks are deal
 NodeRank = Annotated[int, typer.Option(help="Which of the machines this is, from 0; the first has the server.")]
 Rendezvous = Annotated[
     str,
-    typer.Option("--rendezvous", "--rdzv-endpoint", help="HOST:PORT of the first machine, where the others find it."),
+    typer.Option(
+        "--rendezvous",
+        "--rdzv-endpoint",
+        "--dist-init-addr",
+        "--nccl-init-addr",
+        help="HOST:PORT of the first machine, where the others find it.",
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 MaxRequests = Annotated[

@@ -2,8 +2,10 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -60,6 +62,42 @@ def settle_environment(names: Sequence[str], variables: Mapping[str, Variable]) 
         if name.startswith(_OTHERS) and name not in table
     ]
     return tuple(_by_reason(told))
+
+
+def names_another_engine(words: Sequence[str]) -> bool:
+    """Say whether a line is for vLLM or SGLang itself, to whom its own flags mean what they say."""
+    joined = [word for word in words if word.startswith("--engine=")]
+    named = [f"--engine={value}" for word, value in pairwise(words) if word == "--engine"]
+    return any(word in ("--engine=vllm", "--engine=sglang") for word in (*joined, *named))
+
+
+def handed_on(words: Sequence[str], own: Mapping[str, OwnFlag], table: FlagTable) -> list[str]:
+    """Return a line in our flags, with those of the engine gathered in --engine-args."""
+    kept: list[str] = []
+    handed: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, attached = word.partition("=")
+        if name == "--engine-args":
+            handed += shlex.split(attached if equals else left.pop(0) if left else "")
+        elif name in own:
+            kept += [word, *([left.pop(0)] if own[name].takes_value and not equals and left else [])]
+        elif not name.startswith("--"):
+            kept.append(word)
+        else:
+            handed.append(word)
+            arity = "" if equals else _arity(name, table)
+            while left and arity and not left[0].startswith("--"):
+                handed.append(left.pop(0))
+                arity = arity if arity.endswith("*") else ""
+    return [*kept, *(["--engine-args", shlex.join(handed)] if handed else [])]
+
+
+def _arity(name: str, table: FlagTable) -> str:
+    """Return what an engine's flag takes; one that the table does not know takes all that is no flag."""
+    known = table.flags.get(name)
+    return "V*" if known is None else known.arity
 
 
 class _Line:

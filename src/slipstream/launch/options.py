@@ -25,6 +25,12 @@ SPELLINGS: dict[str, dict[ServerName, str]] = {
     "trust_remote_code": {"vllm": "trust-remote-code", "sglang": "trust-remote-code"},
     "enable_auto_tool_choice": {"vllm": "enable-auto-tool-choice"},
     "log_level": {"vllm": "uvicorn-log-level", "sglang": "log-level"},
+    "speculative_config": {"vllm": "speculative-config"},
+    "speculative_algorithm": {"sglang": "speculative-algorithm"},
+    "speculative_draft_model_path": {"sglang": "speculative-draft-model-path"},
+    "speculative_num_steps": {"sglang": "speculative-num-steps"},
+    "speculative_eagle_topk": {"sglang": "speculative-eagle-topk"},
+    "speculative_num_draft_tokens": {"sglang": "speculative-num-draft-tokens"},
 }
 """By the name of our option; an engine that is missing has no such flag."""
 SWITCHES: dict[str, dict[ServerName, tuple[str, str]]] = {
