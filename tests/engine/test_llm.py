@@ -169,7 +169,7 @@ def test_settings_reach_the_engine(target):
 
 
 def test_keywords_are_the_fields_of_the_dataclasses_they_become():
-    named = {"model", "draft", "tree", "device", "engine", "topology"}
+    named = {"model", "draft", "tree", "device", "engine", "topology", "hosts"}
     for keywords, owners, without in (
         (Settings, (LoadOptions, EngineConfig, Topology), named),
         (Sampling, (SamplingParams,), set()),

@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 from arrivals import drive
-from slipstream.engine.runner import Runner
 
 from oracle import ChainOracle, OracleDrafter
 from slipstream.checkpoint.reader import open_checkpoint
@@ -14,6 +13,8 @@ from slipstream.checkpoint.spec import DraftSpec, RopeSpec
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.executors.eager import EagerExecutor
+from slipstream.executors.runner import Runner
 from slipstream.kernels import select
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
@@ -55,6 +56,7 @@ def test_tokens_are_those_of_plain_decoding(name, tmp_path):
     texts = [(*prompt, *answer) for (prompt, _, _), answer in zip(WORK, plain, strict=True)]
     kv = KvCache.allocate(target.kv_shape, config.resolve_num_pages(7), 4, torch.float32, CPU)
     oracle = (ChainOracle if windowed else OracleDrafter)(texts, 8, 0.95, 0, CPU)
-    engine = Engine(Runner(target, kv, OPS, ()), oracle, config, VOCAB)
+    executor = EagerExecutor(Runner(target, kv, OPS, ()), oracle, config.max_requests)
+    engine = Engine(executor, config, target.spec)
     assert drive(engine, WORK, random.Random(2)) == plain
     assert engine.stats.acceptance.acceptance_length > 1.3, "nothing was accepted, so nothing was shown"

@@ -12,7 +12,7 @@ from slipstream.kernels.triton.tuning import read_tuning
 def test_streamed_products_fit_hardly_spill_and_fold_nothing():
     assert len(compiled_by("compile_streams.py")) > 20
     for row in compiled_by("compile_streams.py"):
-        most = 192 if "128+128" in row["name"] else 96  # bytes of stack; by Triton 3.6 it is 64
+        most = 192 if "128+128" in row["name"] else 112  # bytes of stack; by Triton 3.6 it is 96
         assert row["shared"] <= 227 << 10 and row["spills"] <= most, row
         assert row["matrix"] and not row["folded"], row
 

@@ -26,6 +26,7 @@ class Settings(TypedDict, total=False):
 
     dtype: str
     kernels: KernelChoice
+    tiles: Mapping[str, int]
     max_context: int | None
     memory_fraction: float | None
     page_size: int
