@@ -37,7 +37,7 @@ def settled(line, *more):
         ("m --tool-call-parser auto --reasoning-parser kimi_k2", "m --reasoning-parser kimi_k2"),
         ('m --allowed-origins ["https://a","https://b"]', "m --cors-origin https://a --cors-origin https://b"),
         ("m --data-parallel-size 1 --kv-cache-dtype auto --cpu-offload-gb 0.0", "m"),
-        ("m -pp 2 --dist-init-addr h:5", "m --pipeline-parallel-size 2 --rendezvous h:5"),
+        ("m -pp 2 --dist-init-addr h:5", "m --pipeline-parallel-size 2 --dist-init-addr h:5"),
         ("m --no-trust-remote-code --no-enable-lora -O3 -cc.mode 3", "m"),
         ("m --no-such-flag 3 --nor-this", "m --no-such-flag 3 --nor-this"),
         ("m --draft d -- --served-model-name a", "m --draft d -- --served-model-name a"),
