@@ -114,7 +114,7 @@ def launcher_for(python: str, source: str, log: Path) -> Launcher:
     code = (
         "import inspect, json, typing; from slipstream.cli.serve import serve; "
         "hints = typing.get_type_hints(serve, include_extras=True); "
-        "print(json.dumps([d for name, h in hints.items() if name != 'return' for m in h.__metadata__ "
+        "print(json.dumps([d for h in hints.values() for m in getattr(h, '__metadata__', ()) "
         "for d in (getattr(m, 'param_decls', None) or ()) ] + ['--' + n.replace('_', '-') for n in hints]))"
     )
     done = subprocess.run(

@@ -133,9 +133,9 @@ def version_of(source: Path) -> str:
 
 def _download_vllm(work: Path) -> None:
     """Fetch and unpack vLLM's source distribution; pip asks it for its version, so it has to be able to answer."""
-    build = Client(
-        "peers-build", ("setuptools>=77,<81", "setuptools_scm", "setuptools-rust", "wheel", "packaging", "jinja2")
-    )
+    # It asks for an older setuptools than ours.
+    tools = ("setuptools_scm", "setuptools-rust", "wheel", "packaging", "jinja2")
+    build = Client("peers-build", tools, ("setuptools>=77,<81",))
     command = [str(python_of(build)), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-build-isolation", "--no-binary", ":all:", "--dest", str(work), f"vllm=={VLLM_VERSION}"]
     env = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VLLM_VERSION}

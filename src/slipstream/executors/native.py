@@ -2,7 +2,8 @@
 
 A round does what an eager step does for rows that have one token to compute. Tokens, statistics and keys are the same;
 only the Python between the parts is gone, which on a CPU takes as long as a third of the pass. With patience, a call
-runs several rounds, until an answer ends: then the Python between rounds is gone too. Prompts run eagerly.
+runs several rounds, until an answer ends: then the Python between rounds is gone too. Prompts run eagerly, and so do
+rows whose grammar leaves one text, which an eager step drafts.
 """
 
 import functools
