@@ -36,7 +36,7 @@ from slipstream.bench.peers.process import Peer, PeerError
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.embedded_folder import embedded_folder
 from slipstream.cli.peers import draft_for_vllm
-from slipstream.train.prompts import read_prompts
+from slipstream.train.data.prompts import read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAT = ROOT / "recipes/bench/prompts/mixed.jsonl"

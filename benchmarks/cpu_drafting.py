@@ -29,7 +29,7 @@ from slipstream.speculation.controller import ChainController, DraftedChain, Dra
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
-from slipstream.train.prompts import read_prompts
+from slipstream.train.data.prompts import read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAT = ROOT / "recipes/bench/prompts/mixed.jsonl"

@@ -17,7 +17,7 @@ from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.kernels import select
 from slipstream.models.load import captured_layers, load_draft, load_target
-from slipstream.train.prompts import read_prompts
+from slipstream.train.data.prompts import read_prompts
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from slipstream.kernels import KERNEL_CHOICES
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
-from slipstream.train.prompts import Messages, read_prompts
+from slipstream.train.data.prompts import Messages, read_prompts
 
 
 @dataclass

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from slipstream.train.recipe import read_recipe
-from slipstream.train.run import Paths, TrainingRun
+from slipstream.train.run.phases import Paths, TrainingRun
+from slipstream.train.run.recipe import read_recipe
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes/train/data-speed.yaml")
-    parser.add_argument("--data", type=Path, default=ROOT / "src/slipstream/train/prompt_sets")
+    parser.add_argument("--data", type=Path, default=ROOT / "src/slipstream/train/data/prompt_sets")
     parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
     recipe = read_recipe(asked.recipe)

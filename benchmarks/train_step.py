@@ -20,19 +20,18 @@ import torch
 
 from gpu_models import SMOLLM_135M, TINY
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
+from slipstream.kernels.training import ops as ops_module
+from slipstream.kernels.training.fused import CHECKS, FusedOps
+from slipstream.kernels.training.loss import Labels, soft_cross_entropy
+from slipstream.kernels.training.ops import TrainOps
+from slipstream.kernels.training.seen import Seen
 from slipstream.models.target import Target
-from slipstream.train import ops as ops_module
-from slipstream.train.corpus import Corpus, Text, join
-from slipstream.train.fused import CHECKS, FusedOps
-from slipstream.train.loss import Labels, soft_cross_entropy
-from slipstream.train.moving_average import MovingAverage
-from slipstream.train.objective import DraftShape, Emphasis, Objective, new_draft
-from slipstream.train.ops import TrainOps
-from slipstream.train.optimizer import Optimizer
-from slipstream.train.packing import Batch, Packer, to_device
-from slipstream.train.seen import Seen
-from slipstream.train.unroll import UnrollContext
-from slipstream.train.vocab import DraftVocab
+from slipstream.train.data.corpus import Corpus, Text, join
+from slipstream.train.draft.objective import DraftShape, Emphasis, Objective, new_draft
+from slipstream.train.draft.packing import Batch, Packer, to_device
+from slipstream.train.draft.unroll import UnrollContext
+from slipstream.train.draft.vocab import DraftVocab
+from slipstream.train.run.optimizer import MovingAverage, Optimizer
 
 UNROLL = 5
 Variants = dict[str, TrainOps]
@@ -50,7 +49,7 @@ class Bench:
         target = _random_target(spec, chosen, dtype, self.device)
         self.draft = new_draft(DraftShape(vocab_size=entries).spec(spec), target, self.vocab, 0)
         ops_module.USE_FUSED = False  # each variant is set by hand
-        self.objective = Objective(target, self.draft, self.vocab, Emphasis(hard_share=0.2, miss_weight=0.5))
+        self.objective = Objective(target, self.draft, self.vocab, Emphasis(hard_share=0.2))
         self.objective.dtype = torch.bfloat16
         self.named = {name: p for name, p in self.draft.named_parameters() if p.requires_grad}
         self.optimizer = Optimizer(self.named, "adamw")

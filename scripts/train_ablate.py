@@ -1,7 +1,7 @@
 """Train variants of a recipe for the same short time each, on the data of a run, and say what each reaches.
 
     python scripts/train_ablate.py embedded --recipe recipes/train/embedded.yaml --data prompts --work draft-work \
-        --seconds 45 --log ablations.jsonl --variant train.lr=2e-3 --variant train.unroll=4,train.freeze_head=true \
+        --seconds 45 --log ablations.jsonl --variant train.lr=2e-3 --variant train.unroll=4,train.hard_share=0.3 \
         --variant draft.vocab_size=8192 --variant draft.feedback=pre_norm
 
 The corpus and the evaluation texts are those that `slipstream train` left in its work folder (made if absent). A
@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.errors import SlipstreamError
-from slipstream.train.capture import CaptureHooks
-from slipstream.train.corpus import Corpus
-from slipstream.train.recipe import Recipe, change_recipe, read_recipe
-from slipstream.train.run import Paths, TrainingRun
-from slipstream.train.trainer import Progress
-from slipstream.train.world import local_device
+from slipstream.train.data.corpus import Corpus
+from slipstream.train.draft.capture import CaptureHooks
+from slipstream.train.run.phases import Paths, TrainingRun
+from slipstream.train.run.recipe import Recipe, change_recipe, read_recipe
+from slipstream.train.run.trainer import Progress
+from slipstream.train.run.world import local_device
 
 log = logging.getLogger("ablate")
 _FIXED = ("data.", "generate.", "files.", "train.target_dtype")

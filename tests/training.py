@@ -9,19 +9,20 @@ from slipstream.checkpoint.writer import CheckpointWriter
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.kernels import AttentionBatch, select
+from slipstream.kernels.training.ops import TrainOps
+from slipstream.kernels.training.seen import Seen
 from slipstream.models.accounting import places
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.target import Target
-from slipstream.train.corpus import Text, join
-from slipstream.train.generate import GenerationRequest, Generator
-from slipstream.train.objective import DraftShape, Objective, new_draft
-from slipstream.train.ops import TrainOps
-from slipstream.train.packing import Packer
-from slipstream.train.seen import Seen
-from slipstream.train.trainer import TrainConfig, Trainer
-from slipstream.train.unroll import PackedContext
-from slipstream.train.vocab import choose_vocab
-from slipstream.train.world import World
+from slipstream.train.data.corpus import Text, join
+from slipstream.train.data.generate import GenerationRequest, Generator
+from slipstream.train.draft.objective import DraftShape, Objective, new_draft
+from slipstream.train.draft.packing import Packer
+from slipstream.train.draft.unroll import PackedContext
+from slipstream.train.draft.vocab import choose_vocab
+from slipstream.train.run.recipe import TrainConfig
+from slipstream.train.run.trainer import Trainer
+from slipstream.train.run.world import World
 
 EOS = 2
 PAGE = 16

@@ -19,6 +19,14 @@ class ConfigError(SlipstreamError):
     """A setting is impossible, alone or together with another."""
 
 
+class DataError(SlipstreamError):
+    """Training data cannot be made, read or written."""
+
+
+class TrainingError(SlipstreamError):
+    """A training run cannot go on."""
+
+
 class RequestError(SlipstreamError):
     """A request asks for something the engine cannot do."""
 

@@ -44,7 +44,7 @@ class Forks:
     """A process that has imported everything and forks for each run."""
 
     def __init__(self) -> None:
-        imports = ["slipstream.cli.main", "slipstream.train.run", "slipstream.quant.quantize", "crash.convert"]
+        imports = ["slipstream.cli.main", "slipstream.train.run.phases", "slipstream.quant.quantize", "crash.convert"]
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "crash" / "doomed.py"), *imports],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT,

@@ -14,7 +14,7 @@ from slipstream.engine.llm import LLM
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
-from slipstream.train.prompts import read_prompts
+from slipstream.train.data.prompts import read_prompts
 
 pytestmark = pytest.mark.interop
 HERE = Path(__file__).parent

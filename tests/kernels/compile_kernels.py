@@ -23,7 +23,7 @@ from slipstream.kernels.triton.variants import Variant
 
 MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "mxfp4", "norm_rope", "stretches",
            "endings", "attention", "attention_sight", "sample", "sampling", "chains", "experts", "latent_attention",
-           "latent_heads", "router", "slipstream.train.triton_variants")  # fmt: skip
+           "latent_heads", "router", "slipstream.kernels.training.triton_variants")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),

@@ -6,7 +6,7 @@ from slipstream.engine.loading import LoadOptions, load
 from slipstream.errors import ConfigError
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
-from slipstream.train.compare import NO_DRAFT, compare_drafts
+from slipstream.train.draft.compare import NO_DRAFT, compare_drafts
 from training import write_target_folder
 
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two", "three", "four", "five")]

@@ -15,7 +15,7 @@ from training import RECIPE, write_target_folder
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "train_ablate.py"
 VARIANTS = [
-    "train.unroll=9", "draft.vocab_size=40", "train.freeze_head=true", "draft.feedback=pre_norm", "train.lr=3e-3",
+    "train.unroll=9", "draft.vocab_size=40", "train.hard_share=0.5", "draft.feedback=pre_norm", "train.lr=3e-3",
     "train.lr=1e-3,train.unroll=2", "train.rows_per_step=100000",
 ]  # fmt: skip
 

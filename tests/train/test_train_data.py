@@ -8,20 +8,16 @@ import pytest
 import torch
 import yaml
 
-from slipstream.errors import ConfigError
-from slipstream.train.conversations import ConversationSource, Shown
-from slipstream.train.corpus import Text, join, read_corpus, shard_paths, write_shard
-from slipstream.train.errors import DataError
-from slipstream.train.frame import chat_frame
-from slipstream.train.generate import GenerationResult, GeneratorConfig
-from slipstream.train.make_data import Watch, make_corpus, make_eval_set
-from slipstream.train.mixture import DataConfig
-from slipstream.train.passages import whole_sentences
-from slipstream.train.prompts import normalized, read_excluded, read_prompts
-from slipstream.train.recipe import EvalSet, make_recipe, read_recipe
-from slipstream.train.speaker import Speaker
-from slipstream.train.templates import MOST_OF_ONE
-from slipstream.train.vocab import choose_vocab
+from slipstream.errors import ConfigError, DataError
+from slipstream.train.data.conversations import ConversationSource, Shown
+from slipstream.train.data.corpus import Text, join, read_corpus, shard_paths, write_shard
+from slipstream.train.data.generate import GenerationResult, GeneratorConfig
+from slipstream.train.data.make_data import Watch, make_corpus, make_eval_set
+from slipstream.train.data.mixture import DataConfig, whole_sentences
+from slipstream.train.data.prompts import MOST_OF_ONE, normalized, read_excluded, read_prompts
+from slipstream.train.data.speaker import Speaker, chat_frame
+from slipstream.train.draft.vocab import choose_vocab
+from slipstream.train.run.recipe import EvalSet, make_recipe, read_recipe
 from training import EOS, CharTokenizer, tiny_target
 
 VOCAB = 120
@@ -298,7 +294,7 @@ def test_a_compressed_file_that_ends_too_soon_is_said_to_be_damaged(tmp_path):
 def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(tmp_path, monkeypatch):
     import errno
 
-    from slipstream.train import corpus as module
+    from slipstream.train.data import corpus as module
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.train.trainer import Hooks, TrainConfig
+from slipstream.train.run.recipe import TrainConfig
+from slipstream.train.run.trainer import Hooks
 from training import objective_for, random_texts, train
 
 TEXTS = random_texts(60, seed=2)

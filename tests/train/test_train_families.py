@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.kernels.training.ops import TrainOps
+from slipstream.kernels.training.seen import Seen
 from slipstream.models.load import load_target
-from slipstream.train.ops import TrainOps
-from slipstream.train.seen import Seen
-from slipstream.train.trainer import Hooks
-from slipstream.train.unroll import PackedContext
+from slipstream.train.draft.unroll import PackedContext
+from slipstream.train.run.trainer import Hooks
 from tiny_families import CONFIGS, folder_of, some_tokens
 from tiny_moe import passes
 from training import objective_for, random_texts, train

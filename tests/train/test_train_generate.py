@@ -1,7 +1,6 @@
 import numpy as np
 
-from slipstream.train.generate import GenerationRequest, Generator
-from slipstream.train.repetition import loop_end
+from slipstream.train.data.generate import GenerationRequest, Generator, loop_end
 from training import EOS, ListSource, engine_over, greedy
 
 

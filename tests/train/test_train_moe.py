@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.kernels.training.ops import TrainOps
+from slipstream.kernels.training.seen import Seen
 from slipstream.models.load import load_target
-from slipstream.train.generate import GenerationRequest, Generator
-from slipstream.train.ops import TrainOps
-from slipstream.train.seen import Seen
-from slipstream.train.unroll import PackedContext
+from slipstream.train.data.generate import GenerationRequest, Generator
+from slipstream.train.draft.unroll import PackedContext
 from tiny_moe import VOCAB, deepseek, minimax, passes, save
 from training import EOS, ListSource, engine_over, greedy
 

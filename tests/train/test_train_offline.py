@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.train.capture import Capture, CaptureHooks, wanted_manifest
-from slipstream.train.errors import DataError
-from slipstream.train.packing import Packer
-from slipstream.train.seen import Seen
-from slipstream.train.trainer import Hooks, TrainConfig, Trainer
-from slipstream.train.world import World
+from slipstream.errors import DataError
+from slipstream.kernels.training.seen import Seen
+from slipstream.train.draft.capture import Capture, CaptureHooks, wanted_manifest
+from slipstream.train.draft.packing import Packer
+from slipstream.train.run.recipe import TrainConfig
+from slipstream.train.run.trainer import Hooks, Trainer
+from slipstream.train.run.world import World
 from training import objective_for, random_texts, tiny_target
 
 CONFIG = TrainConfig(steps=3, row_length=128, rows_per_step=4, unroll=3, log_every=1)

@@ -5,8 +5,8 @@ import torch
 
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_draft
-from slipstream.train.output import RunRecord, result_record, write_draft
-from slipstream.train.walk import measure
+from slipstream.train.draft.walk import measure
+from slipstream.train.run.output import RunRecord, result_record, write_draft
 from training import objective_for, random_texts, tiny_target
 
 TRAIN = {"rows_per_step": 1, "row_length": 8, "unroll": 2, "decay": 0.8, "lr": 1e-3}

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.train.objective import DraftShape
-from slipstream.train.plan import (
+from slipstream.train.data.prompts import normalized, read_prompts
+from slipstream.train.draft.objective import DraftShape
+from slipstream.train.run.plan import (
     Speeds,
     check_asked,
     expected_acceptance,
@@ -16,8 +17,7 @@ from slipstream.train.plan import (
     read_plan,
     write_plan,
 )
-from slipstream.train.prompts import normalized, read_prompts
-from slipstream.train.sizes import PROMPT_SETS, plain_recipe
+from slipstream.train.run.trial import PROMPT_SETS, plain_recipe
 from training import tiny_spec
 
 SPEEDS = Speeds(800.0, 0.9, 1.4, 0.5, 0.4, 0.7)

@@ -5,13 +5,13 @@ import torch
 
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.errors import ConfigError
-from slipstream.train.packing import Packer
-from slipstream.train.precision import check_range, load_and_digest
-from slipstream.train.recipe import change_recipe, make_recipe
-from slipstream.train.seen import Seen
-from slipstream.train.trainer import Hooks, TrainConfig
-from slipstream.train.unroll import UnrollContext
-from slipstream.train.walk import measure
+from slipstream.kernels.training.seen import Seen
+from slipstream.train.draft.packing import Packer
+from slipstream.train.draft.target import check_range, load_and_digest
+from slipstream.train.draft.unroll import UnrollContext
+from slipstream.train.draft.walk import measure
+from slipstream.train.run.recipe import TrainConfig, change_recipe, make_recipe
+from slipstream.train.run.trainer import Hooks
 from training import RECIPE, greedy_texts, objective_for, random_texts, tiny_target, train, write_target_folder
 
 

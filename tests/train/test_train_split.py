@@ -2,10 +2,10 @@
 
 import torch
 
-from slipstream.train.corpus import Text, join
-from slipstream.train.packing import Packer
-from slipstream.train.recipe import make_recipe
-from slipstream.train.run import Paths, TrainingRun
+from slipstream.train.data.corpus import Text, join
+from slipstream.train.draft.packing import Packer
+from slipstream.train.run.phases import Paths, TrainingRun
+from slipstream.train.run.recipe import make_recipe
 from training import RECIPE, write_target_folder
 
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from slipstream.train.attention import DraftAttention
-from slipstream.train.packing import Packer
-from slipstream.train.seen import Seen
-from slipstream.train.unroll import UnrollContext, unroll
+from slipstream.kernels.training.attention import DraftAttention
+from slipstream.kernels.training.seen import Seen
+from slipstream.train.draft.packing import Packer
+from slipstream.train.draft.unroll import UnrollContext, unroll
 from training import draft_step_by_step, objective_for, random_texts
 
 

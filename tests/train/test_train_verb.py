@@ -13,17 +13,16 @@ from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.cli.main import app
 from slipstream.engine.llm import LLM
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
-from slipstream.train.average import average_with
-from slipstream.train.corpus import read_corpus
-from slipstream.train.errors import DataError
-from slipstream.train.plan import Plan, Speeds, write_plan
-from slipstream.train.prompts import read_prompts
-from slipstream.train.recipe import change_recipe, make_recipe, read_recipe
-from slipstream.train.run import Paths, TrainingRun
+from slipstream.train.data.corpus import read_corpus
+from slipstream.train.data.prompts import read_prompts
+from slipstream.train.run.output import average_with
+from slipstream.train.run.phases import Paths, TrainingRun
+from slipstream.train.run.plan import Plan, Speeds, write_plan
+from slipstream.train.run.recipe import change_recipe, make_recipe, read_recipe
 from training import RECIPE, objective_for, random_texts, tiny_target, write_target_folder
 
 

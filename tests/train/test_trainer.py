@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.train.corpus import Text, join, write_shard
-from slipstream.train.errors import TrainingError
-from slipstream.train.packing import Packer, to_device
-from slipstream.train.trainer import Hooks, TrainConfig, Trainer, learning_rate
-from slipstream.train.walk import kept_tokens, measure, summarize, walk_rounds
-from slipstream.train.world import World
+from slipstream.errors import TrainingError
+from slipstream.train.data.corpus import Text, join, write_shard
+from slipstream.train.draft.packing import Packer, to_device
+from slipstream.train.draft.walk import kept_tokens, measure, summarize, walk_rounds
+from slipstream.train.run.recipe import TrainConfig
+from slipstream.train.run.trainer import Hooks, Trainer, learning_rate
+from slipstream.train.run.world import World
 from training import draft_step_by_step, greedy_texts, objective_for, random_texts, train
 
 ROOT = Path(__file__).parents[2]
@@ -111,8 +112,8 @@ KILLED = """
     from pathlib import Path
     import torch
     torch.set_num_threads(1)
-    from slipstream.train.corpus import read_corpus
-    from slipstream.train.trainer import Hooks
+    from slipstream.train.data.corpus import read_corpus
+    from slipstream.train.run.trainer import Hooks
     from training import objective_for, random_texts, tiny_target
     from training import train
     texts = random_texts(60, seed=2)
@@ -157,8 +158,8 @@ GLOO = """
     import torch
     import torch.distributed as dist
     torch.set_num_threads(1)
-    from slipstream.train.packing import Packer
-    from slipstream.train.world import World
+    from slipstream.train.draft.packing import Packer
+    from slipstream.train.run.world import World
     from training import objective_for, random_texts, tiny_target
     rank, size = int(sys.argv[1]), int(sys.argv[2])
     world = World()
@@ -197,8 +198,8 @@ def test_a_batch_supervises_exactly_the_slots_serving_reaches():
 
 
 def test_shards_read_back_as_written_and_damage_is_noticed(tmp_path):
-    from slipstream.train.corpus import read_corpus, read_shard
-    from slipstream.train.errors import DataError
+    from slipstream.errors import DataError
+    from slipstream.train.data.corpus import read_corpus, read_shard
 
     texts = [*random_texts(5), Text([70_000, 3], [(1, 2)])]
     write_shard(tmp_path / "shard-00000.safetensors", texts[:3])

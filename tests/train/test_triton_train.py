@@ -5,11 +5,11 @@ import torch
 
 from interpreted import DEVICE
 from slipstream.errors import KernelError
-from slipstream.train import ops as ops_module
-from slipstream.train.fused import CHECKS, FusedOps
-from slipstream.train.loss import Labels, make_teacher, soft_cross_entropy
-from slipstream.train.ops import TrainOps, train_ops
-from slipstream.train.seen import Seen
+from slipstream.kernels.training import ops as ops_module
+from slipstream.kernels.training.fused import CHECKS, FusedOps
+from slipstream.kernels.training.loss import Labels, make_teacher, soft_cross_entropy
+from slipstream.kernels.training.ops import TrainOps, train_ops
+from slipstream.kernels.training.seen import Seen
 
 PLAIN, FUSED = TrainOps(DEVICE), FusedOps(DEVICE)
 

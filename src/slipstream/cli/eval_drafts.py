@@ -13,7 +13,7 @@ from slipstream.cli.tables import narrow_table
 
 if TYPE_CHECKING:
     from slipstream.records.compare import Speedup
-    from slipstream.train.compare import DraftResult
+    from slipstream.train.draft.compare import DraftResult
 
 _FEWEST_GROUPS = 5  # an interval needs several groups of prompts
 
@@ -54,8 +54,8 @@ def drafts(
     from slipstream.engine.config import EngineConfig
     from slipstream.engine.loading import LoadOptions, load
     from slipstream.speculation.sampling import SamplingParams
-    from slipstream.train.compare import compare_drafts
-    from slipstream.train.prompts import read_prompts
+    from slipstream.train.data.prompts import read_prompts
+    from slipstream.train.draft.compare import compare_drafts
 
     console = Console(markup=False)  # a draft's folder may be called [bold]
     asked = read_prompts(prompts)[:count]

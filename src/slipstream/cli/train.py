@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.checkpoint.config import DraftDialect
-    from slipstream.train.output import RunRecord
-    from slipstream.train.plan import Plan
-    from slipstream.train.recipe import Recipe
-    from slipstream.train.run import TrainingRun
-    from slipstream.train.state import TrainState
+    from slipstream.train.run.output import RunRecord
+    from slipstream.train.run.phases import TrainingRun
+    from slipstream.train.run.plan import Plan
+    from slipstream.train.run.recipe import Recipe
+    from slipstream.train.run.trainer import TrainState
 
 _DIALECTS: tuple["DraftDialect", ...] = ("sglang", "vllm", "speculators")
 _BUDGET_S = 3600.0
@@ -71,12 +71,12 @@ def train(
 
       slipstream train embedded --recipe mine.yaml --set train.lr=6e-4 --init-from draft --out draft-2
     """
-    from slipstream.train.capture import CaptureHooks
-    from slipstream.train.lineage import Lineage
-    from slipstream.train.plan import read_plan
-    from slipstream.train.run import Output, Paths, TrainingRun
-    from slipstream.train.sizes import PROMPT_SETS
-    from slipstream.train.world import local_device
+    from slipstream.train.draft.capture import CaptureHooks
+    from slipstream.train.run.output import Lineage
+    from slipstream.train.run.phases import Output, Paths, TrainingRun
+    from slipstream.train.run.plan import read_plan
+    from slipstream.train.run.trial import PROMPT_SETS
+    from slipstream.train.run.world import local_device
 
     begun = time.monotonic()
     place = local_device(device)
@@ -123,8 +123,8 @@ def _recipe(
 ) -> "Recipe":
     from slipstream.checkpoint.config import model_spec
     from slipstream.checkpoint.reader import open_checkpoint
-    from slipstream.train.recipe import change_recipe, read_recipe
-    from slipstream.train.sizes import plain_recipe
+    from slipstream.train.run.recipe import change_recipe, read_recipe
+    from slipstream.train.run.trial import plain_recipe
 
     if path is not None:
         return change_recipe(read_recipe(path), changes)
@@ -135,7 +135,7 @@ def _recipe(
 
 def _plan(run: "TrainingRun", budget_s: float, begun: float, settings: list[str], display: Display) -> "Plan":
     """Make the plan, or read the one a run that was stopped had, and print it."""
-    from slipstream.train.trial import Trial, settle_plan
+    from slipstream.train.run.trial import Trial, settle_plan
 
     asked = {"target": run.digest, "budget_s": budget_s, "settings": settings, "device": run.device.type}
     with display.waiting("trying a few texts and steps"):
@@ -171,7 +171,7 @@ def _dialect(name: str) -> "DraftDialect":
 
 def _finish(console: Console, record: "RunRecord", state: "TrainState", folder: Path) -> None:
     """Draw the curves and show the results."""
-    from slipstream.train.curves import draw_curves
+    from slipstream.train.run.card import draw_curves
 
     draw_curves(state.history, folder / "curves.png")
     table = Table(title=f"acceptance length, greedy chains (step {state.step} of {state.total_steps})")

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from slipstream.train.capture import DiskCost
-    from slipstream.train.conversations import Tally
-    from slipstream.train.generate import GenerationStats
-    from slipstream.train.recipe import Recipe
-    from slipstream.train.trainer import Progress as Step
+    from slipstream.train.data.conversations import Tally
+    from slipstream.train.data.generate import GenerationStats
+    from slipstream.train.draft.capture import DiskCost
+    from slipstream.train.run.recipe import Recipe
+    from slipstream.train.run.trainer import Progress as Step
 
 _EVERY_S = 10.0
 _SETTLED_S = 3.0  # before that, a speed says nothing about the time left

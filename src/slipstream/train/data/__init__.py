@@ -1,0 +1,1 @@
+"""What a draft is trained on: prompts, conversations with the target, and the corpus they make."""

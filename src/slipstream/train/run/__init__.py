@@ -1,0 +1,1 @@
+"""A whole run: recipe, plan, steps, and the folder that comes of it."""

@@ -1,0 +1,172 @@
+"""The draft folder: weights, config.json and the whole record; the drafts it was started from or averaged with."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.checkpoint.config import DraftDialect, DraftOrigin, draft_config
+from slipstream.checkpoint.draft_config import draft_spec
+from slipstream.checkpoint.names import draft_name
+from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.checkpoint.writer import CheckpointWriter
+from slipstream.errors import ConfigError, TrainingError
+from slipstream.models.accounting import places
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.train.draft.walk import Measured
+from slipstream.train.run.card import Record, model_card
+
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Digests of the drafts behind a draft; `records` holds what is known of each, by digest."""
+
+    started_from: str | None = None
+    averaged_with: str | None = None
+    records: dict[str, Record] = field(default_factory=dict)
+
+    @staticmethod
+    def read(started_from: Path | None, averaged_with: Path | None) -> "Lineage":
+        """Take down what the folders say of themselves."""
+        records: dict[str, Record] = {}
+        digests = [None if folder is None else _take(folder, records) for folder in (started_from, averaged_with)]
+        return Lineage(digests[0], digests[1], records)
+
+
+def _take(folder: Path, records: dict[str, Record]) -> str:
+    """Add a folder's record, and those it carries, under the digest of its weights."""
+    draft_spec(open_checkpoint(folder).config, folder, None)  # it must be a draft, said now and not after the data
+    digest = weights_digest(folder)
+    path = folder / "slipstream.json"
+    if path.is_file():
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"{path}: cannot be read ({error}).") from error
+        records.update(content.pop("records", {}))
+        records[digest] = content
+    return digest
+
+
+def weights_digest(folder: Path) -> str:
+    """Return the SHA-256 of a folder's weight files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+SHARD_BYTES = 15_000_000
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What slipstream.json says of how a draft came about; plain values only, hence Any.
+
+    Args:
+        seconds: by phase.
+        started_from, averaged_with: digests of other drafts' weights; `records` has what those drafts' own say.
+        stored_features: digest of the manifest of the features trained from; None with the target in the loop.
+        precision: what the target ran in and the draft's activations were in, by "target" and "draft".
+    """
+
+    target: str
+    target_digest: str
+    recipe: dict[str, Any]
+    corpus: dict[str, Any]
+    coverage: float
+    history: list[dict[str, Any]]
+    results: dict[str, dict[str, Any]]
+    versions: dict[str, str]
+    hardware: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    measured_by: str = "the exact walk over greedy texts"
+    started_from: str | None = None
+    averaged_with: str | None = None
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stored_features: str | None = None
+    precision: dict[str, str] = field(default_factory=dict)
+
+
+def write_draft(folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record: RunRecord) -> None:
+    """Write the folder, whole or not at all; an earlier one is replaced."""
+    origin = DraftOrigin(target=record.target)
+    spec = draft.spec
+    with CheckpointWriter(folder, SHARD_BYTES, overwrite=True) as writer:
+        for name, place in sorted(places(draft).items()):
+            if name.startswith("embed_tokens."):
+                continue
+            rows = getattr(place.module, place.parameter)[place.start : place.start + place.shape[0]]
+            writer.add(draft_name(name, dialect), rows.to(torch.bfloat16))
+        if spec.draft_vocab_size != spec.vocab_size:
+            token_ids = draft.token_ids_V.cpu()
+            spoken = torch.zeros(spec.vocab_size, dtype=torch.bool)
+            spoken[token_ids] = True
+            writer.add("d2t", token_ids - torch.arange(len(token_ids)))
+            writer.add("t2d", spoken)
+        writer.write_json("config.json", draft_config(spec, dialect, origin))
+        content = json.loads(json.dumps(record.__dict__))
+        writer.write_json("slipstream.json", content)
+        writer.write_text("README.md", model_card(record.__dict__, spec))
+
+
+@torch.no_grad()
+def round_weights(draft: Eagle3Draft) -> None:
+    """Round the draft's weights, in place, to what a folder holds of them."""
+    for name, parameter in draft.named_parameters():
+        if not name.startswith("embed_tokens."):
+            parameter.copy_(parameter.bfloat16())
+
+
+def result_record(measured: Measured) -> dict[str, Any]:
+    """Return an evaluation as plain values."""
+    return {
+        "texts": measured.num_texts,
+        "loop_share": round(measured.loop_share, 4),
+        "chains": {
+            str(chain): {
+                "acceptance_length": round(walk.acceptance_length, 4),
+                "rates": [round(rate, 4) for rate in walk.rates],
+                "acceptance_length_without_loops": round(measured.without_loops[chain].acceptance_length, 4),
+            }
+            for chain, walk in measured.walks.items()
+        },
+    }
+
+
+@torch.no_grad()
+def average_with(draft: Eagle3Draft, other: Eagle3Draft) -> None:
+    """Move the draft halfway to another one of the same shape and vocabulary, in place.
+
+    Worth trying when one was trained on from the other: weights that were never close average to nothing useful. The
+    draft's weights are first rounded to bfloat16, as a folder would hold them, so that the result does not depend on
+    whether it was written and read back in between.
+    """
+    mine, others = _weights(draft), _weights(other)
+    alike = _wiring(draft) == _wiring(other) and draft.token_ids_V.equal(other.token_ids_V)
+    if not alike or {name: p.shape for name, p in mine.items()} != {name: p.shape for name, p in others.items()}:
+        raise ConfigError(
+            "The two drafts differ in shape or vocabulary, so their weights do not correspond. Average a draft with "
+            "the one it was trained on from (--init-from), or with another trained on from that."
+        )
+    round_weights(draft)
+    for name, parameter in mine.items():
+        parameter.copy_(0.5 * parameter.float() + 0.5 * others[name].float())
+
+
+def _weights(draft: Eagle3Draft) -> dict[str, torch.nn.Parameter]:
+    """Return the draft's own weights; the embedding is the target's."""
+    return {name: p for name, p in draft.named_parameters() if not name.startswith("embed_tokens.")}
+
+
+def _wiring(draft: Eagle3Draft) -> tuple[object, ...]:
+    """Return what weights of equal shapes may still disagree on."""
+    spec = draft.spec
+    return spec.captured_layers, spec.num_heads, spec.feature_norm, spec.feedback, spec.residual, spec.rope
