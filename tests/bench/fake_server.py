@@ -110,6 +110,10 @@ class FakeServer:
             lines += [] if self.behaviour.accepts else ["vllm:spec_decode_num_drafts_total 0"]
             for phase, seconds in self.phase_s.items():
                 lines += [f'slipstream_phase_seconds_total{{phase="{phase}"}} {seconds}']
+            for name, count in (("passes", self.drafts), ("rows", self.drafts), ("tokens", self.drafts + accepted)):
+                lines += [f'slipstream_decode_{name}_total{{context="256"}} {count}']
+            for name in ("draft", "verify"):
+                lines += [f'slipstream_decode_{name}_seconds_total{{context="256"}} {self.phase_s[name]}']
             for position, count in enumerate(self.drafted):
                 lines += [f'slipstream_drafted_tokens_total{{position="{position}"}} {count}']
         return web.Response(text="\n".join(lines) + "\n")

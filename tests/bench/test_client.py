@@ -62,7 +62,10 @@ def test_speculative_decoding_is_measured_as_the_server_timed_it():
     assert latency.itl_ms.median == pytest.approx(40, rel=0.02)
     assert latency.tpot_ms.mean == pytest.approx(40 / expected_length, rel=0.02)
     phases = read_phases(before, after)
-    assert phases.verify_s / (phases.draft_s + phases.verify_s + phases.host_s) == pytest.approx(0.7, rel=0.02)
+    assert phases.verify_s / phases.total_s == pytest.approx(0.7, rel=0.02)
+    (cost,) = phases.by_context
+    assert (cost.context, cost.passes, cost.verify_s) == (256, fake.drafts, pytest.approx(phases.verify_s))
+    assert cost.tokens - cost.rows == acceptance.num_accepted_tokens
 
 
 def test_acceptance_is_read_from_sglangs_counters_too():

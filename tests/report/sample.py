@@ -5,6 +5,7 @@ import numpy as np
 from slipstream.records.evals import FirstDifference, Gsm8kItem, Gsm8kRecord, LosslessCase, LosslessRecord
 from slipstream.records.point import (
     Acceptance,
+    ContextCost,
     Distribution,
     Hardware,
     Latency,
@@ -67,11 +68,20 @@ def point(arm, concurrency, seed, workload="chat", context=128, recipe="sample",
             length, "vllm:spec_decode_num_drafts_total", drafts, drafts * len(rates), drafts * sum(rates),
             tuple(drafts * r for r in rates), (drafts,) * len(rates),
         ) if rates else None,
-        phases=Phases(DRAFT_MS[arm] * drafts / 1e3, verify_ms * drafts / 1e3, 0.8 * drafts / 1e3),
+        phases=phases_of(verify_ms * drafts / 1e3, DRAFT_MS[arm] * drafts / 1e3, drafts, length, context),
         repetition=0.1,
         warnings=("outputs repeat themselves (61% of 4-grams seen before): acceptance is flattered",)
         if workload.startswith("random") and rates else (),
     )  # fmt: skip
+
+
+def phases_of(verify_s, draft_s, drafts, length, context):
+    """Half of the passes at the prompt's length, half a little further on."""
+    at = tuple(
+        ContextCost(tokens, drafts / 2, drafts / 2, drafts / 2 * length, draft_s / 2, verify_s / 2)
+        for tokens in (context, context * 3 // 2)
+    )
+    return Phases(draft_s, verify_s, 0.8 * drafts / 1e3, prefill_s=0.2 * verify_s, by_context=at)
 
 
 def invalid(arm, concurrency, seed):

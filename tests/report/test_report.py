@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from slipstream.report.page import html_page
 from slipstream.report.series import Grid, output_per_device
 from slipstream.report.tables import delta_table
 from slipstream.report.text import cells_csv, markdown
+from slipstream.report.times import time_table
 from tests.report.sample import ARMS, point, sample_set
 
 
@@ -45,7 +47,7 @@ def test_every_figure_and_section_is_there(page):
         "Throughput against interactivity",
         "Share of drafts accepted, by position",
         "Where step time goes",
-        "Cost of verification against prompt length",
+        "What decoding costs against the tokens a request has behind it",
         "Speed-up against prompt length",
         "GSM8K",
         "Token for token",
@@ -55,6 +57,19 @@ def test_every_figure_and_section_is_there(page):
     ):
         assert words in page, words
     assert page.count("data:image/svg+xml") == 8
+
+
+def test_time_is_told_by_phase_and_not_made_up_for_servers_that_do_not_tell():
+    told = point("eagle3-bf16", 4, 1, context=1024)
+    other = replace(point("ngram", 4, 1, context=1024), phases=None)
+    table = time_table(Grid([told, other]))
+    rows = {row[1]: dict(zip(table.header, row, strict=True)) for row in table.rows}
+    phases, accepted = told.phases, told.acceptance.num_accepted_tokens
+    assert rows["eagle3-bf16"]["prefill"] == f"{phases.prefill_s / phases.total_s:.0%}"
+    assert rows["eagle3-bf16"]["verify ms"] == f"{1e3 * phases.verify_s / accepted:.2f}"
+    assert rows["eagle3-bf16"]["busy"] == f"{phases.total_s / told.throughput.duration_s:.0%}"
+    assert {rows["ngram"][name] for name in ("prefill", "draft", "verify", "host", "verify ms")} == {"not told"}
+    assert time_table(Grid([other])) is None
 
 
 def test_changes_are_shown_as_published_in_per_cent_of_the_baseline():

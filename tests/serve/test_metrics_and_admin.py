@@ -46,8 +46,11 @@ def test_metrics_add_up_to_what_the_answers_said():
         assert found["slipstream_e2e_seconds_count"] == 3
         assert found["slipstream_kv_usage"] == 0
         assert found["slipstream_waiting_requests"] == 0
-        for phase in ("draft", "verify", "host"):
+        for phase in ("prefill", "draft", "verify", "host"):
             assert found[f'slipstream_phase_seconds_total{{phase="{phase}"}}'] > 0
+        at = {name: found[f'slipstream_decode_{name}_total{{context="64"}}'] for name in ("passes", "tokens")}
+        assert at["passes"] == found["slipstream_target_passes_total"]
+        assert 87 <= at["tokens"] <= 87 + 3 * 3  # an answer's last pass may give more than was asked for
         drafted = sum(usage["speculation"]["drafted"] for usage in usages)
         accepted = sum(usage["speculation"]["accepted"] for usage in usages)
         scraped = vllm_bench_reads(text)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slipstream.records.point import Acceptance, Phases
+from slipstream.records.point import Acceptance, ContextCost, Phases
 
 _VLLM = "vllm:spec_decode_num_"
 _AVERAGE = "avg_spec_accept_length"
@@ -65,13 +65,28 @@ def read_acceptance(before: MetricsPage, after: MetricsPage) -> Acceptance | Non
 
 
 def read_phases(before: MetricsPage, after: MetricsPage) -> Phases | None:
-    """Return step time by phase between two scrapes, where the server keeps such timers (slipstream)."""
-    name = "slipstream_phase_seconds_total"
-    if name not in after.values:
+    """Return step time by phase between two scrapes; None of servers without such timers.
+
+    vLLM and SGLang count what requests waited for (their prefill and decode time), which requests of one batch share;
+    what the device spent on drafts and on verification they do not tell.
+    """
+    if "slipstream_phase_seconds_total" not in after.values:
         return None
-    old, new = before.labelled(name, "phase"), after.labelled(name, "phase")
-    spent = {phase: new[phase] - old.get(phase, 0.0) for phase in new}
-    return Phases(spent.get("draft", 0.0), spent.get("verify", 0.0), spent.get("host", 0.0))
+    spent = _grown_by_label(before, after, "slipstream_phase_seconds_total", "phase")
+    parts = {f"{phase}_s": spent.get(phase, 0.0) for phase in ("draft", "verify", "host", "prefill", "mixed")}
+    return Phases(**parts, by_context=_by_context(before, after))
+
+
+def _by_context(before: MetricsPage, after: MetricsPage) -> tuple[ContextCost, ...]:
+    """Return what passes took between two scrapes, the shortest context first."""
+    names = ("passes", "rows", "tokens", "draft_seconds", "verify_seconds")
+    grown = [_grown_by_label(before, after, f"slipstream_decode_{name}_total", "context") for name in names]
+    passes = grown[0]
+    return tuple(
+        ContextCost(int(context), *(values.get(context, 0.0) for values in grown))
+        for context in sorted(passes, key=int)
+        if passes[context]
+    )
 
 
 def _from_vllm_names(before: MetricsPage, after: MetricsPage) -> Acceptance | None:
@@ -127,6 +142,10 @@ def _grown(before: MetricsPage, after: MetricsPage, name: str) -> float | None:
 
 
 def _grown_by_position(before: MetricsPage, after: MetricsPage, name: str) -> tuple[float, ...]:
-    old, new = before.labelled(name, "position"), after.labelled(name, "position")
-    grown = {int(position): new[position] - old.get(position, 0.0) for position in new}
-    return tuple(grown[position] for position in sorted(grown))
+    grown = _grown_by_label(before, after, name, "position")
+    return tuple(grown[position] for position in sorted(grown, key=int))
+
+
+def _grown_by_label(before: MetricsPage, after: MetricsPage, name: str, label: str) -> dict[str, float]:
+    old, new = before.labelled(name, label), after.labelled(name, label)
+    return {value: new[value] - old.get(value, 0.0) for value in new}

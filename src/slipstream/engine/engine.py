@@ -43,6 +43,7 @@ class Engine:
         self._doubt = DraftDoubt() if drafter.has_kv else None
         self._simulated: tuple[float, ...] = ()
         self._prompt_pace = PromptPace(config, executor)
+        self._stepped: float | None = None  # when the last step ended, while requests are left
         self.stats = EngineStats()
 
     @property
@@ -197,8 +198,8 @@ class Engine:
             patience_s: between two prompts, an executor that can run several steps in one call may go on for so long,
                 until an answer ends or somebody asks it to `hurry`.
         """
-        started, executor = time.perf_counter(), self._executor
-        before = sum(self.stats.phase_seconds.values())
+        started = time.perf_counter() if self._stepped is None else self._stepped
+        executor = self._executor
         plan = self._scheduler.plan(self._prompt_pace.budget(self._scheduler.running, self.num_waiting))
         with self._ending_on_failure(plan):
             if plan:
@@ -208,8 +209,9 @@ class Engine:
         emissions = [] if output is None else self._commit(output)
         if not self._sessions:
             self._settle()
-        others = sum(self.stats.phase_seconds.values()) - before
-        self.stats.phase_seconds["host"] += max(time.perf_counter() - started - others, 0.0)
+        ended = time.perf_counter()
+        self.stats.add_busy(ended - started, executor.in_flight > 0)
+        self._stepped = ended if self._sessions else None
         return emissions
 
     def hurry(self) -> None:
@@ -243,7 +245,7 @@ class Engine:
         if self._left:
             self._executor.submit(self._input([], 0.0))
         while self._executor.in_flight:
-            self._executor.collect()
+            self.stats.add_times(self._executor.collect())
 
     def _join(self, request: Request) -> Joined:
         """Give a request a row."""
@@ -278,8 +280,7 @@ class Engine:
     def _commit(self, output: StepOutput) -> list[Emission]:
         """Hand out what a step gave; what was in flight for a request that has ended or started over is dropped."""
         self.stats.steps += output.steps
-        for phase, seconds in output.seconds.items():
-            self.stats.phase_seconds[phase] += seconds
+        self.stats.add_times(output)
         self._prompt_pace.note(output)
         emissions: dict[int, list[Emission]] = {}
         for row in output.rows:

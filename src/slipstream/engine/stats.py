@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 
-from slipstream.executors.interface import Phase
+from slipstream.executors.interface import DecodePass, Phase, StepOutput
 from slipstream.speculation.statistics import AcceptanceStats
 
 logger = logging.getLogger(__name__)
@@ -12,21 +12,67 @@ _SUSPICIOUS_PASSES, _SUSPICIOUS_RATE = 200, 0.03
 
 
 @dataclass
+class ContextCosts:
+    """What passes that only decode took at contexts of about one length."""
+
+    passes: int = 0
+    rows: int = 0
+    emitted: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+    def add(self, decoded: DecodePass) -> None:
+        """Count a pass."""
+        self.passes += 1
+        self.rows += decoded.num_rows
+        self.emitted += decoded.num_emitted
+        self.draft_s += decoded.draft_s
+        self.verify_s += decoded.verify_s
+
+
+@dataclass
 class EngineStats:
     """Counts since the engine was built.
 
-    `phase_seconds` is the time spent on prompts, drafting, checking, and the engine's own bookkeeping. On a GPU it is
-    the device's own time; prompts that share a pass with drafts count as verify.
+    Args:
+        phase_seconds: what the time of steps went to, as executors measured it; on a GPU the device's own time. The
+            host's is the rest, so that they add up to `busy_s`.
+        by_context: passes that only decode, by the context they are counted at (see `counted_context`).
+        busy_s: from the first step of a busy spell to the end of its last, over all of them.
     """
 
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
     phase_seconds: dict[Phase, float] = field(
-        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "host": 0.0}
+        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "mixed": 0.0, "host": 0.0}
     )
+    by_context: dict[int, ContextCosts] = field(default_factory=dict)
+    busy_s: float = 0.0
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+
+    def add_times(self, output: StepOutput) -> None:
+        """Count what an executor measured."""
+        for phase, seconds in output.seconds.items():
+            self.phase_seconds[phase] += seconds
+        for decoded in output.passes:
+            self.by_context.setdefault(counted_context(decoded.context), ContextCosts()).add(decoded)
+
+    def add_busy(self, seconds: float, in_flight: bool) -> None:
+        """Count the time of a call as it passed; while a step is in flight, how much was the host's is not known."""
+        told_s = self.busy_s + (0.0 if in_flight else seconds)
+        self.busy_s += seconds
+        others = sum(taken for phase, taken in self.phase_seconds.items() if phase != "host")
+        self.phase_seconds["host"] = max(self.phase_seconds["host"], told_s - others)
+
+
+def counted_context(context: float) -> int:
+    """Return the least of 64, 96, 128, 192, 256, ... that is not below a context."""
+    bound = 64
+    while bound < context:
+        bound = bound * 3 // 2 if bound & (bound - 1) == 0 else bound * 4 // 3
+    return bound
 
 
 class DraftDoubt:

@@ -4,9 +4,7 @@ Everything planned runs in one pass: draft trees behind the last tokens of rows 
 chunks and trees, the target's token at every node, and what agrees is kept.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -17,6 +15,7 @@ from slipstream.executors.choice import Choice, Chooser, NodeMasks
 from slipstream.executors.interface import Phase, RowOutput, StepCosts, StepInput, StepOutput, Work
 from slipstream.executors.rows import Row
 from slipstream.executors.runner import Runner
+from slipstream.executors.stopwatch import Lap, Laps
 from slipstream.kernels import one_pool
 from slipstream.models.target import Hidden
 from slipstream.speculation.accept import Accepted, accept
@@ -52,7 +51,7 @@ class EagerExecutor:
         self._chooser = Chooser(runner.ops, num_rows, runner.model.spec.vocab_size, runner.device)
         self._rows: dict[int, Row] = {}
         self._outputs: list[StepOutput] = []
-        self._seconds: dict[Phase, float] = {}
+        self._lap, self._laps = Lap(runner.device), Laps()
 
     @property
     def device(self) -> torch.device:
@@ -101,9 +100,9 @@ class EagerExecutor:
         """Run the step."""
         with torch.inference_mode(), one_pool(self._runner.ops):
             self._take_in(step)
-            self._seconds = {"draft": 0.0, "verify": 0.0}
+            self._lap = Lap(self.device)
             rows = self._run([(self._rows[work.row], work) for work in step.work], step)
-            self._outputs.append(StepOutput(rows, self._seconds))
+            self._outputs.append(self._laps.told_with(StepOutput(rows), self._lap))
 
     def collect(self) -> StepOutput:
         """Return what came of the step."""
@@ -145,15 +144,21 @@ class EagerExecutor:
         emitting = [row for row, work in planned if work.emits]
         tree_batch = self._propose(planned)
         trees = tree_batch.unpack()
+        phase = _phase(planned, trees)
+        if phase == "verify":
+            self._lap.begin_pass([row for row, _ in planned])
         batch = build_batch(planned, trees, self.device)
-        with self._timed("verify"):
+        with self._lap.timed(phase):
             hidden = self._runner.forward(batch, [row.pages for row, _ in planned])
-        self._score_prompts(planned, batch, hidden)
-        with self._timed("verify"):
+            self._score_prompts(planned, batch, hidden)
             choice = self._choose(emitting, batch, trees, hidden)
             accepted = self._accept(emitting, step.simulated, tree_batch, trees, choice)
         kept = self._keep(planned, trees, accepted, choice, outputs)
-        self._observe(planned, batch, kept, hidden)
+        if phase == "verify":
+            self._lap.end_pass(sum(len(output.tokens) for output in outputs))
+        if self._drafter.has_kv:
+            with self._lap.timed("draft" if phase == "verify" else phase):
+                self._observe(planned, batch, kept, hidden)
         return outputs
 
     def _propose(self, planned: Sequence[tuple[Row, Work]]) -> TreeBatch:
@@ -165,7 +170,7 @@ class EagerExecutor:
             return roots
 
         rows = [emitting[index][0] for index in drafting]
-        with self._timed("draft"):
+        with self._lap.timed("draft"):
             return roots.replace(drafting, self._drafted(rows).to(self.device))
 
     def _drafted(self, rows: Sequence[Row]) -> TreeBatch:
@@ -264,8 +269,6 @@ class EagerExecutor:
         self, planned: Sequence[tuple[Row, Work]], batch: Batch, kept: Sequence[Sequence[int] | None], hidden: Hidden
     ) -> None:
         """Show the drafter what the target committed, with the target's captured states."""
-        if not self._drafter.has_kv:
-            return
         observed = []
         for (row, work), first, path in zip(planned, batch.first_rows, kept, strict=True):
             if row.joined.speculate and path is not None:
@@ -274,11 +277,12 @@ class EagerExecutor:
                 start = row.num_committed - len(rows)
                 followers = row.tokens[start + 1 : start + 1 + len(rows)]
                 observed.append(Observed(row.number, start, followers, rows, row.pages))
-        with self._timed("draft"):
-            self._drafter.observe(observed, hidden.captured)
+        self._drafter.observe(observed, hidden.captured)
 
-    @contextmanager
-    def _timed(self, phase: Phase) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds[phase] += time.perf_counter() - started
+
+def _phase(planned: Sequence[tuple[Row, Work]], trees: Sequence[Tree]) -> Phase:
+    """Return what a pass is for: prompts (or texts that start over), rows that decode, or both."""
+    begins = [work.num_tokens > 1 or row.num_output == 0 for row, work in planned]
+    if not any(begins):
+        return "verify"
+    return "prefill" if all(begins) and all(len(tree.tokens) == 1 for tree in trees) else "mixed"

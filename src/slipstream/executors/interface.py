@@ -17,8 +17,13 @@ from slipstream.speculation.drafter import Drafter
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 
-Phase = Literal["prefill", "draft", "verify", "host"]
-"""What a step's time goes to; prompts that share a pass with drafts count as verify."""
+Phase = Literal["prefill", "draft", "verify", "mixed", "host"]
+"""What a step's time goes to.
+
+`prefill` is prompts alone, in target and draft; `draft` is drafting and draft extend; `verify` is the target's pass
+over drafted tokens and the choice of its own; `mixed` is a pass of the target that prompts and drafted tokens share,
+whose parts cannot be told apart; `host` is all other time of a step.
+"""
 
 
 @dataclass(frozen=True)
@@ -125,12 +130,32 @@ class RowOutput:
 
 
 @dataclass(frozen=True)
+class DecodePass:
+    """A pass of the target over decoding rows alone, with the drafting for it and after it.
+
+    Args:
+        context: tokens of a row's text when it began, the mean of its rows.
+        num_emitted: tokens that came of it, of all rows.
+    """
+
+    context: float
+    num_rows: int
+    num_emitted: int
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True)
 class StepOutput:
-    """What came of a step: outputs by row, in the order they were made, and what the time went to."""
+    """What came of a step: outputs by row, in the order they were made, and what the time went to.
+
+    Times are measured, and told when the device is past what they time: on a GPU that may be with a later step.
+    """
 
     rows: Sequence[RowOutput]
-    seconds: Mapping[Phase, float]
+    seconds: Mapping[Phase, float] = field(default_factory=dict)
     steps: int = 1
+    passes: Sequence[DecodePass] = ()
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from slipstream.executors.choice import nothing_left, read_logprobs
 from slipstream.executors.eager import EagerExecutor
-from slipstream.executors.interface import RowOutput, StepInput, StepOutput, TokenLogprob, Work
+from slipstream.executors.interface import DecodePass, RowOutput, StepInput, StepOutput, TokenLogprob, Work
 from slipstream.executors.rows import Row
 from slipstream.executors.runner import Runner
+from slipstream.executors.stopwatch import Lap
 from slipstream.kernels import (
     Borrowed,
     Follower,
@@ -82,7 +83,7 @@ class NativeExecutor(EagerExecutor):
         """Run the step: rows that only decode as rounds, the rest in an eager pass."""
         with torch.inference_mode(), one_pool(self._runner.ops):
             self._take_in(step)
-            self._seconds = {"draft": 0.0, "verify": 0.0}
+            self._lap = Lap(self.device)
             planned = [(self._rows[work.row], work) for work in step.work]
             depth = self._chain_length()
             fast = [] if depth is None or step.simulated else [item for item in planned if self._decodes(*item)]
@@ -90,13 +91,13 @@ class NativeExecutor(EagerExecutor):
             patience_s = 0.0 if rest else step.patience_s
             results = self._rounds(fast, depth, patience_s, step.ahead) if fast and depth is not None else None
             if results is None:
-                self._outputs.append(StepOutput(self._run(planned, step), self._seconds))
+                self._outputs.append(self._laps.told_with(StepOutput(self._run(planned, step)), self._lap))
                 return
             outputs = self._run(rest, step)
             outputs += [output for result in results for output in self._committed(fast, result)]
             order = {work.row: place for place, work in enumerate(step.work)}
             outputs.sort(key=lambda output: order[output.row])  # a row's own stay in order
-            self._outputs.append(StepOutput(outputs, self._seconds, len(results)))
+            self._outputs.append(self._laps.told_with(StepOutput(outputs, steps=len(results)), self._lap))
 
     def _chain_length(self) -> int | None:
         """Return how long the drafter's chains are, 0 without a draft; None if it grows trees."""
@@ -175,9 +176,11 @@ class NativeExecutor(EagerExecutor):
 
     def _committed(self, planned: Sequence[tuple[Row, Work]], result: RoundResult) -> list[RowOutput]:
         """Move rows on by what a round gave; rows past their end emit what nobody reads."""
-        self._seconds["draft"] += result.seconds[0] + result.seconds[2]
-        self._seconds["verify"] += result.seconds[1]
+        drafting_s, verify_s, extend_s = result.seconds
         self._round_s = sum(result.seconds)
+        context = sum(len(row.tokens) for row, _ in planned) / len(planned)
+        num_emitted = sum(map(len, result.tokens))
+        self._lap.add_pass(DecodePass(context, len(planned), num_emitted, drafting_s + extend_s, verify_s))
         outputs = []
         for (row, _), tokens, checked, place in zip(planned, result.tokens, result.checked, result.places, strict=True):
             path = [(token, node) for node, token in enumerate(tokens)]

@@ -114,12 +114,38 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
+class ContextCost:
+    """Passes of the target that only decoded, at contexts of up to `context` tokens, within the point."""
+
+    context: int
+    passes: float
+    rows: float
+    tokens: float
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True)
 class Phases:
-    """Seconds of step time by phase, from the engine's own timers, within the point."""
+    """Seconds of step time by phase, measured by the engine within the point; together they are its busy time.
+
+    Args:
+        prefill_s: prompts alone, in target and draft.
+        mixed_s: passes of the target that prompts and drafted tokens share.
+        by_context: what decoding took at each context length.
+    """
 
     draft_s: float
     verify_s: float
     host_s: float
+    prefill_s: float = 0.0
+    mixed_s: float = 0.0
+    by_context: tuple[ContextCost, ...] = ()
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.prefill_s + self.draft_s + self.verify_s + self.mixed_s + self.host_s
 
 
 @dataclass(frozen=True)

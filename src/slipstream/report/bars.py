@@ -1,4 +1,4 @@
-"""Bar charts of a report: serving metrics side by side, and where step time goes."""
+"""Bar charts of a report: serving metrics side by side."""
 
 from typing import Any
 
@@ -46,39 +46,6 @@ def six_panels(grid: Grid, setting: Setting) -> Plot:
     caption = f"Serving metrics, {setting.title()}. Bars are means over seeds, whiskers their range."
     alt = f"Six bar charts by concurrency for arms {', '.join(grid.arms(setting))}"
     return Plot(caption, to_svg(figure), alt, figure)
-
-
-def phase_shares(grid: Grid) -> Plot | None:
-    """Draw the share of step time in draft, verify and host, at the lowest and highest concurrency of each arm."""
-    names: list[str] = []
-    shares: list[tuple[float, float, float]] = []
-    for cell in grid.cells():
-        if cell.concurrency not in (grid.concurrencies(cell.setting)[0], grid.concurrencies(cell.setting)[-1]):
-            continue
-        spent = [record.phases for record in cell.records if record.phases]
-        total = sum(p.draft_s + p.verify_s + p.host_s for p in spent)
-        if total:
-            parts = (sum(p.draft_s for p in spent), sum(p.verify_s for p in spent), sum(p.host_s for p in spent))
-            names.append(f"{cell.arm}, {cell.setting.workload}, c{cell.concurrency}")
-            shares.append((parts[0] / total, parts[1] / total, parts[2] / total))
-    if not shares:
-        return None
-    figure, axes = new_figure(0.7 + 0.22 * len(shares))
-    axis = axes[0][0]
-    left = [0.0] * len(shares)
-    looks = (("draft", "#0b6fa4", "///"), ("verify", "#bbbbbb", ""), ("host", "#d9a514", "..."))
-    for index, (label, color, hatch) in enumerate(looks):
-        widths = [share[index] for share in shares]
-        axis.barh(range(len(shares)), widths, left=left, color=color, hatch=hatch, edgecolor="white", label=label)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.set_xlim(0, 1)
-    axis.grid(visible=False)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    legend_below(figure, axes)
-    caption = "Where step time goes, from the engine's timers."
-    return Plot(caption, to_svg(figure), "Stacked bars of phase shares", figure)
 
 
 def _bars(axis: Any, grid: Grid, setting: Setting, metric: Metric, looks: dict[str, Look]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slipstream.records.point import PointRecord
 from slipstream.records.store import RecordSet
-from slipstream.report import bars, lines, tables
+from slipstream.report import bars, lines, tables, times
 from slipstream.report.headline import Headline, headline_figures
 from slipstream.report.series import Grid
 from slipstream.report.style import Plot
@@ -78,12 +78,9 @@ def _sections(records: RecordSet, grid: Grid) -> Iterator[Section | None]:
         )
     yield _figures("Throughput against interactivity", lines.pareto(grid))
     yield _figures("Acceptance", lines.acceptance_by_position(grid))
-    phases, phase_rows = (
-        _figures("", bars.phase_shares(grid), lines.verify_cost_by_context(grid)),
-        tables.phase_table(grid),
-    )
-    if phases:
-        yield Section("Where the time goes", tables=(phase_rows,) if phase_rows else (), plots=phases.plots)
+    time_rows, plots = times.time_table(grid), _figures("", times.shares(grid), times.cost_by_context(grid))
+    if time_rows and plots:
+        yield Section("Where the time goes", tables=(time_rows,), plots=plots.plots)
     baselines = frozenset(record.baseline_arm for record in records.points) | {"no-spec"}
     accuracy = (tables.gsm8k_table(records.gsm8k, baselines), tables.lossless_table(records.lossless))
     yield _tables("Accuracy", *accuracy)

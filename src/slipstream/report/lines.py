@@ -1,4 +1,4 @@
-"""Line charts of a report: speed-up, acceptance, the cost of verification, and throughput against interactivity."""
+"""Line charts of a report: speed-up, acceptance, and throughput against interactivity."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from slipstream.report.series import (
     input_tokens,
     interactivity,
     output_per_device,
-    verify_ms_per_accepted,
 )
 from slipstream.report.style import Look, Plot, hide_unused, legend_below, looks_of, new_figure, to_svg
 
@@ -71,36 +70,11 @@ def speedup_by_context(grid: Grid) -> Plot | None:
                 if found:
                     shown += _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
             _speedup_axis(axis, shown)
-            _context_axis(axis)
+            context_axis(axis)
             axis.set_title(f"{topology}, concurrency {concurrency}", fontsize=9, loc="left")
     legend_below(figure, axes)
     alt = "Line charts of speed-up against prompt length"
     return Plot("Speed-up against prompt length.", to_svg(figure), alt, figure)
-
-
-def verify_cost_by_context(grid: Grid) -> Plot | None:
-    """Draw milliseconds of verification for each accepted token against prompt length: the published 8K analysis."""
-    found = [cell for cell in grid.cells() if cell.mean(verify_ms_per_accepted) is not None]
-    lengths = [cell.mean(input_tokens) or 1.0 for cell in found]
-    if not lengths or max(lengths) < 2 * min(lengths):
-        return None
-    looks = looks_of(grid.all_arms())
-    loads = sorted({cell.concurrency for cell in found})
-    figure, axes = new_figure(2.8, 1, 2)
-    for axis, concurrency in zip(axes.flat, (loads[0], loads[-1]), strict=True):
-        for arm, look in looks.items():
-            cells = [cell for cell in found if cell.arm == arm and cell.concurrency == concurrency]
-            pairs = sorted((cell.mean(input_tokens) or 0.0, cell.mean(verify_ms_per_accepted) or 0.0) for cell in cells)
-            if pairs:
-                xs, ys = zip(*pairs, strict=True)
-                axis.plot(xs, ys, color=look.color, marker=look.marker, ls=look.dash, label=arm, markersize=5)
-        _context_axis(axis)
-        axis.set_ylim(bottom=0)
-        axis.set_title(f"concurrency {concurrency}", fontsize=9, loc="left")
-        axis.set_ylabel("verify ms per accepted token", fontsize=8)
-    legend_below(figure, axes)
-    caption = "Cost of verification against prompt length, from the engine's timers."
-    return Plot(caption, to_svg(figure), "Line charts of verification cost against prompt length", figure)
 
 
 def acceptance_by_position(grid: Grid) -> Plot | None:
@@ -223,10 +197,11 @@ def _concurrency_axis(axis: Any, concurrencies: list[int]) -> None:
     axis.set_xlabel("concurrency", fontsize=8)
 
 
-def _context_axis(axis: Any) -> None:
+def context_axis(axis: Any, label: str = "input tokens") -> None:
+    """Lay out an axis of lengths."""
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_xlabel("input tokens", fontsize=8)
+    axis.set_xlabel(label, fontsize=8)
 
 
 def _mean_rates(cells: list[Cell]) -> tuple[float, ...]:

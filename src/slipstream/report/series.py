@@ -176,20 +176,6 @@ def acceptance_length(record: PointRecord) -> float | None:
     return record.acceptance.length if record.acceptance else None
 
 
-def verify_ms_per_accepted(record: PointRecord) -> float | None:
-    """Milliseconds of verification for each emitted token beyond the baseline's one: the published 8K analysis."""
-    if record.phases is None or record.acceptance is None or not record.acceptance.num_accepted_tokens:
-        return None
-    return 1e3 * record.phases.verify_s / record.acceptance.num_accepted_tokens
-
-
-def verify_share(record: PointRecord) -> float | None:
-    """Share of draft and verify time that verification takes."""
-    if record.phases is None or not record.phases.draft_s + record.phases.verify_s:
-        return None
-    return record.phases.verify_s / (record.phases.draft_s + record.phases.verify_s)
-
-
 def input_tokens(record: PointRecord) -> float | None:
     """Mean prompt length."""
     return float(record.input_tokens) if record.input_tokens else None

@@ -14,7 +14,6 @@ from slipstream.report.series import (
     Setting,
     acceptance_length,
     e2e_median,
-    input_tokens,
     itl_median,
     output_per_device,
     output_tok_s,
@@ -22,8 +21,6 @@ from slipstream.report.series import (
     tpot_median,
     tpot_p99,
     ttft_median,
-    verify_ms_per_accepted,
-    verify_share,
 )
 
 _FIGURES = re.compile(r"[\d.]+")
@@ -113,22 +110,6 @@ def detail_table(grid: Grid, setting: Setting) -> Table:
     header = ("Conc.", "arm", "seeds", *(name for name, _, _ in COLUMNS))
     note = "Medians within a run (p99 where it says so), averaged over seeds. ITL is the gap between streamed chunks."
     return Table(f"{setting.title()}: all figures", header, tuple(rows), note)
-
-
-def phase_table(grid: Grid) -> Table | None:
-    """Return where step time goes and what verification costs, by context length."""
-    rows = []
-    for cell in grid.cells():
-        share = cell.mean(verify_share)
-        if share is not None and cell.mean(acceptance_length) is not None:
-            cost = number(cell.mean(verify_ms_per_accepted), ".2f")
-            context = number(cell.mean(input_tokens), ".0f")
-            rows.append((cell.setting.title(), cell.arm, str(cell.concurrency), context, f"{share:.0%}", cost))
-    if not rows:
-        return None
-    header = ("setting", "arm", "conc.", "input tokens", "verify share", "verify ms per accepted token")
-    note = "Share of draft plus verify time. When it grows with context, long prompts eat the speed-up."
-    return Table("Cost of verification", header, tuple(rows), note)
 
 
 def gsm8k_table(records: Sequence[Gsm8kRecord], baselines: frozenset[str]) -> Table | None:

@@ -73,6 +73,15 @@ class Metrics:
         )
         phases = {str(phase): seconds for phase, seconds in list(engine.stats.phase_seconds.items())}
         yield counters("slipstream_phase_seconds", "Time in each phase of a step.", phases, "phase")
+        costs = {str(context): cost for context, cost in sorted(engine.stats.by_context.items())}
+        for name, told, values in (
+            ("passes", "Passes that only decode, by context.", {at: cost.passes for at, cost in costs.items()}),
+            ("rows", "Requests in passes that only decode.", {at: cost.rows for at, cost in costs.items()}),
+            ("tokens", "Tokens that came of passes that only decode.", {at: c.emitted for at, c in costs.items()}),
+            ("draft_seconds", "Drafting for such passes.", {at: cost.draft_s for at, cost in costs.items()}),
+            ("verify_seconds", "The target's part of such passes.", {at: c.verify_s for at, c in costs.items()}),
+        ):
+            yield counters(f"slipstream_decode_{name}", told, values, "context")
 
     def _own_speculation(self) -> Iterator[Metric]:
         stats = self._engine.stats.acceptance

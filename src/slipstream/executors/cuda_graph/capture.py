@@ -4,7 +4,6 @@ All graphs share one pool of memory, since only one runs at a time.
 """
 
 import gc
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from slipstream.executors.interface import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -94,34 +91,3 @@ def seconds_of(launches: Sequence[Callable[[], None]], repeats: int = 3) -> floa
         ended.synchronize()
         found.append(began.elapsed_time(ended) / 1e3)
     return min(found)
-
-
-class Stopwatch:
-    """Marks moments on the device's time line and tells how long it was between them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[Phase | None, Any]] = []
-
-    @property
-    def over(self) -> bool:
-        """Whether the device is past the last mark."""
-        return not self._on_gpu or not self._marks or bool(self._marks[-1][1].query())
-
-    def mark(self, phase: Phase | None) -> None:
-        """Say that what is launched from here on belongs to a phase; None ends the last one."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._marks.append((phase, event))
-        else:
-            self._marks.append((phase, time.perf_counter()))
-
-    def read(self) -> dict[Phase, float]:
-        """Return the seconds of each phase, once it is over."""
-        seconds: dict[Phase, float] = {}
-        for (phase, began), (_, ended) in itertools.pairwise(self._marks):
-            if phase is not None:
-                elapsed = began.elapsed_time(ended) / 1e3 if self._on_gpu else ended - began
-                seconds[phase] = seconds.get(phase, 0.0) + elapsed
-        return seconds

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.executors.choice import NodeMasks
-from slipstream.executors.cuda_graph.capture import Stopwatch
 from slipstream.executors.cuda_graph.flight import Decoding, Flight, goes_on
 from slipstream.executors.cuda_graph.prepared import Prepared
 from slipstream.executors.cuda_graph.prompts import Part
@@ -23,6 +22,7 @@ from slipstream.executors.eager import EagerExecutor
 from slipstream.executors.interface import StepCosts, StepInput, StepOutput, Work
 from slipstream.executors.rows import Row
 from slipstream.executors.runner import Runner
+from slipstream.executors.stopwatch import Lap
 from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.simulate import thresholds
@@ -53,7 +53,6 @@ class GraphExecutor(EagerExecutor):
         self._prepared = Prepared(self._models, self._buffers, max_context)
         self._simulated: tuple[float, ...] = ()
         self._flights: deque[Flight] = deque()
-        self._watches: deque[Stopwatch] = deque()
         self._places: dict[int, int] = {}
         self._free = list(range(num_rows))
         self._sent: dict[int, int] = {}  # tokens of each row whose computing was begun
@@ -119,8 +118,8 @@ class GraphExecutor(EagerExecutor):
         with torch.inference_mode():
             self._take_in(step)
             self._simulate(step.simulated)
-            self._seconds = {"draft": 0.0, "verify": 0.0}
-            flight = Flight(Stopwatch(self.device), {work.row: place for place, work in enumerate(step.work)})
+            self._lap = Lap(self.device)
+            flight = Flight(self._lap, {work.row: place for place, work in enumerate(step.work)})
             alone: list[tuple[Row, Work]] = []
             beginning: list[tuple[Row, Work]] = []
             decoding: list[Row] = []
@@ -135,19 +134,13 @@ class GraphExecutor(EagerExecutor):
             self._launch(decoding, beginning, flight)
             self._flights.append(flight)
             flight.finished = self._run([(row, work) for row, work in alone if goes_on(row)], step)
-            flight.seconds = self._seconds
 
     def collect(self) -> StepOutput:
         """Read the oldest step in flight."""
         flight = self._flights.popleft()
         flight.land()
-        seconds = dict(flight.seconds)
-        self._watches.append(flight.watch)
-        while self._watches and self._watches[0].over:  # what came last of a step may still run
-            for phase, taken in self._watches.popleft().read().items():
-                seconds[phase] = seconds.get(phase, 0.0) + taken
         outputs = sorted(flight.finished, key=lambda output: flight.order[output.row])
-        return StepOutput(outputs, seconds)
+        return self._laps.told_with(StepOutput(outputs), flight.lap)
 
     def _is_eager(self, row: Row) -> bool:
         return self._chain_length is None or row.joined.params.prompt_logprobs is not None
@@ -190,7 +183,7 @@ class GraphExecutor(EagerExecutor):
 
     def _launch(self, decoding: Sequence[Row], beginning: Sequence[tuple[Row, Work]], flight: Flight) -> None:
         """Launch a step of the decoding batch, and parts of prompts, in one pass of the target where that can be."""
-        prepared, watch = self._prepared, flight.watch
+        prepared, lap = self._prepared, flight.lap
         kind = self._kind(decoding) if decoding else None  # before rows that begin have places
         ending = [row for row, work in beginning if work.emits]
         masks = self._first_masks(ending)
@@ -201,9 +194,11 @@ class GraphExecutor(EagerExecutor):
         if size is not None:
             prepared.prompts(size).prompts.fill(parts, words_MW)
         if kind is not None:
+            if not mixed:
+                lap.begin_pass(decoding)
             self._decode(decoding, kind, size if mixed else None, flight)
         if parts:
-            watch.mark("verify" if mixed else "prefill")
+            lap.mark("prefill")
             for (row, _), part in zip(beginning, parts, strict=True):
                 if part.place is not None:
                     self._load(row, part.end, 0)
@@ -216,19 +211,22 @@ class GraphExecutor(EagerExecutor):
             flight.parts = list(beginning)
             if masks is not None:
                 flight.unmasked |= {(ending[at].number, 0): error for at, error in masks.failed.items()}
-        watch.mark(None)
+        lap.mark(None)
 
     def _decode(self, decoding: Sequence[Row], kind: StepKind, size: int | None, flight: Flight) -> None:
         """Launch one step of the decoding batch, with a padded prompt batch beside it if there is one."""
-        launches, watch = self._prepared.step(kind), flight.watch
+        launches, lap = self._prepared.step(kind), flight.lap
         verify = launches.verify if size is None else self._prepared.mixed(kind, size)
-        watch.mark("draft")
+        lap.mark("draft" if kind.num_drafted else "verify")
         launches.draft()
         followed = [row for row in decoding if row.grammar is not None]
         chain = Arrival((launches.step.chain_RN,)) if followed else None
-        watch.mark("verify")
+        lap.mark("verify" if size is None else "mixed")
         verify()
+        if followed:
+            lap.mark(None)  # masks are made meanwhile, and may be late
         flight.unmasked = self._mask(followed, chain, kind.num_drafted)
+        lap.mark("verify")
         launches.choose()
         length = kind.num_drafted
         flight.rows = [Decoding(row, self._places[row.number], self._drafts_until(row, length)) for row in decoding]
@@ -238,7 +236,7 @@ class GraphExecutor(EagerExecutor):
             assert launches.step.sampled is not None, "it was chosen when it was made ready"
             flight.logprobs = download(launches.step.sampled)
         if launches.extend is not None:
-            watch.mark("draft")
+            lap.mark("draft")
             launches.extend()
 
     def _kind(self, decoding: Sequence[Row]) -> StepKind:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slipstream.executors.choice import nothing_left, read_logprobs
-from slipstream.executors.cuda_graph.capture import Stopwatch
 from slipstream.executors.cuda_graph.transfer import Arrival, read
-from slipstream.executors.interface import Phase, RowOutput, TokenLogprob, Work
+from slipstream.executors.interface import RowOutput, TokenLogprob, Work
 from slipstream.executors.rows import Row
+from slipstream.executors.stopwatch import Lap
 from slipstream.kernels import Sampled
 
 
@@ -30,7 +30,7 @@ class Flight:
         finished: what has been read.
     """
 
-    watch: Stopwatch
+    lap: Lap
     order: dict[int, int]
     rows: list[Decoding] = field(default_factory=list)
     num_drafted: int = 0
@@ -40,7 +40,6 @@ class Flight:
     first: Arrival | None = None
     unmasked: dict[tuple[int, int], Exception] = field(default_factory=dict)
     finished: list[RowOutput] = field(default_factory=list)
-    seconds: dict[Phase, float] = field(default_factory=dict)
 
     def land(self) -> None:
         """Read what the step gave, once, and move its rows on."""
@@ -48,11 +47,13 @@ class Flight:
             (out_RE,) = self.out.wait()
             outputs = out_RE.tolist()
             sampled = None if self.logprobs is None else read(self.logprobs)
-            self.finished += [
+            decoded = [
                 self._decoded(decoding, outputs[decoding.place], sampled)
                 for decoding in self.rows
                 if goes_on(decoding.row)
             ]
+            self.lap.end_pass(sum(len(output.tokens) for output in decoded))
+            self.finished += decoded
             self.out = None
         if self.parts:
             sampled = None if self.first is None else read(self.first)
