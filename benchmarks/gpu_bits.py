@@ -23,9 +23,9 @@ from torch import Tensor
 from gpu_models import SMOLLM_135M, filled_cache, random_target
 from gpu_tune import LLAMA, SMOLLM, Shape, epilogue, random_weight
 from slipstream.kernels.ops import AttentionBatch, KvLayer
-from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
+from slipstream.kernels.triton.gemm.dispatch import Products
 from slipstream.kernels.triton.ops import TritonOps
-from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.target import Target

@@ -24,8 +24,8 @@ from gpu_models import LLAMA_8B, SMOLLM_135M, filled_cache, random_target
 from gpu_tune import Shape, bits_differ, copies_of, replayed_us, write_tuning
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.kernels.triton.bandwidth import read_bandwidth
+from slipstream.kernels.triton.gemm.dispatch import Products
 from slipstream.kernels.triton.ops import TritonOps
-from slipstream.kernels.triton.products import Products
 from slipstream.kernels.triton.tuning import LinearConfig, Tuning, architecture_of, read_tuning
 from slipstream.models.context import PagedContext, QueryTokens, paged_context
 from slipstream.models.layers import Linear

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer
-from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
 from slipstream.kernels.triton.bandwidth import read_bandwidth
-from slipstream.kernels.triton.linear import Epilogue
-from slipstream.kernels.triton.products import Products, Weight
+from slipstream.kernels.triton.gemm.dispatch import Products, Weight
+from slipstream.kernels.triton.gemm.split_k import Epilogue
 from slipstream.kernels.triton.tuning import (
     AttentionConfig,
     LinearConfig,

@@ -12,10 +12,10 @@ from compile_kernels import TARGETS, _stack
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from slipstream.kernels.triton.attention_blocks import SPLITS_IN_GROUP
-from slipstream.kernels.triton.attention_flow import flow_kernel
-from slipstream.kernels.triton.attention_flow_walk import walks_kernel
-from slipstream.kernels.triton.attention_hopper import flow_options
+from slipstream.kernels.triton.attention.hopper_launch import flow_options
+from slipstream.kernels.triton.attention.persistent_ws import flow_kernel
+from slipstream.kernels.triton.attention.tile import SPLITS_IN_GROUP
+from slipstream.kernels.triton.attention.work_list import walks_kernel
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
 

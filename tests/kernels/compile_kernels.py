@@ -21,9 +21,10 @@ from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 from slipstream.kernels.triton.variants import Variant
 
-MODULES = ("linear", "narrow_products", "wide_linear", "nibble_linear", "quantize", "mxfp4", "norm_rope", "stretches",
-           "endings", "attention", "attention_sight", "sample", "sampling", "chains", "experts", "latent_attention",
-           "latent_heads", "router", "slipstream.kernels.training.triton_variants")  # fmt: skip
+MODULES = ("gemm.split_k", "gemm.small_m_launch", "gemm.wide_linear", "gemm.int4", "gemm.quantize", "gemm.mxfp4",
+           "gemm.split_k_reduce", "norm", "rope", "gather", "attention.dispatch", "attention.windowed", "sampling",
+           "speculative", "moe.dispatch", "moe.router", "mla.attention", "mla.heads",
+           "slipstream.kernels.training.triton_variants")  # fmt: skip
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--modules", nargs="*", default=MODULES)
     arguments = parser.parse_args()
     for name in arguments.modules:
-        full = name if "." in name else f"slipstream.kernels.triton.{name}"
+        full = name if name.startswith("slipstream.") else f"slipstream.kernels.triton.{name}"
         if importlib.util.find_spec(full) is None:
             continue
         module = importlib.import_module(full)

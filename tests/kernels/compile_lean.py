@@ -14,9 +14,9 @@ from compile_kernels import TARGETS, _stack
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from slipstream.kernels.triton.gemm.hopper_gemv import lean_kernel
+from slipstream.kernels.triton.gemm.hopper_gemv_launch import REGISTERS, LeanPlan, plan_of
 from slipstream.kernels.triton.launch import launch_options
-from slipstream.kernels.triton.lean import lean_kernel
-from slipstream.kernels.triton.lean_products import REGISTERS, LeanPlan, plan_of
 from slipstream.kernels.triton.tuning import read_tuning
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096, "rope"), (4096, 4096, "plain"), (28672, 4096, "silu"), (4096, 14336, "plain")

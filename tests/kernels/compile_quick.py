@@ -12,9 +12,9 @@ from before_wait import WAIT, touched_before_wait
 from compile_kernels import TARGETS, _stack
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from slipstream.kernels.triton.attention_blocks import DESCRIPTION
-from slipstream.kernels.triton.attention_hopper import quick_options
-from slipstream.kernels.triton.attention_quick import quick_kernel
+from slipstream.kernels.triton.attention.hopper_launch import quick_options
+from slipstream.kernels.triton.attention.hopper_split_kv import quick_kernel
+from slipstream.kernels.triton.attention.tile import DESCRIPTION
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import read_tuning
 

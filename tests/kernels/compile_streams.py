@@ -12,10 +12,10 @@ from compile_kernels import TARGETS, _stack
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from slipstream.kernels.triton.gemm.wide_linear import fitted, row_pieces
+from slipstream.kernels.triton.gemm.wide_streams import stream_kernel
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import WideConfig, read_tuning
-from slipstream.kernels.triton.wide_linear import fitted, row_pieces
-from slipstream.kernels.triton.wide_streams import stream_kernel
 
 FEW, MANY = (32, 40, 64), (96, 128, 160, 192, 256)
 """Rows of every width a token tile has."""

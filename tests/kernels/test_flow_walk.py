@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from slipstream.kernels.triton import attention_flow_walk
+from slipstream.kernels.triton.attention import work_list
 
 BLOCK, IN_GROUP, REQUESTS = 64, 4, 64
 
@@ -60,11 +60,11 @@ GLUON = types.SimpleNamespace(
 )
 
 
-SIZES = {"_REQUEST": attention_flow_walk.OF_REQUEST, "_PART": attention_flow_walk.OF_PART, "_NUMBERS": 16, "_PAGES": 32}
+SIZES = {"_REQUEST": work_list.OF_REQUEST, "_PART": work_list.OF_PART, "_NUMBERS": 16, "_PAGES": 32}
 
 
 def plain(name, **others):
-    function = getattr(attention_flow_walk, name).fn
+    function = getattr(work_list, name).fn
     return types.FunctionType(function.__code__, {"gl": GLUON, "_add": None, **SIZES, **others}, name)
 
 

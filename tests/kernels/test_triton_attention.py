@@ -13,7 +13,7 @@ from triton_samples import (
 )
 
 from interpreted import DEVICE
-from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
 
 OPS = triton_ops()
 

@@ -12,7 +12,7 @@ from slipstream.executors.cuda_graph.step import Step, StepKind
 from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, step_ops
 from slipstream.kernels.reference.chains import TorchChains
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.kernels.triton import sample
+from slipstream.kernels.triton import speculative
 from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
 from step_parts import buffers_of, run_step
@@ -113,7 +113,7 @@ def test_a_program_that_takes_several_blocks_finds_what_one_for_each_finds(warm,
     logits[5, 8192:] = 3.0
     rows = torch.arange(6, device=DEVICE)
     sampling = RowSampling(torch.full((6,), warm, device=DEVICE), rows + 11, rows)
-    monkeypatch.setattr(sample, "_MANY_BLOCKS", 1)
+    monkeypatch.setattr(speculative, "_MANY_BLOCKS", 1)
     ids = torch.randperm(50000, generator=generator)[:20000].sort().values.to(DEVICE)
     several = OPS.propose(logits, ids, sampling, torch.empty_like(rows))
     monkeypatch.undo()

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from interpreted import DEVICE
-from slipstream.kernels.triton.narrow_codes import encode_with
-from slipstream.kernels.triton.quantize import encode, row_scale
+from slipstream.kernels.triton.gemm.prologue import encode_with
+from slipstream.kernels.triton.gemm.quantize import encode, row_scale
 
 
 @triton.jit

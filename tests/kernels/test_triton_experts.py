@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels.reference.experts import experts as reference
-from slipstream.kernels.triton.expert_tiles import ExpertTiles, StageTiles, expert_tiles
-from slipstream.kernels.triton.experts import ExpertOptions, experts
+from slipstream.kernels.triton.moe.dispatch import ExpertOptions, experts
+from slipstream.kernels.triton.moe.tiles import ExpertTiles, StageTiles, expert_tiles
 from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.quant.packed import ExpertWeights, stack_experts
 from slipstream.quant.scheme import scheme_named

@@ -12,9 +12,9 @@ from triton_samples import batch_to_device, compiled_by, layer_to_device, number
 
 from interpreted import DEVICE
 from slipstream.kernels.ops import AttentionBatch, KvLayer
-from slipstream.kernels.triton import attention as attending
-from slipstream.kernels.triton.attention import AttentionLaunch, attention, walks_of
-from slipstream.kernels.triton.attention_hopper import _walks_shape
+from slipstream.kernels.triton.attention import dispatch as attending
+from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention, walks_of
+from slipstream.kernels.triton.attention.hopper_launch import _walks_shape
 from slipstream.kernels.triton.tuning import AttentionConfig, architecture_of, read_tuning
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.kernels import AttentionBatch, KvLayer
 from slipstream.kernels.reference.attention import latent_attention as reference
-from slipstream.kernels.triton.latent_attention import LatentTiles, latent_attention
+from slipstream.kernels.triton.mla.attention import LatentTiles, latent_attention
 
 HEADS, WIDTH, ROPE, SCALE = 3, 24, 8, 0.2
 TILES = LatentTiles(near=32, near_keys=64, split=64, block=32, rows=16, warps=4)

@@ -10,9 +10,10 @@ import torch
 from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.engine.rank_models import build_target, rank_of
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.kernels.triton.latent_blocks import MoeOptions
+from slipstream.kernels.triton.moe.tiles import MoeOptions
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.models.context import KvCache, QueryTokens, paged_context
+from slipstream.models.fused.mla import MlaBlocks
 
 PAGE = 16
 
@@ -83,8 +84,8 @@ def test_tokens_of_prompts_take_the_expanded_form(target):
     ops = TritonOps(DEVICE)
     ctx = context(target, ops, [3], 3)
     prompt = replace(ctx, prompt_rows=[True] * 3)
-    assert "prompts" in ops._latent_blocks.unfit(list(target.layers), prompt)
-    assert not ops._latent_blocks.unfit(list(target.layers), ctx)
+    assert "prompts" in MlaBlocks(ops.fused).unfit(list(target.layers), prompt)
+    assert not MlaBlocks(ops.fused).unfit(list(target.layers), ctx)
 
 
 @torch.no_grad()

@@ -9,10 +9,14 @@ from triton_samples import FORMATS, REFERENCE, quantized, triton_ops
 from interpreted import DEVICE
 from slipstream.errors import KernelError
 from slipstream.kernels import KERNEL_CHOICES, Ending, select
-from slipstream.kernels.triton import blocks, norm_rope, wide_linear
+from slipstream.kernels.triton import rope
+from slipstream.kernels.triton.gemm import wide_linear
+from slipstream.kernels.triton.gemm.dispatch import Products
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, few_rows_name
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
+from slipstream.models.fused import llama as blocks
+from slipstream.models.fused.run import run_layers
 
 OPS = triton_ops()
 
@@ -86,7 +90,7 @@ def test_quantized_blocks_are_the_references(format, generator):
         index = torch.arange(5, device=DEVICE)
         queries = QueryTokens([5], index, index, torch.full_like(index, -1))
         ctx = paged_context(ops, kv, page_table([[0]], DEVICE), queries)
-        found.append(ops.run_layers(list(model.layers), embedding, ctx, ())[0])
+        found.append(run_layers(list(model.layers), embedding, ctx, ())[0])
     # A number at the edge between two codes may fall to either side, and more do where a GPU keeps 14 bits of FP8 sums.
     error = (found[0] - found[1]).abs().mean() / found[1].abs().mean()
     assert error < (1e-2 if format == "fp8_per_channel" and DEVICE.type == "cuda" else 2e-3)
@@ -145,7 +149,7 @@ def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_sett
     launches = []
     monkeypatch.setattr(blocks, "walks_of", lambda *args: object() if walks else None)
     monkeypatch.setattr(wide_linear, "wide_kernel", Recorded(wide_linear.wide_kernel, "SETTLES", launches))
-    monkeypatch.setattr(norm_rope, "_rope_kernel", Recorded(norm_rope._rope_kernel, "SETTLED", launches))
+    monkeypatch.setattr(rope, "_rope_kernel", Recorded(rope._rope_kernel, "SETTLED", launches))
     run(model, ops, [20])
     settles = later and walks
     layer = [("SETTLES", settles), ("SETTLED", settles), *[("SETTLES", False)] * 3]
@@ -154,10 +158,10 @@ def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_sett
 
 def test_walks_are_laid_out_once_for_all_layers_and_before_any_product(generator, monkeypatch):
     model = make_target(generator, num_layers=2).to(DEVICE)
-    calls, walks, attention, multiply = [], object(), blocks.attention, blocks.Products.multiply
+    calls, walks, attention, multiply = [], object(), blocks.attention, Products.multiply
     monkeypatch.setattr(blocks, "walks_of", lambda *args: (calls.append("walks"), walks)[1])
     monkeypatch.setattr(blocks, "attention", lambda *args: (calls.append(args[-1]), attention(*args))[1])
-    monkeypatch.setattr(blocks.Products, "multiply", lambda *args: (calls.append("product"), multiply(*args))[1])
+    monkeypatch.setattr(Products, "multiply", lambda *args: (calls.append("product"), multiply(*args))[1])
     run(model, OPS, [5])
     layer = ["product", walks, *["product"] * 3]
     assert calls == ["walks", *layer * 2]
@@ -188,10 +192,11 @@ def test_blocks_of_another_make_run_one_operation_at_a_time_and_say_so(generator
 
     class Context:
         kv = object()
+        ops = OPS
 
     hidden = torch.ones(2, 4, device=DEVICE)
     with caplog.at_level(logging.WARNING):
-        last, captured = OPS.run_layers([Doubling(), Doubling()], hidden, Context(), (1,))
+        last, captured = run_layers([Doubling(), Doubling()], hidden, Context(), (1,))
     assert torch.equal(last, hidden * 4) and torch.equal(captured[0], hidden * 2)
     assert "block 0 is not made of plain attention" in caplog.text
 

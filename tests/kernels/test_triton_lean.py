@@ -12,7 +12,7 @@ from triton_samples import compiled_by
 
 from interpreted import DEVICE
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
-from slipstream.kernels.triton.lean_products import plan_of
+from slipstream.kernels.triton.gemm.hopper_gemv_launch import plan_of
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.tuning import LinearConfig, architecture_of, read_tuning
 from slipstream.models.layers import Linear

@@ -7,8 +7,8 @@ from triton_samples import FORMATS, REFERENCE, numbers, quantized, triton_ops
 from interpreted import DEVICE
 from slipstream.errors import KernelError
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.kernels.triton.linear import Epilogue
-from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton.gemm.dispatch import Products
+from slipstream.kernels.triton.gemm.split_k import Epilogue
 from slipstream.kernels.triton.tuning import LinearConfig
 from slipstream.quant.packed import PackedWeight
 

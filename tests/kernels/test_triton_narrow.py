@@ -9,11 +9,12 @@ from triton_samples import REFERENCE, numbers, quantized, small_tuning, triton_o
 
 from interpreted import DEVICE
 from slipstream.checkpoint.spec import RopeSpec
-from slipstream.kernels.triton import norm_rope, quantize
-from slipstream.kernels.triton.linear import Epilogue, FoldedNorm, Rows
-from slipstream.kernels.triton.narrow_products import squares_of
-from slipstream.kernels.triton.norm_rope import Norm
-from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton import norm as norms
+from slipstream.kernels.triton.gemm import quantize
+from slipstream.kernels.triton.gemm.dispatch import Products
+from slipstream.kernels.triton.gemm.small_m_launch import squares_of
+from slipstream.kernels.triton.gemm.split_k import Epilogue, FoldedNorm, Rows
+from slipstream.kernels.triton.norm import Norm
 from slipstream.kernels.triton.tuning import LinearConfig
 
 HEADS_OF_64 = {"head_dim": 64, "rope": RopeSpec(10000.0, 64), "hidden_size": 96, "intermediate_size": 160}
@@ -112,12 +113,12 @@ def test_a_folded_norm_is_the_norm_to_the_bit(width, generator):
     norm = Norm(numbers(width, generator=generator, dtype=torch.bfloat16), 1e-5)
     weight = numbers(72, width, generator=generator, dtype=torch.bfloat16)
     folded = Rows(hidden, None, hidden.dtype, FoldedNorm(norm.weight_D, norm.eps, squares))
-    expected = multiplied(by, weight, norm_rope.rms_norm(hidden, norm, False))
+    expected = multiplied(by, weight, norms.rms_norm(hidden, norm, False))
     assert torch.equal(by.multiply(folded, weight, Epilogue()), expected)
 
 
 def unfolded(by: Products, x, norm, weight, **ends) -> torch.Tensor:
-    codes = norm_rope.norm_codes(x, norm, "fp8", False)
+    codes = norms.norm_codes(x, norm, "fp8", False)
     return by.multiply(Rows(*codes, x.dtype), weight, Epilogue(**ends))
 
 
@@ -191,7 +192,7 @@ def test_folding_changes_no_bits_of_a_model_in_fp8(generator, monkeypatch):
         linear.pack(plain.prepare(stored))
     alone = run(model, plain, [2, 1])
     calls = []
-    for module, name in ((norm_rope, "norm_codes"), (quantize, "quantize_rows")):
+    for module, name in ((norms, "norm_codes"), (quantize, "quantize_rows")):
         whole = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
     folds = {"weights_first": True, "fold_rows": 4, "fold_codes": 4, "fold_norm_codes": 3}
@@ -210,8 +211,8 @@ def test_a_pass_of_few_rows_folds_and_one_of_many_does_not(generator, monkeypatc
     ops = triton_ops(weights_first=True, fold_rows=4)
     calls = []
     for name in ("rms_norm", "rope_and_write"):
-        whole = getattr(norm_rope, name)
-        monkeypatch.setattr(norm_rope, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
+        whole = getattr(norms, name)
+        monkeypatch.setattr(norms, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
     run(model, ops, [4])
     assert calls == ["rms_norm"]  # before the first block
     calls.clear()

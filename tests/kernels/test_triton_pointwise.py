@@ -6,9 +6,10 @@ from triton_samples import REFERENCE, numbers, triton_ops
 
 from interpreted import DEVICE
 from slipstream.kernels import KvLayer, RowSampling
-from slipstream.kernels.triton import norm_rope
-from slipstream.kernels.triton.norm_rope import Norm, Rope, RopeWrite
-from slipstream.kernels.triton.quantize import quantize_rows
+from slipstream.kernels.triton import norm as norms
+from slipstream.kernels.triton.gemm.quantize import quantize_rows
+from slipstream.kernels.triton.norm import Norm
+from slipstream.kernels.triton.rope import Rope, RopeWrite, rope_and_write
 from slipstream.quant.formats import fp8, int8
 
 OPS = triton_ops()
@@ -43,8 +44,8 @@ def test_rows_are_quantized_to_the_formats_own_codes(codes, width, generator):
 def test_a_norm_leaves_the_codes_that_quantizing_it_would(codes, generator):
     x, weight = (numbers(*s, generator=generator, dtype=torch.bfloat16) for s in ((3, 128), (128,)))
     norm = Norm(weight, 1e-5)
-    got, scale = norm_rope.norm_codes(x, norm, codes, False)
-    expected, expected_scale = quantize_rows(norm_rope.rms_norm(x, norm, False), codes, None, False)
+    got, scale = norms.norm_codes(x, norm, codes, False)
+    expected, expected_scale = quantize_rows(norms.rms_norm(x, norm, False), codes, None, False)
     assert torch.equal(scale, expected_scale) and torch.equal(got.view(torch.int8), expected.view(torch.int8))
 
 
@@ -58,7 +59,7 @@ def test_queries_are_rotated_and_keys_and_values_written(heads, width, rotary, q
     norms = [Norm(numbers(width, generator=generator), 1e-5) for _ in range(2)] if qk_norm else None
     layer = KvLayer(*(torch.zeros(32, groups, width, device=DEVICE) for _ in range(2)))
     write = RopeWrite(heads, Rope(slots, positions, cos, sin), layer)
-    got = norm_rope.rope_and_write(qkv, write, norms, qkv.dtype, False)
+    got = rope_and_write(qkv, write, norms, qkv.dtype, False)
     q, k, v = qkv.view(3, -1, width).split([num_heads, groups, groups], dim=1)
     if norms is not None:
         q, k = (REFERENCE.rms_norm(x, norm.weight_D, norm.eps) for x, norm in zip((q, k), norms, strict=True))

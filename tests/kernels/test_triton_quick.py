@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from triton_samples import attention_sample, compiled_by, small_tuning
 
 from interpreted import DEVICE
-from slipstream.kernels.triton.attention import AttentionLaunch, attention
+from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
 from slipstream.kernels.triton.tuning import architecture_of, read_tuning
 
 READ_EARLY = {"starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr", "k_ptr", "v_ptr"}

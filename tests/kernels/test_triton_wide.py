@@ -6,12 +6,12 @@ import torch
 from triton_samples import numbers, quantized, small_tuning
 
 from interpreted import DEVICE
-from slipstream.kernels.triton.linear import Epilogue
-from slipstream.kernels.triton.norm_rope import Norm, Stretches, norm_codes, rms_norm
-from slipstream.kernels.triton.products import Products
-from slipstream.kernels.triton.stretches import add_stretches, add_stretches_to_codes
+from slipstream.kernels.triton.gemm.dispatch import Products
+from slipstream.kernels.triton.gemm.split_k import Epilogue
+from slipstream.kernels.triton.gemm.split_k_reduce import Stretches, add_stretches, add_stretches_to_codes
+from slipstream.kernels.triton.gemm.wide_linear import fitted, row_pieces
+from slipstream.kernels.triton.norm import Norm, norm_codes, rms_norm
 from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, architecture_of, few_rows_name
-from slipstream.kernels.triton.wide_linear import fitted, row_pieces
 from slipstream.quant.packed import PackedWeight
 
 OUTPUTS, INPUTS = 200, 288  # neither fills its last tile

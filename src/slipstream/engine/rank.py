@@ -77,7 +77,7 @@ def rank_kernels(device: torch.device, choice: KernelChoice, settings: Mapping[s
         if settings:
             raise ConfigError("--set changes tiles of the Triton kernels; they run on a GPU, or with --kernels triton.")
         return Kernels(device, ReferenceOps(device), count)
-    from slipstream.kernels.triton.latent_blocks import MoeOptions  # triton is absent on CPU machines
+    from slipstream.kernels.triton.moe.tiles import MoeOptions  # triton is absent on CPU machines
     from slipstream.kernels.triton.ops import TritonOps
 
     return Kernels(device, TritonOps(device, moe=MoeOptions(settings, count)), count)

@@ -112,7 +112,7 @@ def select(device: torch.device, choice: KernelChoice = "auto", tiles: Mapping[s
 
 def _triton(device: torch.device, choice: KernelChoice, tiles: Mapping[str, int]) -> Ops:
     try:
-        from slipstream.kernels.triton.latent_blocks import MoeOptions
+        from slipstream.kernels.triton.moe.tiles import MoeOptions
         from slipstream.kernels.triton.ops import TritonOps  # triton is absent from CPU builds of torch
     except ImportError as error:
         if choice == "triton":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slipstream.checkpoint.spec import DraftSpec
 from slipstream.kernels import Ops
 from slipstream.models.context import ForwardContext, KvShape, latent_shape
+from slipstream.models.fused.run import run_layers
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
 from slipstream.models.mla import LatentAttention
 from slipstream.models.parallel import ALONE, Ranks
@@ -112,7 +113,7 @@ class Eagle3Draft(nn.Module):
     def forward(self, hidden_TD: Tensor, token_ids_T: Tensor, ctx: ForwardContext) -> DraftHidden:
         """Run one draft step over T slots; `hidden_TD` is fused features or an earlier step's feedback."""
         embedding_TD = self.embed_tokens(token_ids_T, ctx.ops).to(hidden_TD.dtype)  # a target's table may be wider
-        hidden_TD, _ = ctx.ops.run_layers(list(self.layers), hidden_TD, ctx, (), embedding_TD)
+        hidden_TD, _ = run_layers(list(self.layers), hidden_TD, ctx, (), embedding_TD)
         normed_TD = self.norm(hidden_TD, ctx.ops)
         return DraftHidden(normed_TD, normed_TD if self.spec.feedback == "post_norm" else hidden_TD)
 

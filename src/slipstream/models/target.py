@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from slipstream.checkpoint.spec import SILU, ModelSpec
 from slipstream.kernels import Ops, Sight
 from slipstream.models.context import ForwardContext, KvShape, latent_shape
+from slipstream.models.fused.run import run_layers
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
 from slipstream.models.mla import LatentAttention
 from slipstream.models.moe import MixtureOfExperts
@@ -127,7 +128,7 @@ class Target(nn.Module):
         if (scale := self.spec.embedding_scale) is not None:
             # Rounded to the rows' type first, as those who trained it did; drafts share the table as it is.
             embedding_TD = embedding_TD * torch.tensor(scale, dtype=embedding_TD.dtype, device="cpu").item()
-        last_TD, captured = ctx.ops.run_layers(list(self.layers), embedding_TD, ctx, captured_layers)
+        last_TD, captured = run_layers(list(self.layers), embedding_TD, ctx, captured_layers)
         return Hidden(last_TD, tuple(captured))
 
     def logits(self, last_LD: Tensor, ops: Ops) -> Tensor:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,25 +13,39 @@ from torch import Tensor
 from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.errors import KernelError
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, Sight, ended
+from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, Sight
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
-from slipstream.kernels.triton import attention_sight, chains, norm_rope, router, sample, sampling
-from slipstream.kernels.triton.ahead import compiling_ahead
-from slipstream.kernels.triton.attention import AttentionLaunch, attention
-from slipstream.kernels.triton.blocks import Blocks
-from slipstream.kernels.triton.expert_tiles import expert_tiles
-from slipstream.kernels.triton.experts import ExpertOptions, experts
-from slipstream.kernels.triton.latent_attention import latent_attention
-from slipstream.kernels.triton.latent_blocks import LatentBlocks, MoeOptions
-from slipstream.kernels.triton.latent_heads import heads_linear
-from slipstream.kernels.triton.linear import Epilogue
-from slipstream.kernels.triton.norm_rope import Norm
-from slipstream.kernels.triton.products import Products
+from slipstream.kernels.triton import norm, sampling, speculative
+from slipstream.kernels.triton.attention import windowed
+from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
+from slipstream.kernels.triton.compile_ahead import compiling_ahead
+from slipstream.kernels.triton.gemm.dispatch import Products
+from slipstream.kernels.triton.gemm.split_k import Epilogue
+from slipstream.kernels.triton.mla.attention import latent_attention
+from slipstream.kernels.triton.mla.heads import heads_linear
+from slipstream.kernels.triton.moe import router
+from slipstream.kernels.triton.moe.dispatch import ExpertOptions, experts
+from slipstream.kernels.triton.moe.tiles import MoeOptions, expert_tiles
+from slipstream.kernels.triton.norm import Norm
 from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FusedKernels:
+    """What whole decoder blocks are put together of.
+
+    Args:
+        attention: how it is launched behind the kernels of a block, which let it start early.
+    """
+
+    architecture: str
+    products: Products
+    attention: AttentionLaunch
+    moe: MoeOptions
 
 
 class TritonOps:
@@ -53,9 +67,9 @@ class TritonOps:
         self._launch = AttentionLaunch(
             self._tuning.attention, self._products.counters, self._dependent, self._tuning.instruction
         )
-        self._blocks = Blocks(self._products, replace(self._launch, early=True))
         self._moe = moe or MoeOptions()
-        self._latent_blocks = LatentBlocks(self._products, self._moe)
+        early = replace(self._launch, early=True)
+        self.fused = FusedKernels(self._tuning.architecture, self._products, early, self._moe)
         self._reference = ReferenceOps(device)
         self._said: set[str] = set()
         self._compiling = False
@@ -87,7 +101,7 @@ class TritonOps:
         """Multiply by a weight as stored, in its format's own arithmetic."""
         _check_width(x_TD, weight.in_features)
         if not self._products.knows(weight):
-            self._say_once(
+            self.say_once(
                 f"The Triton kernels do not multiply by weights of format {weight.format}; torch does: slower, and a "
                 "row's bits may change with the number of rows."
             )
@@ -108,12 +122,12 @@ class TritonOps:
         """Scale each row to unit root mean square in float32, then by `weight_D`."""
         _refuse_gradients(x_TD, weight_D)
         rows = x_TD.reshape(-1, x_TD.shape[-1])
-        return norm_rope.rms_norm(rows, Norm(weight_D, eps), self._dependent).view(x_TD.shape)
+        return norm.rms_norm(rows, Norm(weight_D, eps), self._dependent).view(x_TD.shape)
 
     def silu_mul(self, gate_up_TN: Tensor) -> Tensor:
         """Return silu(first half) * second half of each row."""
         rows = gate_up_TN.reshape(-1, gate_up_TN.shape[-1])
-        return norm_rope.silu_mul(rows, self._dependent).view(*gate_up_TN.shape[:-1], -1)
+        return norm.silu_mul(rows, self._dependent).view(*gate_up_TN.shape[:-1], -1)
 
     def gate_mul(self, gate_up_TN: Tensor, activation: Activation) -> Tensor:
         """Return what an activation makes of gate and up, by torch."""
@@ -137,7 +151,7 @@ class TritonOps:
         """Attend over the pages of each request."""
         if isinstance(window, Sight):
             how = (self._dependent, self._launch.instruction)
-            return attention_sight.attention(q_THd.contiguous(), layer, batch, scale, window, *how)
+            return windowed.attention(q_THd.contiguous(), layer, batch, scale, window, *how)
         return attention(q_THd.contiguous(), layer, batch, scale, window, self._launch)
 
     def latent_attention(
@@ -182,18 +196,8 @@ class TritonOps:
         captured_layers: Sequence[int],
         embedding_TD: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Apply blocks with fused kernels where they and the context allow it, else one operation at a time."""
-        if layers and hasattr(layers[0], "self_attn") and hasattr(layers[0].self_attn, "qkv_a_proj"):
-            reason = self._latent_blocks.unfit(layers, ctx)
-            if not reason:
-                last_TD, captured = self._latent_blocks.run(layers, hidden_TD, ctx, captured_layers)
-                return ended(last_TD, ctx), captured
-        else:
-            reason = self._blocks.unfit(layers, ctx)
-        if reason:
-            self._say_once(f"Blocks run one operation at a time, which is slower: {reason}.")
-            return self._reference.run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)
-        return self._blocks.run(layers, hidden_TD, ctx, captured_layers, embedding_TD)
+        """Apply blocks one operation at a time; `slipstream.models.fused` puts whole blocks together of kernels."""
+        return self._reference.run_layers(layers, hidden_TD, ctx, captured_layers, embedding_TD)
 
     def sample(
         self, logits_LV: Tensor, rows: SampleRows, state: SamplingState, masks: TokenMasks | None = None
@@ -208,22 +212,22 @@ class TritonOps:
 
     def perturb(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling) -> Tensor:
         """Add the noise of (seed, position, token id) to logits / T; rows at T = 0 stay as they are."""
-        return sample.perturb(_unit_stride(logits_LV), token_ids_V, sampling, self._dependent)
+        return speculative.perturb(_unit_stride(logits_LV), token_ids_V, sampling, self._dependent)
 
     def top_k(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int) -> tuple[Tensor, Tensor]:
         """Find the best entries of perturbed logits."""
-        if not 0 < k <= min(sample.MAX_K, logits_LV.shape[1]):
+        if not 0 < k <= min(speculative.MAX_K, logits_LV.shape[1]):
             best = torch.log_softmax(self.perturb(logits_LV, token_ids_V, sampling), dim=-1).topk(k, dim=-1)
             return best.values, best.indices
-        return sample.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
+        return speculative.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
 
     def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
         """Write where a step's nodes lie."""
-        chains.place_chains(rows, places, page_size, self._dependent)
+        speculative.place_chains(rows, places, page_size, self._dependent)
 
     def propose(self, logits_RV: Tensor, token_ids_V: Tensor, sampling: RowSampling, out_R: Tensor) -> Tensor:
         """Return the token drafted for each row, and write it to `out_R` too."""
-        token_R = sample.propose(_unit_stride(logits_RV), token_ids_V, sampling, out_R, self._dependent)
+        token_R = speculative.propose(_unit_stride(logits_RV), token_ids_V, sampling, out_R, self._dependent)
         return token_R.zero_() if self._compiling else token_R
 
     def accept_chains(
@@ -231,7 +235,7 @@ class TritonOps:
     ) -> None:
         """Keep what agrees of each chain, write what came of it, and move the rows on."""
         tokens_RN = (chain_RN.contiguous(), chosen_RN.contiguous())
-        chains.accept_chains(rows, tokens_RN, thresholds_K, outcome, self._dependent)
+        speculative.accept_chains(rows, tokens_RN, thresholds_K, outcome, self._dependent)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -246,7 +250,8 @@ class TritonOps:
         finally:
             self._compiling = False
 
-    def _say_once(self, sentence: str) -> None:
+    def say_once(self, sentence: str) -> None:
+        """Log a warning, the first time."""
         if sentence not in self._said:
             self._said.add(sentence)
             _LOG.warning(sentence)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slipstream.kernels.sampling import MAX_TOP, Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.kernels.triton.launch import launch_options
-from slipstream.kernels.triton.sampling_blocks import count_kernel, nucleus_kernel, process_kernel, weigh_kernel
 from slipstream.kernels.triton.sampling_rows import finish_kernel
+from slipstream.kernels.triton.sampling_vocabulary import count_kernel, nucleus_kernel, process_kernel, weigh_kernel
 from slipstream.kernels.triton.variants import Variant
 
 

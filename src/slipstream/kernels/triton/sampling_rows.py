@@ -7,15 +7,6 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.launch import wait_for_inputs
-from slipstream.kernels.triton.sampling_blocks import best_of_groups, is_changed, raw_logits, row_logits
-from slipstream.kernels.triton.sampling_cut import (
-    draw_before,
-    draw_found,
-    find_best,
-    found_orders,
-    last_of_best,
-    weight_before,
-)
 from slipstream.kernels.triton.sampling_tokens import (
     LEAST,
     NO_ENTRY,
@@ -37,6 +28,15 @@ from slipstream.kernels.triton.sampling_tokens import (
     setting,
     whole_setting,
 )
+from slipstream.kernels.triton.sampling_truncation import (
+    draw_before,
+    draw_found,
+    find_best,
+    found_orders,
+    last_of_best,
+    weight_before,
+)
+from slipstream.kernels.triton.sampling_vocabulary import best_of_groups, is_changed, raw_logits, row_logits
 
 
 @triton.jit

@@ -36,8 +36,8 @@ class LinearConfig:
             instructions have 64, and how many programs there are decides how evenly processors read.
         side: whether a program multiplies all stretches of fewer rows side by side, in products of so few rows that a
             token tile holds them once for each stretch. Then no sums go through memory.
-        lean: steps' tiles in the ring of a product of 1 to 4 rows in which one warp asks for weights (`lean`, sm_90);
-            0: there is none. So many that two programs do not fit a processor.
+        lean: stages of the ring of a product of 1 to 4 rows (`hopper_gemv`, sm_90); 0: there is none. So many that two
+            programs do not fit a processor.
         lean_trigger: asks that are left there when the next kernel may start; -1: it may at once.
     """
 
@@ -114,12 +114,12 @@ class AttentionConfig:
         even_stages: stages of those; 0: `num_stages`.
         even_registers: see `group_registers`.
         quick_warps: where programs take splits of a request, not groups, warps of those that have one short chain from
-            queries to outputs (`attention_quick`, sm_90); 0: there are none. That changes no bits.
+            queries to outputs (`hopper_split_kv`, sm_90); 0: there are none. That changes no bits.
         quick_groups: how many groups of results the last of those reads at once: of 4 rows by 4 warps, and as many
             values a thread in other shapes.
         quick_registers: see `group_registers`.
         flow_programs: where `even_programs` could be, so many instead, in which one warp asks for keys and the others
-            attend to them (`attention_flow`, sm_90); 0: none. That changes no bits.
+            attend to them (`persistent_ws`, sm_90); 0: none. That changes no bits.
         flow_from: but for passes of fewer requests than this.
         flow_groups: and but for those with fewer groups than this, counted as for `even_from`.
         flow_stages: blocks of keys that each of those has room for, two or more.

@@ -1,0 +1,307 @@
+"""Paged attention for decoding, verifying and prefill: query tokens x the heads that share a key, in one tile.
+
+A request's keys are cut in splits of a fixed length, and their results are merged in order: by one program where there
+are many queries (`prefill`), else by the last of several (`split_kv`).
+"""
+# ruff: noqa: PLR0913
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.triton.attention.even import even_kernel
+from slipstream.kernels.triton.attention.hopper_launch import (
+    Walks,
+    flow_fits,
+    is_quick,
+    launch_flow,
+    launch_quick,
+    lay_out_walks,
+    quick_options,
+)
+from slipstream.kernels.triton.attention.prefill import prefill_kernel
+from slipstream.kernels.triton.attention.split_kv import splits_kernel
+from slipstream.kernels.triton.attention.tile import (
+    DESCRIPTION,
+    SPLITS_IN_GROUP,
+)
+from slipstream.kernels.triton.launch import launch_options
+from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
+from slipstream.kernels.triton.variants import Variant
+
+_LOG2E = 1.4426950408889634
+_NARROW_ROWS = 16
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """How attention runs.
+
+    Args:
+        counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
+        dependent: whether the kernel may start while the one before it drains.
+        instruction: see `launch_options`.
+        early: whether it may then read the batch's description at once, and the pass's walks: the kernel before must
+            wait for its own inputs before it lets this one start (`wait_then_let_start`), or the one before that.
+    """
+
+    config: AttentionConfig
+    counters: Tensor
+    dependent: bool
+    instruction: int = 0
+    early: bool = False
+
+
+def attention(
+    q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None, launch: AttentionLaunch,
+    maxima_TH: Tensor | None = None, walks: Walks | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend over the pages of each request; the grid follows from shapes and host-side bounds alone.
+
+    Args:
+        maxima_TH: where each head's largest magnitude goes, in passes of fewer queries than `serial_from`.
+        walks: what `walks_of` has laid out for this batch, before the product that queries came of.
+    """
+    num_tokens, num_heads, width = q_THd.shape
+    num_groups, num_requests, config = layer.keys_SGd.shape[1], batch.kv_lens_R.shape[0], launch.config
+    most_queries, most_keys, rows, tokens = _bounds(batch, num_tokens, num_heads // num_groups, config)
+    one_tile = most_queries <= tokens
+    num_tiles = num_requests if one_tile else num_tokens // tokens + num_requests
+    head_block = max(triton.next_power_of_2(width), 16)
+    out = torch.empty_like(q_THd)
+    described = _description(batch)
+    # What is copied just now is no description from before the kernel before: it is not to be read early.
+    early = launch.early and batch.kv_index_T.is_contiguous() and batch.ancestors_T.is_contiguous()
+    strides = (layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, window or 0)
+    shape = {
+        "HEADS": num_heads, "GROUPS": num_groups, "WIDTH": width, "D": head_block, "ROWS": rows, "TOKENS": tokens,
+        "REQUESTS": triton.next_power_of_2(num_requests), "SPLIT": config.split, "BLOCK": config.block,
+        "PAGE": batch.page_size, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": window is not None, "PDL": launch.dependent,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        **launch_options(launch.dependent, launch.instruction),
+    }  # fmt: skip
+    if most_queries >= config.serial_from:
+        assert maxima_TH is None, "only programs that share a request's keys leave maxima"
+        prefill_kernel[(num_groups, num_tokens // tokens + num_requests)](
+            q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
+        )
+        return out
+    shape["EARLY"] = early
+    several = (q_THd, layer, out), described, strides, shape, launch, maxima_TH
+    return _attend_by_several(*several, num_tiles, most_queries, most_keys, walks)
+
+
+def walks_of(
+    batch: AttentionBatch, num_tokens: int, num_heads: int, layer: KvLayer, dtype: torch.dtype, launch: AttentionLaunch
+) -> Walks | None:
+    """Lay out which keys programs attend to in a pass's every layer without a window, if they are ones that walk.
+
+    Args:
+        layer: any of those layers' cache.
+        dtype: that of queries.
+    """
+    num_groups, config = layer.keys_SGd.shape[1], launch.config
+    most_queries, most_keys, rows, tokens = _bounds(batch, num_tokens, num_heads // num_groups, config)
+    narrow = most_queries <= tokens and rows == _NARROW_ROWS and most_queries < config.serial_from
+    if not narrow or not _flows(config, len(batch.kv_lens_R), most_keys, dtype, layer, batch.page_size):
+        return None
+    shape = {
+        "GROUPS": num_groups, "TOKENS": tokens, "REQUESTS": triton.next_power_of_2(len(batch.kv_lens_R)),
+        "QUERIES": _queries_read(most_queries, tokens), "BLOCK": config.block, "PAGE": batch.page_size,
+        "IN_GROUP": SPLITS_IN_GROUP,
+    }  # fmt: skip
+    return lay_out_walks(_description(batch), shape, launch)
+
+
+def _description(batch: AttentionBatch) -> tuple[Tensor, ...]:
+    tokens = (batch.kv_index_T.contiguous(), batch.ancestors_T.contiguous())
+    return batch.query_starts_R1, batch.kv_lens_R, batch.page_table_RP, *tokens
+
+
+def _bounds(batch: AttentionBatch, num_tokens: int, repeats: int, config: AttentionConfig) -> tuple[int, int, int, int]:
+    """Return the most queries and keys of a request, and rows and tokens of a tile: `repeats` heads share a key."""
+    most_queries = num_tokens if batch.max_queries is None else batch.max_queries
+    most_keys = batch.page_table_RP.shape[1] * batch.page_size if batch.max_keys is None else batch.max_keys
+    rows = _NARROW_ROWS if most_queries * repeats <= _NARROW_ROWS else config.rows_wide
+    rows = max(rows, triton.next_power_of_2(repeats))
+    return most_queries, most_keys, rows, rows // repeats
+
+
+def _flows(
+    config: AttentionConfig, num_requests: int, most_keys: int, dtype: torch.dtype, layer: KvLayer, page_size: int
+) -> bool:
+    """Tell whether a warp of its own asks for the keys of all requests, each of which is one narrow tile."""
+    cells, num_splits = layer.keys_SGd.shape[1] * num_requests, max(-(-most_keys // config.split), 1)
+    whole, most_groups = _shares(config, cells, num_splits)[1], cells * -(-num_splits // SPLITS_IN_GROUP)
+    return whole and flow_fits(config, (num_requests, most_groups), dtype, layer, page_size)
+
+
+def _attend_by_several(
+    tensors: tuple[Tensor, KvLayer, Tensor], described: tuple[Tensor, ...], strides: tuple[int, int, float, int],
+    shape: dict[str, Any], launch: AttentionLaunch, maxima_TH: Tensor | None, num_tiles: int, most_queries: int,
+    most_keys: int, walks: Walks | None,
+) -> Tensor:  # fmt: skip
+    """Attend by programs that share a tile's keys; return the outputs.
+
+    Args:
+        tensors: queries, the cache, and the outputs.
+        shape: what kernels' programs have in common.
+    """
+    (q_THd, layer, out), config = tensors, launch.config
+    num_groups, rows, tokens, num_requests = shape["GROUPS"], shape["ROWS"], shape["TOKENS"], len(described[1])
+    repeats, head_block = shape["HEADS"] // num_groups, shape["D"]
+    num_splits = max(-(-most_keys // config.split), 1)
+    shares, whole = _shares(config, num_groups * num_requests, num_splits)
+    num_results = -(-num_splits // SPLITS_IN_GROUP)
+    most_groups = num_groups * num_requests * num_results
+    one_tile = most_queries <= tokens
+    narrow = one_tile and not shape["HAS_WINDOW"] and rows == _NARROW_ROWS
+    even = whole and narrow and _is_even(config, most_groups, shape["PAGE"])
+    flows = narrow and maxima_TH is None and _flows(config, num_requests, most_keys, q_THd.dtype, layer, shape["PAGE"])
+    assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
+    # Where a warp asks for keys, a request's first blocks may leave two results: all groups so far, and the last one.
+    num_results = max(num_results, 2) if flows else num_results if even else num_splits
+    cells = num_tiles * num_groups * num_results * rows
+    sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
+    partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
+    shape |= {"MAXIMA": maxima_TH is not None}
+    early_options = _early_options(config, shape["WIDTH"] * layer.keys_SGd.element_size(), whole)
+    shape["COMPACT"] = _compact_rows(config, repeats, rows) if most_queries == 1 else 0
+    shared = (
+        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
+        sums if maxima_TH is None else maxima_TH,
+    )  # fmt: skip
+    if narrow and not whole and is_quick(config, q_THd, layer):
+        shape |= quick_options(config, most_queries, repeats, rows)
+        launch_quick(shared, num_results, strides[:3], shape, (num_groups, num_tiles, shares))
+        return out
+    if flows:
+        shape["QUERIES"] = _queries_read(most_queries, tokens)
+        launch_flow((q_THd, layer, out), described, (sums, partial), (num_results, *strides[1:3]), shape, launch, walks)
+        return out
+    if even:
+        del shape["HAS_WINDOW"]
+        shape |= _even_options(config, most_queries, tokens)
+        grid = (num_groups, max(config.even_programs // num_groups, 1))
+        even_kernel[grid](*shared, num_requests, num_results, *strides[:3], **shape)
+        return out
+    shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
+    splits_kernel[(num_groups, num_tiles, shares)](
+        *shared, num_requests, num_results, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
+    )
+    return out
+
+
+def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:
+    """Tell whether programs that take groups share those of all requests evenly; blocks and pages must fit."""
+    fits = config.block % page_size == 0 or page_size % config.block == 0
+    return config.even_programs > 0 and config.even_from <= most_groups and fits
+
+
+def _even_options(config: AttentionConfig, most_queries: int, tokens: int) -> dict[str, int]:
+    """Return what the programs have of their own that share all requests' groups."""
+    options = {"QUERIES": _queries_read(most_queries, tokens)}
+    options |= {"num_warps": config.num_warps, "num_stages": config.even_stages or config.num_stages}
+    return options | ({"maxnreg": config.even_registers} if config.even_registers else {})
+
+
+def _queries_read(most_queries: int, tokens: int) -> int:
+    """Return of how many queries the places are read, one after another."""
+    return 1 if most_queries == 1 else triton.next_power_of_2(tokens)
+
+
+def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, bool]:
+    """Return how many programs share the keys of each cell, and whether they take whole groups of splits."""
+    if cells * num_splits > config.programs:
+        programs = config.group_programs or config.programs
+        shares = max(min(programs // cells, -(-num_splits // SPLITS_IN_GROUP)), 1)
+        if shares < num_splits:
+            return shares, True
+    return -(-num_splits // config.share), False
+
+
+def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
+    """Return whether programs share splits, and whether the copy engine is asked for keys; it copies 16 bytes."""
+    return {"SHARED": config.share > 1 and not whole, "BULK": config.bulk and head_bytes % 16 == 0}
+
+
+def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
+    """Return the rows of the tile in which the results of one query are merged; 0: those of the tile of queries."""
+    compact = triton.next_power_of_2(repeats)
+    return compact if config.compact and compact < rows else 0
+
+
+def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str, int]:
+    """Return warps, stages and registers of programs that share a tile, none of which changes bits.
+
+    Wide tiles hold two sums of values each, and have twice the warps.
+    """
+    wide = rows > _NARROW_ROWS
+    options = {"num_warps": config.num_warps * (2 if wide else 1)}
+    options["num_stages"] = config.group_stages if whole and config.group_stages else config.num_stages
+    if whole and config.group_registers and not wide:
+        options["maxnreg"] = config.group_registers
+    return options
+
+
+def variants(architecture: str) -> list[Variant]:
+    """List what ships: narrow and wide tiles, merged by several programs or by one; of groups the wider heads alone."""
+    config = read_tuning(architecture).attention
+    pointers = {
+        "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i32",
+        "lens_ptr": "*i32", "pages_ptr": "*i32", "index_ptr": "*i64", "ancestors_ptr": "*i64",
+    }  # fmt: skip
+    shared = {"sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32", "maxima_ptr": "*fp32"}
+    numbers = {
+        "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
+    }  # fmt: skip
+    split = {**pointers, **shared, **numbers, "num_splits": "i32"}
+    even = {**pointers, **shared, **{name: kind for name, kind in numbers.items() if name != "window"}}
+    even["num_results"] = "i32"
+    kinds = (  # rows, kernel, its arguments, whether programs take groups, whether a tile has one query
+        (_NARROW_ROWS, splits_kernel, split, False, False),
+        (_NARROW_ROWS, splits_kernel, split, False, True),
+        (_NARROW_ROWS, splits_kernel, split, True, False),
+        (_NARROW_ROWS, splits_kernel, split, True, True),
+        (_NARROW_ROWS, even_kernel, even, True, False),
+        (_NARROW_ROWS, even_kernel, even, True, True),
+        (config.rows_wide, splits_kernel, split, True, False),
+        (config.rows_wide, prefill_kernel, {**pointers, **numbers}, True, False),
+    )
+    shipped = []
+    for rows, kernel, signature, whole, one in kinds:
+        serial = kernel is prefill_kernel
+        divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
+        divisible += ("slot_stride",)
+        for heads, groups, width in ((32, 8, 128),) if whole and not serial else ((32, 8, 128), (9, 3, 64)):
+            repeats = heads // groups
+            constants = {
+                "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
+                "TOKENS": rows // repeats, "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
+                "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
+            }  # fmt: skip
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            if not serial:
+                constants |= {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True}
+                constants |= _early_options(config, 2 * width, whole)
+                constants["COMPACT"] = _compact_rows(config, repeats, rows) if one else 0
+                options = _split_options(config, rows, whole)
+            if kernel is even_kernel:
+                options = _even_options(config, 1 if one else rows // repeats, rows // repeats)
+                constants["QUERIES"] = options.pop("QUERIES")
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            registers = options.pop("maxnreg", 0)
+            taken = ", all groups" if kernel is even_kernel else ", groups" if whole else ""
+            how = ", serial" if serial else f"{taken}{', one query' if one else ''}"
+            name = f"attention {rows} rows, heads of {width}{how}"
+            shipped.append(
+                Variant(
+                    name, kernel, signature, constants, **options, matrix="bf16", divisible=divisible,
+                    registers=registers,
+                )
+            )  # fmt: skip
+    return shipped

@@ -1,0 +1,363 @@
+"""Paged attention for many requests by warps of two kinds: one asks for keys and values, the others attend to them.
+
+What `slipstream.kernels.triton.attention.even` computes, in its order and by the same instruction, so the bits are the
+same. The warp that asks walks ahead of the others, through a ring of blocks of keys that the copy engine fills page by
+page. Keys that earlier passes wrote it asks for before the kernel before has ended. Which keys are whose, and who
+finishes a request: `attention_flow_walk`.
+
+There is one warp to a scheduler that attends, so nothing hides what it waits for, and a block's chain is kept short.
+Queries are in fast memory, those of the next request from this one's first block on; what another program has left
+comes there by the warp that asks. Warps meet for their maxima, at the barrier that gives room back, and for weights.
+
+A block's room is free once its numbers were multiplied, not once they were asked of fast memory: such reads are still
+under way when threads meet, and the copy engine does not wait for them. One that other programs' stores hold up long
+enough would find a later block.
+"""
+# Gluon gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from slipstream.kernels.triton.attention.persistent_ws_merge import (
+    ask_left,
+    finish_requests,
+    hand_over,
+    nothing,
+    store_outputs,
+    store_result,
+    take_over,
+)
+from slipstream.kernels.triton.attention.tile import merge
+from slipstream.kernels.triton.attention.work_list import (
+    all_described,
+    described_at,
+    laid_out,
+    laid_out_pages,
+    next_of,
+    number_at,
+    of_requests,
+    pages_of,
+    stop_of,
+)
+from slipstream.kernels.triton.gluon_compat import async_load, reinterpret, thread_barrier, tma_load
+
+HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which the copy engine swizzles
+
+
+@gluon.jit
+def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr):
+    """Ask for the keys and values of a block that lies in these pages."""
+    PAGES: gl.constexpr = BLOCK // PAGE
+    HALVES: gl.constexpr = WIDTH // HALF
+    for i in gl.static_range(PAGES):
+        for half in gl.static_range(HALVES):
+            at = [pages[i] * PAGE, group * WIDTH + half * HALF]
+            box = (slot * HALVES + half) * PAGES + i
+            tma_load(tiles[0], at, bar, stores[0].index(box))
+            tma_load(tiles[1], at, bar, stores[1].index(box))
+
+
+@gluon.jit
+def _ask(
+    tiles, stores, ready, empty, left, walks_ptr, pages_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
+    num_results, pages_stride, group, part, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+    REQUESTS: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Ask for every block of the part, as soon as there is room.
+
+    A block with no key from `sure` on was written by passes before this one. Those have ended where EARLY says so, and
+    it is asked for before the kernel before has. Either way what kernels wrote is there for the copy engine once they
+    have ended: no fence is needed between kernels.
+    """
+    if PDL and not EARLY:
+        gdc_wait()
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
+    lane = gl.arange(0, 32, LAYOUT)
+    request, start, num_blocks, walk, _, first = laid_out(walks_ptr, part, REQUESTS)
+    pages = laid_out_pages(walks_ptr, part, lane, REQUESTS)
+    ends_R, sure_R = of_requests(walks_ptr, 2, REQUESTS, LAYOUT), of_requests(walks_ptr, 3, REQUESTS, LAYOUT)
+    end, sure = first[2], first[3]
+    first_page = start // PAGE
+    BYTES: gl.constexpr = 2 * BLOCK * WIDTH * 2
+    for step in range(num_blocks):
+        slot = step % STAGES
+        at = start // PAGE - first_page
+        here = (number_at(pages, at, 32), number_at(pages, at + 1, 32), number_at(pages, at + 2, 32),
+                number_at(pages, at + 3, 32))  # fmt: skip
+        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+        if PDL and EARLY:  # noqa: SIM102 - the one is known when the kernel is compiled
+            if start + BLOCK > sure:
+                gdc_wait()
+        mbarrier.expect(ready.index(slot), BYTES)
+        _copy_block(tiles, stores, ready.index(slot), slot, here, group, WIDTH, BLOCK, PAGE)
+        start += BLOCK
+        moves = start >= stop_of(walk, request, end)
+        if moves:
+            request, start, is_late = next_of(walk, request, num_requests)
+            if is_late & (step + 1 < num_blocks):
+                if PDL and EARLY:
+                    gdc_wait()
+                ask_left(left, counter_ptr, sums_ptr, partial_ptr, request, group, num_results, GROUPS, WIDTH, ROWS)
+            end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
+        if moves | (start // PAGE - first_page >= 32):
+            first_page = start // PAGE
+            pages = pages_of(pages_ptr, request, pages_stride, first_page, end, lane, PAGE)
+
+
+@gluon.jit
+def _ask_queries(
+    q_ptr, queries, q_first, last_token, group, HEADS: gl.constexpr, REPEATS: gl.constexpr, WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """Ask for a request's queries. Rows past the last one repeat it."""
+    LANES: gl.constexpr = WIDTH // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    token = gl.maximum(gl.minimum(q_first + row // REPEATS, last_token), 0).to(gl.int64)
+    head = group * REPEATS + row % REPEATS
+    q_at = q_ptr + (token * HEADS + head)[:, None] * WIDTH + column[None, :]
+    async_load(queries, q_at)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _places(
+    index_ptr, ancestors_ptr, q_first, last_token, REPEATS: gl.constexpr, ROWS: gl.constexpr, MATRIX: gl.constexpr
+):
+    """Return where a request's queries are, and which keys before them they see."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, MATRIX))
+    token = gl.maximum(gl.minimum(q_first + row // REPEATS, last_token), 0)
+    return gl.load(index_ptr + token).to(gl.int32), gl.load(ancestors_ptr + token)
+
+
+@gluon.jit
+def _hide(scores, own, ancestors, start, end, BLOCK: gl.constexpr, MATRIX: gl.constexpr):
+    """Return scores with -inf where a row does not see a key, as `tile.hide` does."""
+    index = start + gl.arange(0, BLOCK, gl.SliceLayout(0, MATRIX))
+    distance = own[:, None] - index[None, :]
+    bit = (ancestors[:, None] >> gl.minimum(gl.maximum(distance, 0), 63).to(gl.int64)).to(gl.int32) & 1
+    seen = (bit | ((63 - distance) >> 31)) & ((-1 - distance) >> 31) & ((index - end) >> 31)[None, :]
+    return gl.where(seen != 0, scores, float("-inf"))
+
+
+@gluon.jit
+def _maximum_of_warp(scores, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """Return each row's largest score among a warp's keys: a column for each warp, which has eight keys in 32."""
+    apart = gl.reshape(scores, [ROWS, BLOCK // 32, 4, 8])
+    return gl.max(gl.max(apart, 1), 2)
+
+
+@gluon.jit
+def _maximum_of_block(maxima, ROWS: gl.constexpr, MATRIX: gl.constexpr):
+    """Return each row's largest score of all, to the threads that have the row: lane // 4, and eight more."""
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[0, 0], [0, 0]], block_bases=[], shape=[ROWS, 4],
+    )  # fmt: skip
+    return gl.convert_layout(gl.max(maxima.load(ALL), 1), gl.SliceLayout(1, MATRIX), assert_trivial=True)
+
+
+@gluon.jit
+def _attend_block(
+    stores, ready, empty, maxima, weights, step, slot, q, own, ancestors, start, end, sure, scale,
+    ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, MATRIX: gl.constexpr,
+):  # fmt: skip
+    """Return the result of a step's block, once it has come, and tell that the room of the one before is free.
+
+    A block is a split, so that is what `tile.add_block` makes of it and of nothing.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MATRIX, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MATRIX, 2)
+    mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+    k = stores[0].index(slot).permute((1, 0)).load(RIGHT)
+    scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MATRIX)) * scale
+    v = stores[1].index(slot).load(RIGHT)
+    if start + BLOCK > sure:
+        scores = _hide(scores, own, ancestors, start, end, BLOCK, MATRIX)
+        # Slots past the end may hold anything, and nothing times NaN is NaN.
+        key = gl.arange(0, BLOCK, gl.SliceLayout(1, RIGHT))
+        v = gl.where((start + key < end)[:, None], v, gl.zeros([BLOCK, WIDTH], v.dtype, RIGHT))
+    maxima.store(_maximum_of_warp(scores, ROWS, BLOCK))
+    thread_barrier()  # for the maxima, and one thread tells for all that they have multiplied the block before
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+    best = _maximum_of_block(maxima, ROWS, MATRIX)
+    pivot = gl.where(best == float("-inf"), 0.0, best)
+    weights.store(gl.exp2(scores - pivot[:, None]).to(v.dtype))
+    weight = weights.load(LEFT)
+    acc = mma_v2(weight, v, gl.zeros([ROWS, WIDTH], gl.float32, MATRIX))
+    ones = gl.full([BLOCK, 8], 1.0, v.dtype, RIGHT)  # all columns of the sum are alike, and every warp has them
+    return best, gl.max(mma_v2(weight, ones, gl.zeros([ROWS, 8], gl.float32, MATRIX)), 1), acc
+
+
+@gluon.jit
+def _add_result(
+    so_far, group_so_far, found, left, walk, here, start, end, moves, is_late, step, num_blocks,
+    out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results, group,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr,
+    IN_GROUP: gl.constexpr, MATRIX: gl.constexpr,
+):  # fmt: skip
+    """Add a block's result to its group, that of a whole group to its request, and store what is then done.
+
+    Args:
+        so_far, group_so_far: of the request's groups, where it is not cut at groups, and of the group's blocks.
+        left: what another program has left of the request that comes last.
+        here: this block's request, its first and its last query.
+
+    Returns:
+        What the next block finds of its request's groups and of its group.
+    """
+    REPEATS: gl.constexpr = HEADS // GROUPS
+    best, total, acc = so_far
+    request, q_first, last_token = here
+    group_best, group_total, group_acc = merge(
+        group_so_far[0], group_so_far[1], group_so_far[2], found[0], found[1], found[2]
+    )
+    cell = request.to(gl.int64) * GROUPS + group
+    if ((start + BLOCK) % (BLOCK * IN_GROUP) == 0) | (start + BLOCK >= end):
+        if walk[0]:
+            best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
+        else:
+            result = cell * num_results + start // (BLOCK * IN_GROUP)
+            store_result(group_best, group_total, group_acc, sums_ptr, partial_ptr, result, q_first, last_token,
+                         REPEATS, ROWS, WIDTH, MATRIX)  # fmt: skip
+        group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
+    if walk[0] & moves:
+        if request == walk[1]:
+            hand_over((best, total, acc), (group_best, group_total, group_acc), sums_ptr, partial_ptr,
+                      counter_ptr + cell, cell * num_results, q_first, last_token, REPEATS, ROWS, WIDTH,
+                      MATRIX)  # fmt: skip
+        else:
+            store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, MATRIX)
+        best, total, acc = nothing(ROWS, WIDTH, MATRIX)
+        group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
+        if is_late & (step + 1 < num_blocks):
+            best, total, acc, group_best, group_total, group_acc = take_over(left, MATRIX)
+    return best, total, acc, group_best, group_total, group_acc
+
+
+@gluon.jit
+def _attend(
+    stores, rooms, left, ready, empty, q_ptr, out_ptr, walks_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
+    counter_ptr, num_requests, num_results, scale, group, part,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
+    BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Attend to blocks as they come, store the results of groups, and merge those of requests that are then whole.
+
+    Args:
+        rooms: for the queries of this request and the next, for warps' maxima, and for weights.
+        left: what another program has left of the request that comes last.
+    """
+    if PDL and not EARLY:
+        gdc_wait()
+    queries, maxima, weights = rooms
+    REPEATS: gl.constexpr = HEADS // GROUPS
+    NUM_WARPS: gl.constexpr = 4
+    MATRIX: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NUM_WARPS], [16, 8])
+    # Every warp has all requests' numbers, so that looking one up takes no meeting.
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0]))
+    request, start, num_blocks, walk, counted, first = laid_out(walks_ptr, part, REQUESTS)
+    described_R = all_described(walks_ptr, REQUESTS, LAYOUT)
+    q_first, last_token, end, sure = first[0], first[1], first[2], first[3]
+    if PDL and EARLY:
+        gdc_wait()
+    _ask_queries(q_ptr, queries.index(0), q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS)
+    own, ancestors = _places(index_ptr, ancestors_ptr, q_first, last_token, REPEATS, ROWS, MATRIX)
+    async_copy.wait_group(0)
+    thread_barrier()
+    which, fresh = 0, True  # where the request's queries are, and whether the next one's are to be asked for
+    after, after_start, is_late = request, start, False
+    after_first, after_last, after_end, after_sure = q_first, last_token, end, sure
+    best, total, acc = nothing(ROWS, WIDTH, MATRIX)  # of the request's groups so far, where it is not cut at groups
+    group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
+    for step in range(num_blocks):
+        q = queries.index(which).load(gl.DotOperandLayout(0, MATRIX, 2))
+        if fresh:
+            after, after_start, is_late = next_of(walk, request, num_requests)
+            after_first, after_last, after_end, after_sure = described_at(described_R, after, REQUESTS)
+            _ask_queries(q_ptr, queries.index(1 - which), after_first, after_last, group, HEADS, REPEATS, WIDTH, ROWS)
+        found = _attend_block(
+            stores, ready, empty, maxima, weights, step, step % STAGES, q, own, ancestors, start, end, sure, scale,
+            ROWS, BLOCK, WIDTH, STAGES, MATRIX,
+        )  # fmt: skip
+        moves = start + BLOCK >= stop_of(walk, request, end)
+        best, total, acc, group_best, group_total, group_acc = _add_result(
+            (best, total, acc), (group_best, group_total, group_acc), found, left, walk, (request, q_first, last_token),
+            start, end, moves, is_late, step, num_blocks, out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results,
+            group, HEADS, GROUPS, WIDTH, ROWS, BLOCK, IN_GROUP, MATRIX,
+        )  # fmt: skip
+        start, fresh = start + BLOCK, moves
+        if moves:
+            request, start, q_first, last_token = after, after_start, after_first, after_last
+            end, sure, which = after_end, after_sure, 1 - which
+            own, ancestors = _places(index_ptr, ancestors_ptr, q_first, last_token, REPEATS, ROWS, MATRIX)
+            async_copy.wait_group(0)
+            thread_barrier()
+    if (num_blocks > 0) & (walk[0] == 0):
+        finish_requests(
+            out_ptr, sums_ptr, partial_ptr, counter_ptr, walks_ptr, counted, num_results, group, HEADS, GROUPS, WIDTH,
+            ROWS, REQUESTS, BLOCK * IN_GROUP, LAYOUT,
+        )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=["num_requests", "num_results", "pages_stride"],
+    do_not_specialize_on_alignment=["pages_ptr", "index_ptr", "ancestors_ptr"],
+)
+def flow_kernel(
+    keys, values, q_ptr, out_ptr, walks_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr,
+    num_requests, num_results, pages_stride, scale,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
+    BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ASK_REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Attend to this program's part of the groups of all requests, for its head of keys; see `even_kernel`.
+
+    Args:
+        keys, values: boxes of a page's slots by 64 columns of a head; BLOCK keys are a split.
+        walks_ptr: what `walks_kernel` has written for as many parts as there are programs to a head.
+        STAGES: blocks of the ring, two or more.
+        ASK_REGISTERS: registers of the warp that asks.
+    """
+    group, part = gl.program_id(0), gl.program_id(1)
+    dtype: gl.constexpr = keys.dtype
+    BOXES: gl.constexpr = STAGES * (WIDTH // HALF) * (BLOCK // PAGE)
+    key_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], keys.layout)
+    value_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], values.layout)
+    queries = gl.allocate_shared_memory(dtype, [2, ROWS, WIDTH], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    maxima = gl.allocate_shared_memory(gl.float32, [ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    weights = gl.allocate_shared_memory(dtype, [ROWS, BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    left = (  # of two results maxima and sums, and values; and the barrier at which every lane arrives that asked
+        gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+    )
+    mbarrier.init(left[2], count=32)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    if PDL:
+        gdc_launch_dependents()
+    # A tile's columns lie 64 by 64, all rows of the first before those of the next, so pages' boxes make up the tile.
+    key_blocks = reinterpret(key_boxes, dtype, [STAGES, BLOCK, WIDTH], keys.layout)
+    value_blocks = reinterpret(value_boxes, dtype, [STAGES, BLOCK, WIDTH], values.layout)
+    gl.warp_specialize(
+        [
+            (_attend, ((key_blocks, value_blocks), (queries, maxima, weights), left, ready, empty, q_ptr, out_ptr,
+                       walks_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
+                       num_results, scale, group, part, HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK, IN_GROUP, STAGES,
+                       EARLY, PDL)),
+            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, left, walks_ptr, pages_ptr, sums_ptr,
+                    partial_ptr, counter_ptr, num_requests, num_results, pages_stride, group, part, GROUPS, WIDTH, ROWS,
+                    REQUESTS, BLOCK, PAGE, STAGES, EARLY, PDL)),
+        ],
+        [1], [ASK_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,282 @@
+"""Products with every kind of weight: how it is prepared, what rows it wants, and which kernel multiplies."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.triton.gemm import int4, mxfp4, quantize
+from slipstream.kernels.triton.gemm.quantize import Codes
+from slipstream.kernels.triton.gemm.small_m_launch import MOST_ROWS, MOST_WHOLE_ROWS, multiply_narrow, rope_fits
+from slipstream.kernels.triton.gemm.split_k import Epilogue, Launch, Rows, multiply, token_tile
+from slipstream.kernels.triton.gemm.split_k_reduce import Stretches
+from slipstream.kernels.triton.gemm.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
+from slipstream.kernels.triton.norm import SQUARED
+from slipstream.kernels.triton.rope import RopeWrite
+from slipstream.kernels.triton.tuning import CHAIN_ROWS, LinearConfig, Tuning
+from slipstream.quant.packed import PackedWeight
+from slipstream.quant.scheme import by_row
+
+SUFFIX = "/triton"
+"""Ends the format of a weight that was prepared for these kernels."""
+_FP8 = ("fp8_per_channel", "fp8_per_tensor")
+_INPUTS: dict[str, Codes | None] = {
+    "fp8_per_channel": "fp8",
+    "fp8_per_tensor": "fp8",
+    "w8a8_int8": "int8",
+    "w4a8": "int8",
+    "int4_per_channel": None,
+    "int4_group": None,
+    "int4_fp8": None,
+    "mxfp4": None,
+    "mxfp4_act": None,
+}
+"""Formats these kernels multiply, and the codes their rows are turned into; see `_widened_rows` for the others."""
+_NIBBLES = ("w4a8", "int4_per_channel", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act")
+_GROUPED = ("int4_group", "mxfp4", "mxfp4_act")
+_DENSE = (torch.bfloat16, torch.float16, torch.float32)
+_SERIAL_ABOVE = 256  # rows; from here on tiles fill the device without more programs to a tile
+
+Weight = Tensor | PackedWeight
+
+
+class Products:
+    """Multiplies rows by weights on one device, one stream at a time: programs of a product share its counters."""
+
+    def __init__(self, tuning: Tuning, device: torch.device) -> None:
+        self._tuning = tuning
+        self.counters = torch.zeros(1 << 18, dtype=torch.int32, device=device)
+        self.dependent = tuning.dependent_launch
+        self.add_warps = tuning.add_warps
+        self.configs: dict[str, LinearConfig] = {}
+
+    def prepare(self, weight: PackedWeight) -> PackedWeight:
+        """Return the weight in the layout the kernels read, or as it is if they do not know its format."""
+        if weight.format not in _INPUTS:
+            return weight
+        scales = dict(weight.scales)
+        codes = weight.codes.contiguous()
+        half = _half(weight) if weight.format in _NIBBLES else 0
+        if weight.format in _GROUPED:
+            scales["scale"] = scales["scale"].contiguous()
+        else:
+            scales["scale"] = by_row(scales["scale"], weight).float().contiguous()
+        if weight.format == "int4_fp8":
+            scales["scale"] = scales["scale"] * scales.pop("scale_2")
+        if half is None:
+            return weight
+        if half:
+            codes = int4.pack_halves(codes, half)
+        if "input_scale" in scales:
+            scales["input_scale"] = scales["input_scale"].float().max().reshape(1)
+        return replace(weight, format=weight.format + SUFFIX, codes=codes, scales=scales)
+
+    def knows(self, weight: Weight) -> bool:
+        """Tell whether these kernels multiply by the weight as it is."""
+        if isinstance(weight, PackedWeight):
+            return weight.format.endswith(SUFFIX)
+        return weight.dtype in _DENSE and weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]
+
+    def wants(self, weight: Weight) -> Codes | None:
+        """Return the codes a weight's rows are turned into, with a scale each; None where `rows_for` makes the rows."""
+        if not isinstance(weight, PackedWeight):
+            return None
+        return _INPUTS[weight.format.removesuffix(SUFFIX)] if "input_scale" not in weight.scales else None
+
+    def rows_for(self, weight: Weight, x_TK: Tensor) -> Rows:
+        """Return rows as a weight's product takes them."""
+        x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
+        if isinstance(weight, PackedWeight):
+            codes = _INPUTS[weight.format.removesuffix(SUFFIX)]
+            if codes is not None:
+                static = weight.scales.get("input_scale")
+                return Rows(*quantize.quantize_rows(x_TK, codes, static, self.dependent), x_TK.dtype)
+            return self._widened_rows(weight.format.removesuffix(SUFFIX), x_TK)
+        return Rows(x_TK, None, x_TK.dtype)
+
+    def _widened_rows(self, format: str, x_TK: Tensor) -> Rows:
+        """Return rows rounded as a format's inputs are, in bfloat16, which holds them exactly; or as they are."""
+        if format == "int4_fp8":
+            rows = quantize.quantize_rows(x_TK, "fp8", None, self.dependent, torch.bfloat16)
+            return Rows(*rows, x_TK.dtype)
+        return Rows(mxfp4.round_rows(x_TK, self.dependent) if format == "mxfp4_act" else x_TK, None, x_TK.dtype)
+
+    def multiply(self, rows: Rows, weight: Weight, epilogue: Epilogue) -> Tensor:
+        """Return rows times the weight."""
+        if not isinstance(weight, PackedWeight):
+            return self._multiply_codes(rows, weight, None, "dense", epilogue)
+        format = weight.format.removesuffix(SUFFIX)
+        scale = weight.scales["scale"]
+        if format in _NIBBLES:
+            half = _half(weight)
+            assert half is not None, "only weights whose columns fit are prepared"
+            launch = self._launch(*_described(weight), rows.values_TK.shape[0])
+            return int4.multiply_nibbles(
+                rows.values_TK, (weight.codes, scale), half, rows.scale_T, epilogue, launch, rows.dtype
+            )
+        kind = "int8" if format == "w8a8_int8" else "fp8" if self._tuning.fp8_dot else "fp8_upcast"
+        return self._multiply_codes(rows, weight.codes, scale, kind, epilogue)
+
+    def _multiply_codes(
+        self, rows: Rows, weight_NK: Tensor, scale_N: Tensor | None, kind: str, epilogue: Epilogue
+    ) -> Tensor:
+        """Multiply by a weight that keeps one number to a code: few rows, many, or as many as there may be."""
+        format, num_rows = kind.removesuffix("_upcast"), rows.values_TK.shape[0]
+        (num_outputs, num_inputs), itemsize = weight_NK.shape, weight_NK.element_size()
+        if self._is_narrow(num_rows):
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply_narrow(rows, weight_NK, scale_N, kind, epilogue, launch)
+        scales = None
+        if scale_N is not None:
+            assert rows.scale_T is not None, "codes come with their scales"
+            scales = (rows.scale_T, scale_N)
+        wide = self._wide_launch(weight_NK, kind, num_rows, silu=epilogue.silu)
+        if wide is None:
+            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
+        wide = replace(wide, config=replace(wide.config, later=False))
+        return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide, rows.dtype)
+
+    def stretches(self, rows: Rows, weight: Weight, *, settled: bool = False) -> Stretches | None:
+        """Return the float32 sums of each stretch of columns [S, T, N], if they are left to the kernel that follows.
+
+        It then adds them in their order and rounds (`split_k_reduce`). None: `multiply` does.
+
+        Args:
+            settled: see `Stretches`.
+        """
+        num_rows = rows.values_TK.shape[0]
+        if self._is_narrow(num_rows):
+            return None
+        if not isinstance(weight, PackedWeight):
+            kind, weight_NK, scales = "dense", weight, None
+        elif weight.format.removesuffix(SUFFIX) in _FP8 and rows.scale_T is not None:
+            kind, weight_NK = "fp8" if self._tuning.fp8_dot else "fp8_upcast", weight.codes
+            scales = (rows.scale_T, weight.scales["scale"])
+        else:
+            return None
+        launch = self._wide_launch(weight_NK, kind, num_rows, silu=False)
+        if launch is None or not launch.config.later:
+            return None
+        launch = replace(launch, settles=settled)
+        parts_STN = multiply_wide(rows.values_TK, weight_NK, None, kind, Epilogue(), launch, rows.dtype)
+        return Stretches(parts_STN, scales, settled)
+
+    def _wide_launch(self, weight_NK: Tensor, kind: str, num_rows: int, *, silu: bool) -> WideLaunch | None:
+        """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
+        format, itemsize = kind.removesuffix("_upcast"), weight_NK.element_size()
+        num_outputs, num_inputs = weight_NK.shape
+        key = f"{format}:{num_outputs}:{num_inputs}"
+        narrow = self._narrow(key, format, num_outputs, num_inputs, itemsize)
+        wide = self._tuning.wide_linear_config(key, num_rows, num_outputs, narrow) if itemsize <= 2 else None
+        if wide is None:
+            return None
+        pieces = row_pieces(num_rows)
+        wide = fitted(wide, pieces, kind, silu, self._tuning.shared_bytes)
+        wide = replace(wide, later=wide.later and narrow.split_k > 1)
+        return WideLaunch(
+            wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
+            self._tuning.instruction,
+        )  # fmt: skip
+
+    def folds_norm(self, weight: Weight, num_rows: int) -> bool:
+        """Tell whether a product can apply the norm before it, in a pass of so many rows."""
+        most = self._tuning.fold_rows
+        if isinstance(weight, PackedWeight):
+            most = min(self._tuning.fold_norm_codes, MOST_WHOLE_ROWS) if self.wants(weight) == "fp8" else 0
+        return self._is_narrow(num_rows) and num_rows <= most
+
+    def makes_codes(self, weight: Weight, num_rows: int) -> bool:
+        """Tell whether a product can make codes of its rows, given the largest magnitudes of their parts."""
+        return self.wants(weight) == "fp8" and self._is_narrow(num_rows) and num_rows <= self._tuning.fold_codes
+
+    def num_maxima(self, weight: Weight, num_rows: int) -> int:
+        """Return how many largest magnitudes a product of SiLUs can leave of a row; 0 if it leaves none."""
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows):
+            return 0
+        return self._launch(*described, num_rows).grid(num_rows, described[1], silu=True)[1]
+
+    def squared(self, weight: Weight, num_rows: int) -> int:
+        """Return of how many outputs a product can leave the sum of squares for the norm after it; 0: it leaves none.
+
+        Sums are added in pairs, so that those of fewer outputs are part of those of 64.
+        """
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows):
+            return 0
+        taken = self._launch(*described, num_rows).config.taken
+        return min(taken, SQUARED) if taken % SQUARED == 0 or SQUARED % taken == 0 else 0
+
+    def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
+        """Tell whether a product of queries, keys and values can rotate and write them itself."""
+        described = _described(weight)
+        if described[0] in _NIBBLES or not self._is_narrow(num_rows) or num_rows > self._tuning.fold_rows:
+            return False
+        return rope_fits(write, dtype)
+
+    def _is_narrow(self, num_rows: int) -> bool:
+        return self._tuning.weights_first and num_rows <= MOST_ROWS
+
+    def _narrow(self, key: str, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
+        """Return the configuration that fixes the order of a weight's columns."""
+        config = self.configs.get(key)
+        if config is None:
+            config = self.configs[key] = self._tuning.linear_config(format, num_outputs, num_inputs, itemsize)
+        return config
+
+    def _tuned(self, key: str, config: LinearConfig, num_rows: int) -> LinearConfig:
+        """Return the tiles of passes of so many rows, in the order of columns of the configuration given."""
+        if num_rows > MOST_ROWS:
+            return self._tuning.many_config(key, config)
+        return self._tuning.few_config(key, config) if num_rows <= CHAIN_ROWS else config
+
+    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
+        key = f"{format}:{num_outputs}:{num_inputs}"
+        config = self._narrow(key, format, num_outputs, num_inputs, itemsize)
+        stretch = _stretch(config, num_inputs)
+        serial = num_rows > _SERIAL_ABOVE or config.split_k == 1
+        wide = self._tuning.wide_config(format, config)
+        num_tiles = -(-num_outputs // wide.block_n)
+        if num_rows > 64 and num_tiles * -(-num_rows // 128) * config.split_k * 4 >= self._tuning.programs:
+            fills = num_tiles * 2 >= self._tuning.programs and wide.num_warps >= 8 and wide.split_k == 1
+            config, tile = wide, _wide_tile(num_rows, format, itemsize, fills)
+        else:
+            config = self._tuned(key, config, num_rows)
+            tile = token_tile(num_rows)
+        if format == "fp8" and not self._is_narrow(num_rows):
+            config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
+        fits = config.split_k > 1 and num_rows * config.split_k <= tile and num_inputs == stretch * config.split_k
+        if not self._is_narrow(num_rows) or (config.side and not fits):
+            config = replace(config, own_rows=0, side=False, lean=0)
+        config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
+        return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+
+
+def _stretch(config: LinearConfig, num_inputs: int) -> int:
+    """Return the columns one partial sum covers."""
+    return -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
+
+
+def _described(weight: Weight) -> tuple[str, int, int, float]:
+    """Return what tiles depend on: the format, outputs, inputs, and the bytes of a number."""
+    if not isinstance(weight, PackedWeight):
+        return "dense", weight.shape[0], weight.shape[1], weight.element_size()
+    format = weight.format.removesuffix(SUFFIX)
+    name = "int8" if format == "w8a8_int8" else "fp8" if format in _FP8 else format
+    return name, weight.out_features, weight.in_features, 0.5 if format in _NIBBLES else 1
+
+
+def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:
+    """Return the width of a token tile; weights are read once for each: 256 are one if it `fills` the device."""
+    if itemsize == 0.5:
+        return 64  # wider tiles leave no room for both halves of a block
+    # FP8 keeps two sums of every tile, and float32 is multiplied in registers: 256 tokens leave none.
+    return 256 if fills and 128 < num_rows <= _SERIAL_ABOVE and format != "fp8" and itemsize <= 2 else 128
+
+
+def _half(weight: PackedWeight) -> int | None:
+    """Return the columns of half a block of nibbles, None if the columns do not come out even."""
+    scale = weight.scales["scale"]
+    grouped = weight.format.removesuffix(SUFFIX) in _GROUPED
+    return int4.half_block(weight.in_features, weight.in_features // scale.shape[1] if grouped else None)

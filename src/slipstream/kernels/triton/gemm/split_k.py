@@ -1,0 +1,365 @@
+"""Products of a few rows with a weight [N, K], one number to a code: dense, FP8 and INT8.
+
+Weights are the left side of the matrix product and tokens the right one, so that sixteen tokens fill a tile. The
+columns are cut in `SPLITS` stretches whose sums are added in order: by one program (SERIAL), or by the last of several
+that share an output tile. Either way a number is the same sum, whatever the number of rows.
+"""
+# Triton gives kernel arguments their types when it compiles, so Python has none to check.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM108
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.triton.launch import arrived_last, launch_options, prefetch, show_copies, wait_for_inputs
+from slipstream.kernels.triton.rope import RopeWrite
+from slipstream.kernels.triton.tuning import LinearConfig, read_tuning
+from slipstream.kernels.triton.variants import Matrix, Variant
+
+
+@triton.jit
+def weight_rows(n, n_tile, N, BLOCK_N: tl.constexpr, SILU: tl.constexpr, TAKEN: tl.constexpr):
+    """Return the weight rows of places `n` in a tile; with SILU half are gates, half the rows `up` of the same outputs.
+
+    Args:
+        TAKEN: so many rows of the tile are its own (of each half, half as many); the others are anybody's.
+    """
+    if SILU:
+        HALF: tl.constexpr = BLOCK_N // 2
+        j = tl.minimum(n_tile * (TAKEN // 2) + n % HALF, N // 2 - 1)
+        return (n // HALF) * (N // 2) + j
+    return tl.minimum(n_tile * TAKEN + n, N - 1)
+
+
+@triton.jit
+def prefetch_rows(w_at, k_from, K, LINE: tl.constexpr):
+    """Ask for the first eight lines of each row, before the inputs are there; weights wait for no kernel."""
+    prefetch(w_at + tl.minimum(k_from + tl.arange(0, 8) * LINE, K - 1)[None, :])
+
+
+@triton.jit
+def sum_of_splits(part, partial_ptr, tile, num_tiles, split, SPLITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr):
+    """Store this program's part [N, M] of a tile; return pointers to the parts of all."""
+    inside = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
+    stride = num_tiles.to(tl.int64) * (N * M)
+    at = partial_ptr + tile.to(tl.int64) * (N * M) + inside
+    tl.store(at + split * stride, part)
+    return at, stride
+
+
+@triton.jit
+def add_parts(at, stride, SPLITS: tl.constexpr):
+    """Add the parts in their order."""
+    total = tl.load(at, cache_modifier=".cg")
+    for split in range(1, SPLITS):
+        total += tl.load(at + split * stride, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def residual_tile(
+    residual_ptr, m_tile, n_tile, M, N, stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TAKEN: tl.constexpr,
+):  # fmt: skip
+    """Return what is added to a tile of outputs, if something is."""
+    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    residual = 0.0
+    if HAS_RESIDUAL:
+        m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        n = (n_tile * (TAKEN // 2 if SILU else TAKEN) + tl.arange(0, WIDTH))[None, :]
+        real = (m < M) & (n < (N // 2 if SILU else N))
+        residual = tl.load(residual_ptr + m * stride + n, mask=real, other=0.0)
+    return residual
+
+
+@triton.jit
+def store_outputs(
+    total, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TAKEN: tl.constexpr,
+):  # fmt: skip
+    """Finish float32 sums [BLOCK_N, BLOCK_M]: bias, silu(gate) * up, residual, each rounded as torch would.
+
+    Returns what was stored, [BLOCK_M, outputs], zero past the last output of the tile.
+    """
+    dtype = y_ptr.dtype.element_ty
+    if HAS_BIAS:
+        rows_N = weight_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, SILU, TAKEN)
+        total += tl.load(bias_ptr + rows_N).to(tl.float32)[:, None]
+    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    num_outputs = N // 2 if SILU else N
+    if SILU:
+        gate, up = tl.split(tl.permute(tl.reshape(total, (2, WIDTH, BLOCK_M)), (1, 2, 0)))
+        gate = gate.to(dtype).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        total = silu * up.to(dtype).to(tl.float32)
+    out = tl.trans(total.to(dtype))
+    m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    OWN: tl.constexpr = TAKEN // 2 if SILU else TAKEN
+    n = (n_tile * OWN + tl.arange(0, WIDTH))[None, :]
+    real = (m < M) & (n < tl.minimum((n_tile + 1) * OWN, num_outputs))
+    if HAS_RESIDUAL:
+        out = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    tl.store(y_ptr + m * y_stride + n, out, mask=real)
+    return tl.where(real, out, 0.0)
+
+
+@triton.jit
+def _stretch(
+    w_at, x_at, real_M, split, steps, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply one stretch of columns, `steps` tiles long; rows past the last are zeros, which nobody reads."""
+    ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
+    if KIND == "int8":
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    POLICY: tl.constexpr = "evict_first" if STREAM else ""
+    for step in range(steps):
+        k = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            w = tl.load(w_at + k[None, :], eviction_policy=POLICY)
+            x = tl.load(x_at + k[:, None], mask=real_M, other=ZERO)
+        else:
+            w = tl.load(w_at + k[None, :], mask=k[None, :] < K, other=ZERO, eviction_policy=POLICY)
+            x = tl.load(x_at + k[:, None], mask=real_M & (k[:, None] < K), other=ZERO)
+        show_copies(PDL)
+        if KIND == "int8":
+            acc = tl.dot(w, x, acc, out_dtype=tl.int32)
+        elif KIND == "fp8":
+            # Hopper keeps few bits inside an FP8 sum: whole float32 sums are made every 128 columns, in tiles of any.
+            acc = tl.dot(w, x, acc, max_num_imprecise_acc=128 if BLOCK_K > 128 else BLOCK_K)
+        elif KIND == "fp8_upcast":
+            acc = tl.dot(w.to(tl.bfloat16), x.to(tl.bfloat16), acc)
+        else:
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "steps"])
+def _linear_kernel(
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
+    M, N, K, steps, x_stride, residual_stride, y_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SERIAL: tl.constexpr,
+    EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m_tile, n_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows_N = weight_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, SILU, BLOCK_N)
+    rows_M = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real_M = (rows_M < M)[None, :]
+    rows_M = tl.minimum(rows_M, M - 1)
+    w_at = w_ptr + rows_N.to(tl.int64)[:, None] * K
+    x_at = x_ptr + rows_M.to(tl.int64)[None, :] * x_stride
+    if PDL:
+        LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch_rows(w_at, split * steps * BLOCK_K, K, LINE)
+    wait_for_inputs(PDL)
+    total = _stretch(w_at, x_at, real_M, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL)
+    finished = True
+    if SPLITS > 1:
+        if SERIAL:
+            for other in range(1, SPLITS):
+                total += _stretch(
+                    w_at, x_at, real_M, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL
+                )
+        else:
+            tile = m_tile * tl.num_programs(1) + n_tile
+            num_tiles = tl.num_programs(0) * tl.num_programs(1)
+            at, stride = sum_of_splits(total, partial_ptr, tile, num_tiles, split, SPLITS, BLOCK_N, BLOCK_M)
+            finished = arrived_last(counter_ptr + tile, SPLITS)
+            if finished:
+                total = add_parts(at, stride, SPLITS)
+    if finished:
+        sums = total.to(tl.float32)
+        if KIND != "dense":
+            x_scale = tl.load(x_scale_ptr + rows_M)
+            sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
+        residual = residual_tile(
+            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL, BLOCK_N
+        )
+        store_outputs(
+            sums, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, SILU, HAS_BIAS,
+            HAS_RESIDUAL, BLOCK_N,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FoldedNorm:
+    """A norm that a product applies to its rows: its weight, and the rows' sums of squares, left by another product.
+
+    Args:
+        squares_TB: one sum for every 64 numbers of a row or fewer, see `narrow_products.squares_of`.
+    """
+
+    weight_D: Tensor
+    eps: float
+    squares_TB: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows on their way into a product: numbers, with a norm still to apply or not, or codes and a scale each.
+
+    Args:
+        maxima_TB: the largest magnitudes of stretches of a row, from which a product with FP8 weights makes its codes.
+    """
+
+    values_TK: Tensor
+    scale_T: Tensor | None
+    dtype: torch.dtype
+    norm: FoldedNorm | None = None
+    maxima_TB: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a product does with its sums before they are stored.
+
+    Args:
+        squares_TB: where sums of squares of the outputs go, for the norm that follows (products of a few rows).
+        maxima_TB: where the largest magnitude of each tile of outputs goes, for the codes that follow (likewise).
+        rope: the outputs are heads: queries are rotated, keys and values written to the cache (products of a few rows).
+    """
+
+    bias_N: Tensor | None = None
+    residual_TN: Tensor | None = None
+    silu: bool = False
+    squares_TB: Tensor | None = None
+    maxima_TB: Tensor | None = None
+    rope: RopeWrite | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a product runs.
+
+    Args:
+        block_m: the width of the token tile.
+        stretch: the columns one partial sum covers, a multiple of the tile's, so that it is the same for all tiles.
+        serial: one program adds all stretches of its tile, where there are tokens enough to fill the device.
+        counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
+        dependent: whether the kernel may start while the one before it drains.
+        instruction: see `launch_options`.
+    """
+
+    config: LinearConfig
+    block_m: int
+    stretch: int
+    serial: bool
+    counters: Tensor
+    dependent: bool
+    instruction: int = 0
+
+    def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
+        """Return programs over tokens, outputs and stretches of columns."""
+        outputs = num_outputs // 2 if silu else num_outputs
+        width = self.config.taken // 2 if silu else self.config.taken
+        splits = 1 if self.serial or self.config.side else self.config.split_k
+        return -(-num_rows // self.block_m), -(-outputs // width), splits
+
+
+def token_tile(num_rows: int) -> int:
+    """Return the width of a narrow token tile for a pass of so many rows."""
+    return next((tile for tile in (16, 32) if num_rows <= tile), 64)
+
+
+def multiply(
+    x_TK: Tensor, weight_NK: Tensor, scales: tuple[Tensor, Tensor] | None, kind: str, epilogue: Epilogue,
+    launch: Launch, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return rows times the weight; `scales` are the rows' and the outputs', for codes.
+
+    Args:
+        x_TK: rows whose last dimension is contiguous.
+        kind: "dense", "int8", "fp8" or "fp8_upcast".
+    """
+    leaves_nothing = epilogue.squares_TB is None and epilogue.maxima_TB is None
+    assert leaves_nothing and epilogue.rope is None, "only products of a few rows fold these in"
+    num_rows, num_outputs, num_inputs = x_TK.shape[0], *weight_NK.shape
+    config = launch.config
+    grid = launch.grid(num_rows, num_outputs, epilogue.silu)
+    y = torch.empty(num_rows, num_outputs // 2 if epilogue.silu else num_outputs, dtype=out_dtype, device=x_TK.device)
+    x_scale, w_scale = scales or (x_TK, x_TK)
+    _linear_kernel[grid](
+        x_TK, weight_NK, x_scale, w_scale, *_optional(epilogue, y), partial_sums(launch, grid, y, kind == "int8"),
+        launch.counters, num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
+        residual_stride(epilogue), y.stride(0),
+        BLOCK_M=launch.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.split_k,
+        SERIAL=launch.serial, EVEN_K=num_inputs == launch.stretch * config.split_k, KIND=kind,
+        STREAM=grid[0] == 1, SILU=epilogue.silu, HAS_BIAS=epilogue.bias_N is not None,
+        HAS_RESIDUAL=epilogue.residual_TN is not None, PDL=launch.dependent,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+        **launch_options(launch.dependent, launch.instruction),
+    )  # fmt: skip
+    return y
+
+
+def _optional(epilogue: Epilogue, y: Tensor) -> tuple[Any, Any, Tensor]:
+    """Return bias, residual and output; an absent tensor is stood in for by one that is not read."""
+    bias = y if epilogue.bias_N is None else epilogue.bias_N
+    return bias, y if epilogue.residual_TN is None else epilogue.residual_TN, y
+
+
+def residual_stride(epilogue: Epilogue) -> int:
+    """Return the elements from one row of the residual to the next."""
+    return 0 if epilogue.residual_TN is None else epilogue.residual_TN.stride(0)
+
+
+def partial_sums(launch: Launch, grid: tuple[int, int, int], y: Tensor, whole: bool) -> Tensor:
+    """Return room for the stretches' sums, if several programs share a tile."""
+    if grid[2] == 1:
+        return y
+    assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"
+    size = grid[0] * grid[1] * grid[2] * launch.config.block_n * launch.block_m
+    return torch.empty(size, dtype=torch.int32 if whole else torch.float32, device=y.device)
+
+
+_POINTERS = {"dense": "*bf16", "int8": "*i8", "fp8": "*fp8e4nv", "fp8_upcast": "*fp8e4nv"}
+_MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp8_upcast": "bf16"}
+
+
+def variants(architecture: str) -> list[Variant]:
+    """List what ships: each format with its tiles by rule, narrow and wide, split and with the SiLU of an MLP."""
+    tuning = read_tuning(architecture)
+    shipped = []
+    for kind in ("dense", "int8", "fp8" if tuning.fp8_dot else "fp8_upcast"):
+        itemsize = 2 if kind == "dense" else 1
+        narrow = tuning.linear_config(kind, 4096, 4096, itemsize)
+        wide = tuning.wide_config(kind, narrow)
+        shipped += [
+            _variant(f"linear {kind} 16 rows", kind, tuning.fitted(narrow, 16, itemsize), 16, silu=False),
+            _variant(f"linear {kind} 64 rows", kind, tuning.fitted(narrow, 64, itemsize), 64, silu=True),
+            _variant(f"linear {kind} 128 rows", kind, wide, 128, silu=True),
+            _variant(f"linear {kind} 128 rows, split", kind, wide, 128, silu=False),
+        ]
+        if wide.num_warps >= 8 and kind != "fp8":
+            shipped.append(_variant(f"linear {kind} 256 rows", kind, replace(wide, split_k=1), 256, silu=True))
+    return shipped
+
+
+def _variant(name: str, kind: str, config: LinearConfig, block_m: int, *, silu: bool) -> Variant:
+    code = _POINTERS[kind]
+    signature = {
+        "x_ptr": code, "w_ptr": code, "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
+        "residual_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*i32" if kind == "int8" else "*fp32",
+        "counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32", "steps": "i32", "x_stride": "i32",
+        "residual_stride": "i32",
+        "y_stride": "i32",
+    }  # fmt: skip
+    constants = {
+        "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.split_k,
+        "SERIAL": block_m > 64 and silu, "EVEN_K": True, "KIND": kind, "STREAM": block_m <= 64, "SILU": silu,
+        "HAS_BIAS": False, "HAS_RESIDUAL": not silu, "PDL": False,
+    }  # fmt: skip
+    divisible = tuple(arg for arg in signature if arg not in ("M", "steps"))
+    return Variant(
+        name, _linear_kernel, signature, constants, config.num_warps, config.num_stages, _MATRIX[kind], divisible
+    )

@@ -1,0 +1,253 @@
+"""Products of some hundred rows with a weight [N, K]: a program takes all rows of a pass, so weights are read once."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from slipstream.kernels.triton.gemm.split_k import Epilogue, residual_stride
+from slipstream.kernels.triton.gemm.wide_tiles import wide_kernel
+from slipstream.kernels.triton.launch import launch_options
+from slipstream.kernels.triton.tuning import FEW_ROWS, FEWER_ROWS, WideConfig, read_tuning
+from slipstream.kernels.triton.variants import Matrix, Variant
+
+
+@dataclass(frozen=True)
+class WideLaunch:
+    """How a product of many rows runs.
+
+    Args:
+        config: tiles that fit the pass (see `fitted`).
+        pieces: widths of the two pieces of the token tile; the second may be 0.
+        splits: the stretches columns are cut in, each a program's.
+        stretch: the columns of one of them.
+        counters: zeros, as in `slipstream.kernels.triton.gemm.split_k.Launch`.
+        dependent: whether the kernel may start while the one before it drains.
+        instruction: see `launch_options`.
+        settles: whether the next kernel may start only once this one's inputs are there.
+    """
+
+    config: WideConfig
+    pieces: tuple[int, int]
+    splits: int
+    stretch: int
+    counters: Tensor
+    dependent: bool
+    instruction: int = 0
+    settles: bool = False
+
+    def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
+        """Return programs over outputs, tokens and stretches of columns."""
+        outputs = num_outputs // 2 if silu else num_outputs
+        width = self.config.block_n * (2 if self.config.pair and not silu else 1)
+        return -(-outputs // width), -(-num_rows // sum(self.pieces)), self.splits
+
+
+_BOUND_BY_PRODUCTS = 160
+"""With more rows to a tile, programs wait for the matrix units, not for weights: a step is always under way."""
+
+
+def row_pieces(num_rows: int) -> tuple[int, int]:
+    """Return the narrowest token tile of at most two powers of two with which the fewest tiles take so many rows."""
+    each = -(-num_rows // -(-num_rows // 256))
+    tiles = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64))
+    return next((tile for tile in tiles if each <= sum(tile)), (128, 128))
+
+
+def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, shared_bytes: int) -> WideConfig:
+    """Return tiles whose sums stay in registers and whose stages fit the fast memory; neither changes bits.
+
+    With SiLU a program needs the pair: tiles of its own are cut in gates and the rows `up`.
+    """
+    most_sums = 160
+    if silu and not config.pair:
+        config = replace(config, pair=True, block_n=max(config.block_n // 2, 64))
+    apart = config.together and kind == "fp8"
+    if apart:  # these sums, and beside them one piece's of the step
+        assert config.block_k <= 128, "matrix units make FP8 sums whole every 128 columns"
+        most_sums = most_sums * 7 // 5
+    while config.block_n * ((1 + config.pair) * sum(pieces) + apart * pieces[0]) > most_sums * 32 * config.num_warps:
+        if config.pair and not silu:
+            config = replace(config, pair=False)
+        elif config.block_n > 64:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.num_warps < 8:
+            config = replace(config, num_warps=2 * config.num_warps)
+        else:
+            break
+    many = sum(pieces) > _BOUND_BY_PRODUCTS
+    if many:
+        config = replace(config, at_once=False)
+    itemsize = 2 if kind == "dense" else 1
+    step_bytes = (config.block_n * (1 + config.pair) + sum(pieces)) * config.block_k * itemsize
+    most = (shared_bytes or step_bytes * config.num_stages) // step_bytes
+    return replace(config, num_stages=max(min(max(config.num_stages, 4 * many), most), 1))
+
+
+def multiply_wide(
+    x_TK: Tensor, weight_NK: Tensor, scales: tuple[Tensor, Tensor] | None, kind: str, epilogue: Epilogue,
+    launch: WideLaunch, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return rows times the weight: what `slipstream.kernels.triton.gemm.split_k.multiply` gives, to the bit.
+
+    With `later` the sums of each stretch [splits, T, N] instead, for `slipstream.kernels.triton.gemm.split_k_reduce`.
+    """
+    num_rows, num_outputs, num_inputs = x_TK.shape[0], *weight_NK.shape
+    config, (first, second), silu = launch.config, launch.pieces, epilogue.silu
+    grid = launch.grid(num_rows, num_outputs, silu)
+    if config.later:
+        assert epilogue == Epilogue() and kind != "int8", "only plain float32 sums are left for later"
+        y = partial = torch.empty(grid[2], num_rows, num_outputs, dtype=torch.float32, device=x_TK.device)
+    else:
+        y = torch.empty(num_rows, num_outputs // 2 if silu else num_outputs, dtype=out_dtype, device=x_TK.device)
+        partial = y
+    if grid[2] > 1 and not config.later:
+        assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"
+        size = grid[0] * grid[1] * grid[2] * config.block_n * (1 + config.pair) * (first + second)
+        partial = torch.empty(size, dtype=torch.int32 if kind == "int8" else torch.float32, device=y.device)
+    x_scale, w_scale = scales or (x_TK, x_TK)
+    tma = config.tma and _fits_copy_engine(x_TK) and _fits_copy_engine(weight_NK)
+    if config.stream and tma and _streams(kind, epilogue, launch):
+        _stream(x_TK, weight_NK, (x_scale, w_scale), kind, y, launch, grid)
+        return y
+    tiles = [_tiles(x_TK, first, config, tma), _tiles(x_TK, second or 16, config, tma),
+             _tiles(weight_NK, config.block_n, config, tma)]  # fmt: skip
+    wide_kernel[grid](
+        *tiles, weight_NK, x_scale, w_scale, y if epilogue.bias_N is None else epilogue.bias_N,
+        y if epilogue.residual_TN is None else epilogue.residual_TN, y, partial, launch.counters,
+        num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
+        residual_stride(epilogue), y.stride(0),
+        FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
+        SPLITS=1 if config.later else launch.splits, LATER=config.later,
+        EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
+        HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
+        AHEAD=config.ahead, TOGETHER=config.together, SETTLES=launch.settles, PDL=launch.dependent,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+        **launch_options(launch.dependent, launch.instruction),
+    )  # fmt: skip
+    return y
+
+
+def _streams(kind: str, epilogue: Epilogue, launch: WideLaunch) -> bool:
+    """Tell whether a product can be multiplied by warps of two kinds."""
+    plain = epilogue.bias_N is None and epilogue.residual_TN is None
+    return kind in ("dense", "fp8") and plain and (launch.config.later or launch.splits == 1)
+
+
+def _stream(
+    x_TK: Tensor, weight_NK: Tensor, scales: tuple[Tensor, Tensor], kind: str, y: Tensor, launch: WideLaunch,
+    grid: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """Multiply by warps of two kinds; `y` gets numbers, or the sums of stretches."""
+    # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
+
+    from slipstream.kernels.triton.gemm.wide_streams import stream_kernel
+
+    config, (first, second) = launch.config, launch.pieces
+    types = {torch.bfloat16: bfloat16, torch.float16: float16, torch.float8_e4m3fn: float8e4nv}
+
+    def tiles(rows: Tensor, count: int) -> Any:  # triton has no types of its own
+        shape = [count, config.block_k]
+        layout = NVMMASharedLayout.get_default_for(shape, types[rows.dtype])
+        return Tiles(rows, list(rows.shape), [rows.stride(0), 1], shape, layout)
+
+    silu = y.shape[-1] != weight_NK.shape[0]
+    # Two programs of four multiplying warps share a processor's registers.
+    few = {"maxnreg": 128} if config.num_warps == 4 else {}
+    stream_kernel[grid](
+        tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
+        x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
+        FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
+        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, AT_ONCE=config.at_once,
+        SETTLES=launch.settles, PDL=launch.dependent, num_warps=config.num_warps, **few,
+        **launch_options(launch.dependent),
+    )  # fmt: skip
+
+
+def _fits_copy_engine(x_TK: Tensor) -> bool:
+    """Tell whether rows start where the copy engine can read: at multiples of 16 bytes."""
+    return x_TK.data_ptr() % 16 == 0 and x_TK.stride(0) * x_TK.element_size() % 16 == 0
+
+
+def _tiles(x_TK: Tensor, num_rows: int, config: WideConfig, tma: bool) -> Any:  # triton has no types of its own
+    if not tma:
+        return x_TK
+    return TensorDescriptor(x_TK, list(x_TK.shape), [x_TK.stride(0), 1], [num_rows, config.block_k])
+
+
+_POINTERS = {"dense": "bf16", "int8": "i8", "fp8": "fp8e4nv", "fp8_upcast": "fp8e4nv"}
+_MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp8_upcast": "bf16"}
+
+
+_GATED = ("28672:4096",)  # shapes whose outputs are gates and the rows `up`
+_PASSES = {  # rows, and whether SiLUs come of them, that what ships is compiled for: by the rows a name ends in
+    str(FEWER_ROWS): ((32, False), (32, True)),
+    str(FEW_ROWS): ((40, False), (64, True)),
+    "": ((96, False), (160, False), (160, True), (256, True)),
+}
+
+
+def _passes(name: str) -> tuple[tuple[int, bool], ...]:
+    """Return the passes that tiles of a name are for; a shape's outputs are all gated, or none is."""
+    tiles, _, few = name.partition("/")
+    shape = tiles.partition(":")[2]
+    return tuple((num_rows, silu) for num_rows, silu in _PASSES[few] if not shape or silu == (shape in _GATED))
+
+
+def variants(architecture: str) -> list[Variant]:
+    """List what ships: each format's tiles by format and by shape, for 32 to 256 rows, whole and split.
+
+    And tiles by format that leave their sums for later, and let the next kernel start at once, or settle.
+    """
+    tuning = read_tuning(architecture)
+    shipped: dict[str, Variant] = {}
+    for name, config in tuning.wide_linear.items():
+        format = name.partition(":")[0]
+        kind = "fp8_upcast" if format == "fp8" and not tuning.fp8_dot else format
+        # Tiles that stream are this kernel's only where a product has a bias.
+        for num_rows, silu in _passes(name)[-1:] if config.stream else _passes(name):
+            pieces = row_pieces(num_rows)
+            used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
+            variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
+            shipped[f"{variant.name} {used}"] = variant
+        if name in ("dense", "fp8"):
+            later = fitted(
+                replace(config, later=True), row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes
+            )
+            for settles in (False, True):
+                variant = _variant(f"wide {kind} 160 rows", kind, later, row_pieces(160), silu=False, settles=settles)
+                shipped[f"{variant.name} {later}"] = variant
+    return list(shipped.values())
+
+
+def _variant(
+    name: str, kind: str, config: WideConfig, pieces: tuple[int, int], *, silu: bool, settles: bool = False
+) -> Variant:
+    code, (first, second) = _POINTERS[kind], pieces
+    widths = (first, second or 16, config.block_n)
+    sources = [f"tensordesc<{code}[{n}, {config.block_k}]>" if config.tma else f"*{code}" for n in widths]
+    signature = {
+        "x_first": sources[0], "x_second": sources[1], "w_tiles": sources[2], "w_ptr": f"*{code}",
+        "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "residual_ptr": "*bf16", "y_ptr": "*bf16",
+        "partial_ptr": "*i32" if kind == "int8" else "*fp32", "counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32",
+        "steps": "i32", "x_stride": "i32", "residual_stride": "i32", "y_stride": "i32",
+    }  # fmt: skip
+    constants = {
+        "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
+        "SPLITS": 1 if silu or config.later else 4, "LATER": config.later and not silu,
+        "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
+        "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead,
+        "TOGETHER": config.together, "SETTLES": settles, "PDL": False,
+    }  # fmt: skip
+    end = ", silu" if silu else ", settles" if settles else ", later" if config.later else ", split"
+    tiles = f" {2 if config.pair else 1}x{config.block_n}{end}"
+    divisible = tuple(
+        arg for arg, type in signature.items() if arg not in ("M", "steps") and not type.startswith("tensordesc")
+    )
+    return Variant(
+        name + tiles, wide_kernel, signature, constants, config.num_warps, config.num_stages, _MATRIX[kind], divisible
+    )
