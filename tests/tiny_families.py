@@ -92,6 +92,24 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 
 
 OTHERS = {
+    "Llama": _config("LlamaConfig"),
+    "Qwen2": _config("Qwen2Config"),
+    "Qwen3": _config("Qwen3Config"),
+    # llama.cpp rounds YaRN's bounds for every model and gpt-oss does not; these bounds are whole (the upper, nearly).
+    "gpt-oss, whole bounds": _config(
+        "GptOssConfig", intermediate_size=64, num_local_experts=8, num_experts_per_tok=3, sliding_window=7,
+        num_hidden_layers=4,
+        rope_parameters={"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "truncate": False,
+                         "beta_slow": 32 / (2 * 3.1415926 * 150000.0 ** (1 / 8)) * 1.0000002,
+                         "original_max_position_embeddings": 32, "rope_theta": 150000.0},
+    ),
+    # Of scores llama.cpp knows the scale that Gemma's smaller models have.
+    "Gemma 3, by its head": _config(
+        "Gemma3TextConfig", num_hidden_layers=4, sliding_window=7, query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+    ),
     "Qwen3-VL-MoE, wide experts": _seeing(
         "Qwen3VLMoe", SMALL_VISION, {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}, "num_experts": 2,
                                      "num_experts_per_tok": 1, "moe_intermediate_size": 128, "num_hidden_layers": 1},

@@ -31,6 +31,7 @@ _PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.F64: np.dtype(np.float64),
+    GGMLQuantizationType.I64: np.dtype(np.int64),
 }
 
 
@@ -42,6 +43,11 @@ class GgufTensor:
     shape: tuple[int, ...]
     quant_type: GGMLQuantizationType
     data: np.ndarray[Any, np.dtype[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in the file."""
+        return self.data.nbytes
 
 
 @dataclass(frozen=True)
