@@ -1,8 +1,10 @@
 """A tiny Kimi-K2.5 with Kimi's own tokenizer, whose weights are made so that strings end, and a draft for it.
 
 It has the published architecture and names. Its blocks add nothing, so that a token's successor depends on that token
-alone, and every token has a score of its own: what closes a string, an array, an object or a thought scores highest,
-and null where a list of objects would go on for ever. So answers under a schema end.
+alone. Every token has a score of its own, and scores are so far apart that whatever is sampled an answer under a schema
+ends: a string is closed before anything is added to it, an array or object as soon as it may be (at once, where it has
+just been opened: one that holds others of its kind would otherwise go on for ever), and a value that ends by itself
+(null, true, a digit) is preferred to one that has to be closed.
 """
 
 import json
@@ -15,10 +17,19 @@ from tests.tiny_moe import BY_HEAD, LIGHTSEEK, as_kimi, deepseek, draft_shapes, 
 from slipstream.checkpoint.tokenizer import Tokenizer
 
 CONTEXT = 8192
-_CLOSES, _NULL, _SEPARATES, _SPACES = 30.0, 25.0, 20.0, -10.0
+_QUOTE, _CLOSES, _SEPARATES, _WORD, _DIGIT, _OPENS, _SPACES = 45.0, 35.0, 28.0, 25.0, 20.0, 15.0, -10.0
+_CLOSES_AT_ONCE = 30.0  # added for what closes an array or object, right after what opens one
+_SCORES = {
+    '"': _QUOTE,
+    **dict.fromkeys(("}", "]", "</think>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>"), _CLOSES),
+    **dict.fromkeys((",", ":"), _SEPARATES),
+    **{word[:length]: _WORD for word in ("null", "true", "false") for length in range(1, len(word) + 1)},
+    **dict.fromkeys("0123456789", _DIGIT),
+    **dict.fromkeys("{[", _OPENS),
+}
 _HEAD, _FAST = 32, 4  # a head's size; of its rotary pairs, those that turn fast
 _SHARPNESS = 10.0
-_CONSTANT = 8.0  # the part that all embeddings share, and that scores are read from
+_CONSTANT = 8.0  # the part that all embeddings share, and that scores are read from; a second one marks what opens
 # What a chat becomes, part by part as in Kimi-K2.5's own: reasoning stays after the last answer that calls no tool.
 TEMPLATE = """
 {%- macro text(content) -%}
@@ -81,11 +92,15 @@ def write_tiny_kimi(tokenizer_folder: Path, folder: Path, template: str = TEMPLA
     for name, value in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             value.zero_()
-    tensors["language_model.model.embed_tokens.weight"][:, 0] = _CONSTANT
+    texts = [tokenizer.token_text(i) for i in range(size)]
+    embeddings = tensors["language_model.model.embed_tokens.weight"]
+    embeddings[:, 0] = _CONSTANT
+    embeddings[:, 1] = torch.tensor([_CONSTANT * text.endswith(("{", "[")) for text in texts])
     tensors["language_model.model.norm.weight"].fill_(1.0)
     head = tensors["language_model.lm_head.weight"]
     width = head.shape[1]
-    head[:, 0] = torch.tensor([_score(tokenizer.token_text(i)) for i in range(size)]) / width**0.5
+    head[:, 0] = torch.tensor([_score(text) for text in texts]) / width**0.5
+    head[:, 1] = torch.tensor([_CLOSES_AT_ONCE * (text in ("}", "]")) for text in texts]) / width**0.5
     config = json.loads((folder / "rewritten" / "config.json").read_text())
     config["eos_token_id"] = tokenizer.added_token_ids["<|im_end|>"]
     write(target, config, tensors)
@@ -120,8 +135,4 @@ def _score(text: str) -> float:
     """Return how much a token is liked wherever a grammar allows it."""
     if not text.strip():
         return _SPACES
-    if text in ('"', "}", "]", "</think>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>"):
-        return _CLOSES
-    if text in ("null", "n", "nu", "nul"):
-        return _NULL  # ends a list that would go on with another object
-    return _SEPARATES if text in (",", ":", "{", "[", *"0123456789") else 0.0
+    return _SCORES.get(text, 0.0)
