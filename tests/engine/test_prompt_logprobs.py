@@ -36,6 +36,8 @@ def test_chunks_of_a_prompt_score_like_the_logits_of_its_tokens_one_by_one(max_b
         assert found[index].token_id == PROMPT[index]
         if PROMPT[index] in top:
             assert found[index].logprob == pytest.approx(top[PROMPT[index]], abs=1e-4)
+        place = list(top).index(PROMPT[index]) + 1 if PROMPT[index] in top else len(top) + 1
+        assert found[index].rank == place if place <= len(top) else found[index].rank >= place
 
 
 def test_a_cached_prefix_is_not_taken_up_by_a_request_that_scores_its_prompt():

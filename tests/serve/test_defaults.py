@@ -142,6 +142,9 @@ def test_a_chats_prompt_can_be_scored(client):
     answer = client.post("/v1/chat/completions", json={**CHAT, "prompt_logprobs": 1}).json()
     assert answer["prompt_logprobs"][0] is None
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    ranks = [[one["rank"] for one in entry.values()] for entry in answer["prompt_logprobs"][1:]]
+    assert all(first == 1 and all(rank > 1 for rank in more) for first, *more in ranks)
+    assert any(more for _, *more in ranks)
 
 
 def test_echo_keeps_special_tokens_and_offsets(client):

@@ -97,11 +97,15 @@ class StepInput:
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log probability under the target itself (before penalties and temperature), and the likeliest ones."""
+    """A token's log probability under the target itself (before penalties and temperature), and the likeliest ones.
+
+    `rank` is one more than the number of likelier tokens; it is known of a prompt's tokens only.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

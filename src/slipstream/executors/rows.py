@@ -119,8 +119,9 @@ class Row:
 
 
 def token_logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return a token's log probability and the likeliest ones, of logits as the target gave them."""
+    """Return a token's log probability, the likeliest ones and its rank, of logits as the target gave them."""
     logprobs_V = torch.log_softmax(logits_V.float(), dim=-1)
     top = logprobs_V.topk(num_top) if num_top else None
     pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top is not None else ()
-    return TokenLogprob(token, float(logprobs_V[token]), pairs)
+    rank = 1 + int((logprobs_V > logprobs_V[token]).sum())
+    return TokenLogprob(token, float(logprobs_V[token]), pairs, rank)

@@ -115,7 +115,7 @@ class LogprobWriter:
         return {
             str(token): {
                 "logprob": finite(value),
-                "rank": ranks.get(token),
+                "rank": ranks.get(token, scored.rank),
                 "decoded_token": self._tokenizer.token_text(token),
             }
             for token, value in pairs.items()
