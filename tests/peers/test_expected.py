@@ -22,6 +22,14 @@ def test_failures_are_held_against_the_list():
     assert "UNEXPLAINED tests/a.py::test_new" in verdict.summary
 
 
+def test_a_request_that_was_refused_is_not_explained_by_what_is_sampled():
+    refused = "openai.BadRequestError: Error code: 400 - temperature is 9"
+    outcomes = {name: {"outcome": "failed", "why": why} for name, why in (("a", refused), ("b", "assert '3' == '2'"))}
+    verdict = compare(outcomes, [Expected("needs another model", ("a", "b"), may_pass=True)])
+    assert verdict.unexplained == {"a": refused}
+    assert compare(outcomes, [Expected("refused by name", ("a", "b"))]).unexplained == {}
+
+
 def test_every_line_of_the_lists_has_a_reason():
     for name in (*SUITES, "kimi"):
         for line in read_expected(name):
