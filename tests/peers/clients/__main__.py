@@ -32,6 +32,7 @@ def main() -> None:
     clients = asked.clients or [*PYTHON_CLIENTS, *NODE_CLIENTS]
     if shutil.which("node") is None:
         clients = [name for name in clients if name not in NODE_CLIENTS]
+        print(f"left out, for there is no node: {', '.join(NODE_CLIENTS)}")  # noqa: T201
     python, node = _python(asked.work), _node(asked.work)
     found: dict[str, list[dict[str, object]]] = {}
     with _server(asked.port) as url:
@@ -77,9 +78,8 @@ def _node(work: Path) -> Path:
 @contextlib.contextmanager
 def _server(port: int) -> Iterator[str]:
     """Serve the embedded model with n-gram drafts by the real command."""
-    code = "import typer; from slipstream.cli.serve import serve; typer.run(serve)"
-    command = [sys.executable, "-c", code, "--draft", "ngram", "--port", str(port), "--log-level", "warning"]
-    process = subprocess.Popen(command, cwd=ROOT)
+    command = [sys.executable, "-m", "slipstream", "serve", "--draft", "ngram", "--port", str(port)]
+    process = subprocess.Popen([*command, "--log-level", "warning"], cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(1200):
