@@ -58,9 +58,10 @@ requests = st.lists(
 )
 
 
-def plain_answer(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
-    """Decode alone, without a draft, one token a pass."""
-    return drive(engine_of(TARGET, prefix_cache=False, page_size=16), [(prompt, params, seed)], random.Random(0))[0]
+def plain_answer(prompt: list[int], params: SamplingParams, seed: int, keys: str = "auto") -> list[int]:
+    """Decode alone, without a draft, one token a pass, with keys and values of some type."""
+    engine = engine_of(TARGET, prefix_cache=False, page_size=16, kv_cache_dtype=keys)
+    return drive(engine, [(prompt, params, seed)], random.Random(0))[0]
 
 
 @settings(max_examples=48, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,10 +72,11 @@ def plain_answer(prompt: list[int], params: SamplingParams, seed: int) -> list[i
     page_size=st.sampled_from([1, 16, 64]),
     max_batch_tokens=st.sampled_from([7, 64]),
     prefix_cache=st.booleans(),
+    keys=st.sampled_from(["auto", "fp8"]),
     order=st.randoms(use_true_random=False),
 )
 def test_any_draft_gives_the_tokens_of_plain_decoding(
-    work, draft, shape, page_size, max_batch_tokens, prefix_cache, order
+    work, draft, shape, page_size, max_batch_tokens, prefix_cache, keys, order
 ):
     engine = engine_of(
         TARGET,
@@ -83,8 +85,9 @@ def test_any_draft_gives_the_tokens_of_plain_decoding(
         page_size=page_size,
         max_batch_tokens=max_batch_tokens,
         prefix_cache=prefix_cache,
+        kv_cache_dtype=keys,
     )
-    assert drive(engine, work, order) == [plain_answer(*item) for item in work]
+    assert drive(engine, work, order) == [plain_answer(*item, keys) for item in work]
 
 
 @settings(max_examples=48, deadline=None, suppress_health_check=[HealthCheck.too_slow])

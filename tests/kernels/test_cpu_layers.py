@@ -8,7 +8,7 @@ from layer_samples import make_draft, make_target
 
 from slipstream.checkpoint.spec import RopeSpec
 from slipstream.errors import KernelError
-from slipstream.kernels import AttentionBatch, select
+from slipstream.kernels import KV_FP8, AttentionBatch, select
 from slipstream.kernels.cpu import library
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
@@ -265,3 +265,18 @@ def test_without_the_library_auto_takes_torch_and_says_what_it_costs(monkeypatch
     assert "install" in caplog.text
     with pytest.raises(KernelError, match="does not exist"):
         select(torch.device("cpu"), "cpu")
+
+
+def test_the_blocks_write_keys_and_values_in_fp8_as_the_reference_does(cpu_ops, generator):
+    model = make_target(generator, qk_norm=True)
+    tokens = torch.randint(0, 90, (37,), generator=generator)
+    caches = [cache(model, dtype=KV_FP8) for _ in range(2)]
+    got = model(tokens, context(cpu_ops, caches[0], 0, 37, 16), ())
+    expected = model(tokens, context(REFERENCE, caches[1], 0, 37, 16), ())
+    first, second = caches[0].layers[0], caches[1].layers[0]
+    assert torch.equal(first.scales[0][:37], second.scales[0][:37])
+    for mine, theirs in ((first.keys_SGd, second.keys_SGd), (first.values_SGd, second.values_SGd)):
+        steps = mine[:37].view(torch.uint8).int() - theirs[:37].view(torch.uint8).int()
+        assert (steps == 0).float().mean() > 0.99  # products round otherwise, and a few numbers lie at a boundary
+        assert steps.abs().max() <= 1
+    assert torch.allclose(got.last_TD, expected.last_TD, rtol=0.05, atol=0.05)

@@ -36,7 +36,10 @@ def settled(line, *more):
         ("m --generation-config vllm --dtype half", "m --generation-config none --dtype float16"),
         ("m --tool-call-parser auto --reasoning-parser kimi_k2", "m --reasoning-parser kimi_k2"),
         ('m --allowed-origins ["https://a","https://b"]', "m --cors-origin https://a --cors-origin https://b"),
-        ("m --data-parallel-size 1 --kv-cache-dtype auto --cpu-offload-gb 0.0", "m"),
+        ("m --data-parallel-size 1 --cpu-offload-gb 0.0", "m"),
+        ("m --kv-cache-dtype fp8_e4m3", "m --kv-cache-dtype fp8"),
+        ("m --kv-cache-dtype=bfloat16", "m --kv-cache-dtype auto"),
+        ("m --speculative-draft-kv-cache-dtype fp8", "m --draft-kv-cache-dtype fp8"),
         ("m -pp 2 --dist-init-addr h:5", "m --pipeline-parallel-size 2 --dist-init-addr h:5"),
         ("m --no-trust-remote-code --no-enable-lora -O3 -cc.mode 3", "m"),
         ("m --no-such-flag 3 --nor-this", "m --no-such-flag 3 --nor-this"),
@@ -84,9 +87,9 @@ def test_flags_that_are_not_needed_change_nothing_and_are_named_with_the_reason(
 
 def test_all_that_cannot_be_honoured_is_told_at_once_and_secrets_are_not_repeated():
     with pytest.raises(ConfigError) as told:
-        settled("m --kv-cache-dtype fp8 --enable-lora --ssl-keyfile-password hunter2 --hf-token hf_x")
+        settled("m --quantization-param-path p --enable-lora --ssl-keyfile-password hunter2 --hf-token hf_x")
     message = str(told.value)
-    assert "--kv-cache-dtype fp8 cannot be honoured here: keys and values" in message
+    assert "--quantization-param-path cannot be honoured here: FP8 keys and values" in message
     assert "--enable-lora cannot" in message
     assert "hunter2" not in message
     assert "hf_x" not in message

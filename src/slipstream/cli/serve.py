@@ -1,9 +1,14 @@
 """`slipstream serve`: an OpenAI-compatible server, started with our flags or with another server's."""
 
+from typing import TYPE_CHECKING, cast
+
 import typer
 
 from slipstream.cli import options
 from slipstream.cli import serve_options as o
+
+if TYPE_CHECKING:
+    from slipstream.engine.config import KvCacheDtype
 
 
 # Longer than a function should be: each flag is a line here and a line below, and splitting it would repeat them.
@@ -32,6 +37,8 @@ def serve(
     page_size: o.PageSize = 16,
     num_pages: o.NumPages = None,
     memory_fraction: o.MemoryFraction = None,
+    kv_cache_dtype: o.KvCacheDtype = "auto",
+    draft_kv_cache_dtype: o.DraftKvCacheDtype = None,
     prefill_share: o.PrefillShare = 0.5,
     prefix_cache: o.PrefixCache = True,
     borrowed_tokens: o.BorrowedTokens = 64,
@@ -128,6 +135,8 @@ def serve(
     engine = EngineConfig(
         page_size=page_size,
         num_pages=num_pages,
+        kv_cache_dtype=cast("KvCacheDtype", kv_cache_dtype),  # checked there
+        draft_kv_cache_dtype=cast("KvCacheDtype | None", draft_kv_cache_dtype),
         prefill_share=prefill_share,
         prefix_cache=prefix_cache and not disable_radix_cache,
         borrowed_tokens=borrowed_tokens,

@@ -82,6 +82,16 @@ MemoryFraction = Annotated[
         help="Share of the device's memory for weights and KV cache.",
     ),
 ]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="Keys and values: auto (the type the target computes in) or fp8 (E4M3 with a scale for each token and "
+        "head, in half the bytes). Texts are then those of that cache, the same with any draft."
+    ),
+]
+DraftKvCacheDtype = Annotated[
+    str | None, typer.Option(help="Likewise for the draft's own keys and values.", show_default="as the target's")
+]
 PrefillShare = Annotated[
     float,
     typer.Option(help="In a full batch, a step on a GPU may take this share more time for prompts beside it."),

@@ -1,14 +1,13 @@
 """Put an engine together: caches sized by the plan, a drafter of the kind asked for."""
 
 import time
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.memory import kv_dtype
+from slipstream.engine.memory import kv_dtypes
 from slipstream.errors import ConfigError
 from slipstream.executors.channel import Follower, Leader
 from slipstream.executors.cuda_graph.executor import GraphExecutor
@@ -18,7 +17,7 @@ from slipstream.executors.interface import Executor
 from slipstream.executors.native import NativeExecutor
 from slipstream.executors.runner import Runner
 from slipstream.kernels import ChainOps, Ops
-from slipstream.models.context import KvCache, KvShape
+from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers
 from slipstream.models.target import Target
@@ -58,17 +57,14 @@ def build_engine(
             f"{shape}: the target attends to the last {window} tokens only, and how many of them a node of a tree sees "
             f"would depend on the tree; draft a chain (width 1), or set max_context to {window} at most."
         )
-    dtype, device = kv_dtype(target), target.embed_tokens.device
+    _check_kv(target, config, ops)
     extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
     num_pages = config.resolve_num_pages(extra_slots)
-
-    def cache(kv_shape: KvShape) -> KvCache:
-        return KvCache.allocate(kv_shape, num_pages + config.spare_pages(device.type), config.page_size, dtype, device)
-
+    caches = _Caches(target, config, num_pages + config.spare_pages(target.embed_tokens.device.type))
     pace = Pace(ChainController(), time.perf_counter) if paced else None
     borrowers = _borrowers(target, draft, config, ops)
-    drafter = _drafter(target, draft, shape, cache, ops, pace, borrowers)
-    runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
+    drafter = _drafter(target, draft, shape, caches, ops, pace, borrowers)
+    runner = Runner(target, caches.of_target(), ops, drafter.captured_layers)
     if leader is None:
         return Engine(_executor(runner, drafter, config), config, target.spec)
     leader.send(num_pages)
@@ -85,15 +81,10 @@ def build_other_rank(
     Args:
         draft: this rank's part of the draft, if it is split.
     """
-    dtype, device = kv_dtype(target), target.embed_tokens.device
     assert config.num_pages is not None, "the first rank said how many"
-    paging = (config.num_pages, config.page_size)
-
-    def cache(kv_shape: KvShape) -> KvCache:
-        return KvCache.allocate(kv_shape, *paging, dtype, device)
-
-    drafter = _drafter(target, draft, shape, cache, ops)
-    runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
+    caches = _Caches(target, config, config.num_pages)
+    drafter = _drafter(target, draft, shape, caches, ops)
+    runner = Runner(target, caches.of_target(), ops, drafter.captured_layers)
     return EagerExecutor(runner, drafter, config.max_requests, Told(channel, draft is not None))
 
 
@@ -120,7 +111,7 @@ def _drafter(
     target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     shape: TreeShape,
-    cache: Callable[[KvShape], KvCache],
+    caches: "_Caches",
     ops: Ops,
     pace: Pace | None = None,
     borrowers: Borrowers | None = None,
@@ -131,7 +122,29 @@ def _drafter(
     if draft == "ngram":
         return NgramDrafter(shape.depth, device)
     layers = captured_layers(draft.spec, target.spec)
-    return Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops, pace, borrowers)
+    return Eagle3Drafter(draft, caches.of_draft(draft), shape, layers, ops, pace, borrowers)
+
+
+class _Caches:
+    """Allocates keys and values of the target and of the draft, of as many pages."""
+
+    def __init__(self, target: Target, config: EngineConfig, num_pages: int) -> None:
+        self._target, self._paging = target, (num_pages, config.page_size)
+        self._dtypes = kv_dtypes(target, config)
+
+    def of_target(self) -> KvCache:
+        """Return the target's."""
+        return KvCache.allocate(self._target.kv_shape, *self._paging, self._dtypes[0], self._target.embed_tokens.device)
+
+    def of_draft(self, draft: Eagle3Draft) -> KvCache:
+        """Return the draft's."""
+        return KvCache.allocate(draft.kv_shape, *self._paging, self._dtypes[1], self._target.embed_tokens.device)
+
+
+def _check_kv(target: Target, config: EngineConfig, ops: Ops) -> None:
+    """Refuse FP8 where kernels cannot read it."""
+    if "fp8" in (config.kv_cache_dtype, config.draft_kv_cache_dtype) and ops.name == "triton":
+        raise ConfigError("kv_cache_dtype is 'fp8', which the GPU kernels do not read yet; leave it out.")
 
 
 def _borrowers(

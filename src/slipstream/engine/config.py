@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from slipstream.errors import ConfigError
 
 CudaGraphs = Literal["auto", "on", "off"]
+KvCacheDtype = Literal["auto", "fp8"]
 
 PATIENCE_S = 0.04
 """Of a step whose tokens somebody reads as they come: 25 times a second, as often as a film changes its picture."""
@@ -25,6 +26,9 @@ class EngineConfig:
         max_requests: requests that run at once; more wait.
         max_batch_tokens: query tokens of one step; a longer prompt is computed in chunks.
         prefill_share: in a full batch, a step on a GPU may take this share more time for prompts beside those decoding.
+        kv_cache_dtype: "auto" keeps keys and values in the type the target computes in; "fp8" in E4M3 with a scale for
+            each token and head, in half the bytes. Tokens are then those of that cache, with any draft the same.
+        draft_kv_cache_dtype: likewise for the draft's own; None does as the target.
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
         borrowed_tokens: tokens of a request's own text that its draft may propose though it does not know them, the
             latest so many; 0: none. On a CPU only.
@@ -38,6 +42,8 @@ class EngineConfig:
     max_requests: int = 32
     max_batch_tokens: int = 512
     prefill_share: float = 0.5
+    kv_cache_dtype: KvCacheDtype = "auto"
+    draft_kv_cache_dtype: KvCacheDtype | None = None
     prefix_cache: bool = True
     borrowed_tokens: int = 64
     cuda_graphs: CudaGraphs = "auto"
@@ -55,6 +61,12 @@ class EngineConfig:
             raise ConfigError(f"borrowed_tokens is {self.borrowed_tokens}; it must be at least 0.")
         if self.cuda_graphs not in get_args(CudaGraphs):
             raise ConfigError(f"cuda_graphs is {self.cuda_graphs!r}; it is {', '.join(get_args(CudaGraphs))}.")
+        for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in (*get_args(KvCacheDtype), *([None] if name.startswith("draft") else [])):
+                raise ConfigError(
+                    f"{name} is {dtype!r}; it is {' or '.join(get_args(KvCacheDtype))} (E4M3, with scales)."
+                )
         if self.num_pages is not None and self.num_pages < 1:
             raise ConfigError(f"num_pages is {self.num_pages}; it must be at least 1.")
 

@@ -22,7 +22,7 @@ from slipstream.engine.launch import Seat, leave, run_other, take_seat
 from slipstream.engine.memory import (
     DEFAULT_FRACTION,
     explained_out_of_memory,
-    kv_dtype,
+    kv_dtypes,
     pages_that_fit,
     plan_pages,
     weight_bytes,
@@ -250,12 +250,14 @@ def _lead(options: LoadOptions, seat: Seat) -> Loaded:
 def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) -> tuple[str, ...]:
     config, target, dtype = parts.config, parts.target, parts.dtype
     num_pages = config.resolve_num_pages(max(engine.drafter.max_nodes - 1, engine.drafter.scratch))
-    kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(kv_dtype(target))
+    kv_type = kv_dtypes(target, config)[0]
+    kv_bytes = num_pages * config.page_size * target.kv_shape.bytes_per_token(kv_type)
     lines = [
         f"model: {options.model} ({target.spec.architecture}, {_weights(target)}, computed on {seat.device} in "
         f"{str(dtype).removeprefix('torch.')})",
         f"draft: {parts.draft_line}",
-        f"memory: {num_pages} pages of {config.page_size} tokens, {kv_bytes / 2**20:.0f} MiB of keys and values; "
+        f"memory: {num_pages} pages of {config.page_size} tokens, {kv_bytes / 2**20:.0f} MiB of keys and values "
+        f"({str(kv_type).removeprefix('torch.')}); "
         f"context {config.max_context}, {config.max_requests} requests at once{parts.memory_line}",
         f"kernels: {parts.ops.promise}",
         *_warm_up(engine),

@@ -8,6 +8,7 @@ import torch
 
 from slipstream.engine.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.kernels import KV_FP8
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Embedding, Linear
 from slipstream.models.moe import Experts
@@ -99,8 +100,9 @@ def activation_bytes(target: Target, config: EngineConfig, nodes_per_request: in
 
 def bytes_per_page(models: Sequence[Target | Eagle3Draft], config: EngineConfig) -> int:
     """Return what a page takes in the caches of all models."""
-    dtype = kv_dtype(models[0])
-    return config.page_size * sum(model.kv_shape.bytes_per_token(dtype) for model in models)
+    dtypes = kv_dtypes(models[0], config)
+    each = (model.kv_shape.bytes_per_token(dtype) for model, dtype in zip(models, dtypes, strict=False))
+    return config.page_size * sum(each)
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -124,11 +126,15 @@ def explained_out_of_memory(doing: str) -> Iterator[None]:
         ) from error
 
 
-def kv_dtype(target: Target | Eagle3Draft) -> torch.dtype:
-    """Return the type of keys and values: the target's own, or float16 beside weights kept in a GGUF's blocks.
+def kv_dtypes(target: Target | Eagle3Draft, config: EngineConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types of the target's keys and values, and of the draft's.
 
-    Such weights have four to eight bits and activations eight, so eleven digits of a key are plenty (bfloat16's eight
+    Where nobody asks for another it is the target's own, or float16 beside weights kept in a GGUF's blocks. Such
+    weights have four to eight bits and activations eight, so eleven digits of a key are plenty (bfloat16's eight
     changed texts), and reading half the bytes is a quarter of a step at a few hundred tokens of context. A number
     beyond 65504 is kept as 65504; the embedded model's keys go to about 20.
     """
-    return torch.float16 if target.embed_tokens.packed is not None else target.embed_tokens.dtype
+    own = torch.float16 if target.embed_tokens.packed is not None else target.embed_tokens.dtype
+    asked = (config.kv_cache_dtype, config.draft_kv_cache_dtype or config.kv_cache_dtype)
+    first, second = (KV_FP8 if dtype == "fp8" else own for dtype in asked)
+    return first, second

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from slipstream.engine.config import CudaGraphs, EngineConfig
+from slipstream.engine.config import CudaGraphs, EngineConfig, KvCacheDtype
 from slipstream.engine.loading import LoadOptions
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.kernels import KernelChoice
@@ -34,6 +34,8 @@ class Settings(TypedDict, total=False):
     max_requests: int | None
     max_batch_tokens: int | None
     prefill_share: float
+    kv_cache_dtype: KvCacheDtype
+    draft_kv_cache_dtype: KvCacheDtype | None
     prefix_cache: bool
     borrowed_tokens: int
     cuda_graphs: CudaGraphs

@@ -25,6 +25,8 @@ from slipstream.kernels.ops import (
     sight_of,
 )
 from slipstream.kernels.reference.chains import TorchChains
+from slipstream.kernels.reference.kv_fp8 import FP8 as KV_FP8
+from slipstream.kernels.reference.kv_fp8 import keys_and_values
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.rounds import (
     Follower,
@@ -41,6 +43,7 @@ from slipstream.kernels.threads import torch_threads
 
 __all__ = [
     "KERNEL_CHOICES",
+    "KV_FP8",
     "AttentionBatch",
     "Borrowed",
     "ChainOps",
@@ -69,6 +72,7 @@ __all__ = [
     "Sight",
     "StepOps",
     "TokenMasks",
+    "keys_and_values",
     "one_pool",
     "select",
     "sight_of",

@@ -25,10 +25,15 @@ class KvLayer:
 
     Latent attention keeps one latent per token: keys are [S, 1, C], and values a view of the keys' first columns, in
     the same memory.
+
+    Args:
+        scales: of keys and values kept in FP8 (E4M3), uint8 [S, G] each: a key is its codes times 2^(scale - 127). One
+            tensor twice where values are a view of the keys.
     """
 
     keys_SGd: Tensor
     values_SGd: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)

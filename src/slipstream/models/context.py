@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.spec import MlaSpec
-from slipstream.kernels import AttentionBatch, Ending, KvLayer, Ops, Sight
+from slipstream.kernels import KV_FP8, AttentionBatch, Ending, KvLayer, Ops, Sight
 from slipstream.models.latent import LatentUp, absorbed, expanded
 
 
@@ -56,14 +56,17 @@ class KvCache:
     def allocate(
         shape: "KvShape", num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> "KvCache":
-        """Reserve room for `num_pages` pages in every layer."""
+        """Reserve room for `num_pages` pages in every layer; FP8 has room for its scales, too."""
         size = (num_pages * page_size, shape.num_kv_heads, shape.head_dim)
 
         def layer() -> KvLayer:
             keys_SGd = torch.zeros(size, dtype=dtype, device=device)
-            if shape.value_view is not None:
-                return KvLayer(keys_SGd, keys_SGd[..., : shape.value_view])
-            return KvLayer(keys_SGd, torch.zeros_like(keys_SGd))
+            shared = shape.value_view is not None
+            values_SGd = keys_SGd[..., : shape.value_view] if shared else torch.zeros_like(keys_SGd)
+            if dtype != KV_FP8:
+                return KvLayer(keys_SGd, values_SGd)
+            scales_SG = torch.zeros(size[:2], dtype=torch.uint8, device=device)
+            return KvLayer(keys_SGd, values_SGd, (scales_SG, scales_SG if shared else torch.zeros_like(scales_SG)))
 
         return KvCache([layer() for _ in range(shape.num_layers)], page_size)
 
@@ -82,9 +85,10 @@ class KvShape:
     value_view: int | None = None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes of keys and values one token needs in all layers."""
+        """Return the bytes of keys and values one token needs in all layers; FP8 has a scale of one byte a head."""
         tensors = 2 if self.value_view is None else 1
-        return tensors * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        head_bytes = self.head_dim * dtype.itemsize + (dtype == KV_FP8)
+        return tensors * self.num_layers * self.num_kv_heads * head_bytes
 
 
 def latent_shape(mla: MlaSpec, num_layers: int) -> KvShape:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.spec import MlaSpec
-from slipstream.kernels import AttentionBatch, KvLayer, Ops, Sight
+from slipstream.kernels import AttentionBatch, KvLayer, Ops, Sight, keys_and_values
 
 EXPANDED_BYTES = 1 << 28
 """The keys and values that are expanded at once, by heads: enough to fill a GPU, little beside its cache."""
@@ -54,7 +54,7 @@ def absorbed(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, up: LatentUp,
 def expanded(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, up: LatentUp, ops: Ops) -> Tensor:
     """Attend over keys and values by head, made for this pass from the latents of its requests; returns [T, H, v]."""
     slots_J, packed = _gather(batch)
-    latent_JC = layer.keys_SGd[slots_J, 0].to(q_THd.dtype)
+    latent_JC = keys_and_values(layer, slots_J, q_THd.dtype)[0][:, 0]
     num_heads, head_dim = q_THd.shape[1:]
     heads_at_once = max(EXPANDED_BYTES // (2 * len(latent_JC) * head_dim * latent_JC.itemsize), 1)
     out_THv = q_THd.new_empty((*q_THd.shape[:-1], up.spec.value_dim))

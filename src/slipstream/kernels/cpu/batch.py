@@ -11,7 +11,12 @@ from torch import Tensor
 from slipstream.kernels.cpu.library import FORMATS, NativeAttention, NativeBatch, NativeKv
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, Ops, Sight, sight_of
 
-_FORMATS = {torch.float32: FORMATS["f32"], torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["f16"]}
+_FORMATS = {
+    torch.float32: FORMATS["f32"],
+    torch.bfloat16: FORMATS["bf16"],
+    torch.float16: FORMATS["f16"],
+    torch.float8_e4m3fn: FORMATS["e4m3"],
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ def describe_batch(batch: AttentionBatch, slots_T: Tensor | None, positions_T: T
 
 
 def kv_is_plain(layer: KvLayer) -> bool:
-    """Tell whether the library can use these keys and values: float32, bfloat16 or float16, heads side by side."""
+    """Tell whether the library can use these keys and values: float32, bfloat16, float16 or FP8, heads side by side."""
     keys_SGd, values_SGd = layer.keys_SGd, layer.values_SGd
     plain_strides = keys_SGd.stride()[1:] == (keys_SGd.shape[2], 1)
     return (
@@ -52,6 +57,7 @@ def kv_is_plain(layer: KvLayer) -> bool:
         and keys_SGd.dtype in _FORMATS
         and plain_strides
         and keys_SGd.stride() == values_SGd.stride()
+        and (layer.scales is None or all(part.is_contiguous() for part in layer.scales))
     )
 
 
@@ -62,6 +68,7 @@ def describe_kv(layers: Sequence[KvLayer]) -> "ctypes.Array[NativeKv]":
             NativeKv(
                 layer.keys_SGd.data_ptr(),
                 layer.values_SGd.data_ptr(),
+                *((None, None) if layer.scales is None else (part.data_ptr() for part in layer.scales)),
                 layer.keys_SGd.stride(0),
                 layer.keys_SGd.shape[0],
                 _FORMATS[layer.keys_SGd.dtype],

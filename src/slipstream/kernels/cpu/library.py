@@ -30,6 +30,7 @@ FORMATS = {
     "q5_0": 10,
     "q5_1": 11,
     "q5_k": 12,
+    "e4m3": 13,
 }
 
 
@@ -103,6 +104,8 @@ class NativeKv(Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("slot_stride", c_int64),
         ("num_slots", c_int64),
         ("format", c_int32),

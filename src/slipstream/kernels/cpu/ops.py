@@ -196,10 +196,10 @@ class CpuOps:
         """Attend over the pages of each request."""
         if not kv_is_plain(layer):
             self._say_once(
-                f"The CPU kernels attend over contiguous float32, bfloat16 or float16 keys and values, not "
+                f"The CPU kernels attend over contiguous float32, bfloat16, float16 or FP8 keys and values, not "
                 f"{layer.keys_SGd.dtype}; torch attends: slower, and bits may change with the batch."
             )
-            q = q_THd.to(layer.keys_SGd.dtype)
+            q = q_THd if layer.scales is not None else q_THd.to(layer.keys_SGd.dtype)
             with torch_threads(self._engine.threads):
                 return self._reference.attention(q, layer, batch, scale, window).to(q_THd.dtype)
         q = q_THd.float().contiguous()

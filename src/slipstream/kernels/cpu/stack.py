@@ -121,7 +121,8 @@ class StackCache:
         if known is None or known[0] is not blocks:
             unfit = next((layer for layer in kv.layers if not kv_is_plain(layer)), None)
             if unfit is not None or len(kv.layers) < len(layers):
-                return f"keys and values are {kv.layers[0].keys_SGd.dtype}, not contiguous float32, bfloat16 or float16"
+                kept = kv.layers[0].keys_SGd.dtype
+                return f"keys and values are {kept}, not contiguous float32, bfloat16, float16 or FP8"
             indices = [layer.self_attn.layer_index for layer in layers]
             described = DescribedStack(blocks, describe_kv([kv.layers[index] for index in indices]))
             known = self._stacks[kv] = (blocks, described)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Sight, sight_of
+from slipstream.kernels.reference.kv_fp8 import keys_and_values
 
 
 def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | Sight | None) -> Tensor:
@@ -18,14 +19,15 @@ def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float
             continue
         slots_K = _slots(batch, row, kv_len)
         visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, sight)
+        k_KGd, v_KGd = keys_and_values(layer, slots_K, q_THd.dtype)
         if sight.sinks_H is not None:
-            kept = KvLayer(layer.keys_SGd[slots_K], layer.values_SGd[slots_K])
+            kept = KvLayer(k_KGd, v_KGd)
             out_THd[tokens] = sink_attention(q_THd[tokens], kept, visible_QK, scale, sight.sinks_H)
             continue
         out_THd[tokens] = torch.nn.functional.scaled_dot_product_attention(
             q_THd[tokens].transpose(0, 1).unsqueeze(0),
-            layer.keys_SGd[slots_K].to(q_THd.dtype).transpose(0, 1).unsqueeze(0),
-            layer.values_SGd[slots_K].to(q_THd.dtype).transpose(0, 1).unsqueeze(0),
+            k_KGd.transpose(0, 1).unsqueeze(0),
+            v_KGd.transpose(0, 1).unsqueeze(0),
             attn_mask=visible_QK,
             scale=scale,
             enable_gqa=True,
@@ -58,7 +60,7 @@ def latent_attention(q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale
         tokens = slice(starts[row], starts[row + 1])
         visible_QK = _visible(batch.kv_index_T[tokens], batch.ancestors_T[tokens], kv_len, Sight())
         for token, visible_K in zip(range(tokens.start, tokens.stop), visible_QK, strict=True):
-            latent_KC = layer.keys_SGd[slots_K[visible_K], 0].float()
+            latent_KC = keys_and_values(layer, slots_K[visible_K], torch.float32)[0][:, 0]
             scores_HK = q_THC[token].float() @ latent_KC.t() * scale
             out_THc[token] = (scores_HK.softmax(-1) @ latent_KC[:, :value_width]).to(q_THC.dtype)
     return out_THc

@@ -12,6 +12,7 @@ from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, 
 from slipstream.kernels.reference.activations import gated
 from slipstream.kernels.reference.attention import as_kept, attention, latent_attention
 from slipstream.kernels.reference.experts import choose_experts, experts
+from slipstream.kernels.reference.kv_fp8 import write_kv_fp8
 from slipstream.kernels.reference.noise import gumbel
 from slipstream.kernels.reference.packed import PACKED_LINEARS, PACKED_ROWS
 from slipstream.kernels.reference.sampling import count, sample
@@ -92,14 +93,19 @@ class ReferenceOps:
 
     def write_kv(self, layer: KvLayer, keys_TGd: Tensor, values_TGd: Tensor, slots_T: Tensor) -> None:
         """Write keys and values into their slots, in place."""
+        if layer.scales is not None:
+            write_kv_fp8(layer, keys_TGd, values_TGd, slots_T)
+            return
         layer.keys_SGd.index_copy_(0, slots_T, as_kept(keys_TGd, layer.keys_SGd.dtype))
         layer.values_SGd.index_copy_(0, slots_T, as_kept(values_TGd, layer.values_SGd.dtype))
 
     def move_kv(self, layer: KvLayer, from_slots: Tensor, to_slots: Tensor) -> None:
-        """Copy slots to slots; both are read before either is written, as values may be a view of the keys."""
-        keys_TGd, values_TGd = layer.keys_SGd[from_slots], layer.values_SGd[from_slots]
-        layer.keys_SGd[to_slots] = keys_TGd
-        layer.values_SGd[to_slots] = values_TGd
+        """Copy slots to slots; all are read before any is written, as values may be a view of the keys."""
+        parts = [part.view(torch.uint8) if layer.scales else part for part in (layer.keys_SGd, layer.values_SGd)]
+        parts += layer.scales or ()
+        moved = [part[from_slots] for part in parts]
+        for part, rows in zip(parts, moved, strict=True):
+            part[to_slots] = rows
 
     def attention(
         self, q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | Sight | None

@@ -17,7 +17,8 @@ enum Format : int32_t {
     Q6_K = 9,
     Q5_0 = 10,
     Q5_1 = 11,
-    Q5_K = 12
+    Q5_K = 12,
+    E4M3 = 13  // of keys and values alone
 };
 
 enum Isa : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
@@ -74,10 +75,13 @@ struct Batch {
     int32_t reserved;
 };
 
-// The keys and values of one layer, F32, BF16 or F16: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
+// The keys and values of one layer, F32, BF16, F16 or E4M3: slot s, head g, value i at [s * slot_stride + g * head_dim + i].
+// E4M3 has a power of two for each slot and head, 2^(scale - 127), scales [num_slots, kv_heads].
 struct Kv {
     void* keys;
     void* values;
+    uint8_t* key_scales;
+    uint8_t* value_scales;
     int64_t slot_stride;
     int64_t num_slots;
     int32_t format;

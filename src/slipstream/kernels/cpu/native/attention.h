@@ -36,7 +36,9 @@ struct AttentionArgs {
     int chunk = 0;
 };
 
-// One kv head's rows of one block of queries; row = token * group + head within the group. T: float, Brain or Half.
+// One kv head's rows of one block of queries; row = token * group + head within the group. T: float, Brain, Half or
+// Eight. The powers of two that codes of Eight are multiplied by go to scores and to weights instead: the bits are those
+// of attention over the numbers that codes stand for.
 template <class T>
 struct Unit {
     const AttentionArgs& args;
@@ -63,6 +65,9 @@ struct Unit {
     }
     float* output(int token, int head) const {
         return args.out + (block.first + token) * args.out_stride + (static_cast<int64_t>(kv_head) * group() + head) * args.head_dim;
+    }
+    float scale(const uint8_t* scales, int64_t slot) const {
+        return power_of_two(scales[slot * args.kv_heads + kv_head] - 127 + kEightShift);
     }
     const T* values(int64_t slot) const { return at(args.kv.values, slot); }
     const T* keys(int64_t slot) const { return at(args.kv.keys, slot); }
@@ -160,6 +165,17 @@ static void score_keys(const ScoredRow* rows, int num_rows, const T* const* keys
     score_rows<kScoreRows>(rows, num_rows, transposed, head_dim, base);
 }
 
+template <class T>
+SLIP_INLINE void scale_scores(const Unit<T>& unit, const ScoredRow* rows, int num_rows, const TokenView& view, int base) {
+    if constexpr (std::is_same<T, Eight>::value) {
+        float scales[16];
+        for (int lane = 0; lane < 16; ++lane)
+            scales[lane] = unit.scale(unit.args.kv.key_scales, view.slot(base + lane < view.count ? base + lane : view.count - 1));
+        const V by = vload(scales);
+        for (int row = 0; row < num_rows; ++row) vstore(rows[row].scores + base, vmul(vload(rows[row].scores + base), by));
+    }
+}
+
 // Scores of ranks 16 begin .. 16 end.
 template <class T>
 static void score_tiles(const Unit<T>& unit, int begin, int end, float* transposed) {
@@ -182,12 +198,14 @@ static void score_tiles(const Unit<T>& unit, int begin, int end, float* transpos
             for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(view.slot(base + lane < view.count ? base + lane : view.count - 1));
             for (int h = 0; h < group; ++h) own[h] = {unit.query(t, h), unit.row_scores(t * group + h)};
             score_keys(own, group, pointers, head_dim, transposed, base);
+            scale_scores(unit, own, group, view, base);
         }
         if (!longest) continue;
         for (int lane = 0; lane < 16; ++lane)
             if (base + kKeysAhead + lane < longest->tail_start) fetch(unit.keys(longest->slots[base + kKeysAhead + lane]), unit.args.head_dim);
         for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(longest->slot(base + lane < longest->count ? base + lane : longest->count - 1));
         score_keys(rows, num_rows, pointers, head_dim, transposed, base);
+        scale_scores(unit, rows, num_rows, *longest, base);
     }
 }
 
@@ -224,6 +242,8 @@ static void softmax_row(const Unit<T>& unit, int row) {
         total += lanes[0];
     }
     unit.inverse[row] = count > first ? 1.0f / total : 0.0f;
+    if constexpr (std::is_same<T, Eight>::value)
+        for (int rank = first; rank < count; ++rank) scores[rank] *= unit.scale(unit.args.kv.value_scales, view.slot(rank));
 }
 
 // Ranks begin .. end of the keys all rows share; sums wait in the output between calls for one row.
@@ -434,6 +454,7 @@ static void attend_over(const AttentionArgs& args, bool together, float* transpo
 static void attend(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
     if (args.kv.format == BF16) attend_over<Brain>(args, together, transposed_room, team);
     else if (args.kv.format == F16) attend_over<Half>(args, together, transposed_room, team);
+    else if (args.kv.format == E4M3) attend_over<Eight>(args, together, transposed_room, team);
     else attend_over<float>(args, together, transposed_room, team);
 }
 

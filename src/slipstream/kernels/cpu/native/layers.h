@@ -113,6 +113,7 @@ struct Walk {
     void rotate_and_write(const Layer& layer, const Kv& kv) {
         if (kv.format == BF16) rotate_into(layer, kv, static_cast<Brain*>(kv.keys), static_cast<Brain*>(kv.values));
         else if (kv.format == F16) rotate_into(layer, kv, static_cast<Half*>(kv.keys), static_cast<Half*>(kv.values));
+        else if (kv.format == E4M3) rotate_into(layer, kv, static_cast<Eight*>(kv.keys), static_cast<Eight*>(kv.values));
         else rotate_into(layer, kv, static_cast<float*>(kv.keys), static_cast<float*>(kv.values));
     }
 
@@ -124,16 +125,19 @@ struct Walk {
             float* x = room.qkv + static_cast<int64_t>(row) * num_outputs(layer.qkv) + head * d;
             const int64_t at = batch.slots[row] * kv.slot_stride;
             const bool query = head < layer.heads, value = head >= layer.heads + layer.kv_heads;
-            if (value) {
-                store_span(values + at + (head - layer.heads - layer.kv_heads) * d, x, d);
-                return;
-            }
+            const int kv_head = (head - layer.heads) % layer.kv_heads;
+            const auto store = [&](T* to, uint8_t* scales) {
+                if constexpr (std::is_same<T, Eight>::value)
+                    scales[batch.slots[row] * layer.kv_heads + kv_head] = store_scaled(to + at + kv_head * d, x, d);
+                else store_span(to + at + kv_head * d, x, d);
+            };
+            if (value) return store(values, kv.value_scales);
             const float* norm = query ? layer.q_norm : layer.k_norm;
             if (norm) rms_norm_row(x, norm, x, d, layer.qk_eps);
             const int64_t angle = batch.positions[row] * layer.rotary_half;
             rotate_head(x, layer.cos + angle, layer.sin + angle, x, layer.rotary_half, d);
             if (query) scale_span(x, layer.scale, d);
-            else store_span(keys + at + (head - layer.heads) * d, x, d);
+            else store(keys, kv.key_scales);
         };
         team.share(tokens() * heads, heads / team.size + 1, [&](int begin, int end) {
             for (int item = begin; item < end; ++item) one(item);

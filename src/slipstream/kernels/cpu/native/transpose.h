@@ -34,10 +34,16 @@ SLIP_INLINE void transpose_words(__m512 (&a)[16]) {
 }
 // Transpose `at` .. `at` + kSpan of 16 keys; a word of shorter keys holds two values.
 template <class T>
-constexpr int kSpan = sizeof(T) == 4 ? 16 : 32;
+constexpr int kSpan = sizeof(T) == 2 ? 32 : 16;
 SLIP_INLINE void transpose16(const float* const* rows, int at, float* out) {
     __m512 a[16];
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows[i] + at);
+    transpose_words(a);
+    for (int i = 0; i < 16; ++i) vstore(out + 16 * i, a[i]);
+}
+SLIP_INLINE void transpose16(const Eight* const* rows, int at, float* out) {
+    __m512 a[16];
+    for (int i = 0; i < 16; ++i) a[i] = vload_any(rows[i] + at);
     transpose_words(a);
     for (int i = 0; i < 16; ++i) vstore(out + 16 * i, a[i]);
 }

@@ -23,6 +23,12 @@ struct Half {
     uint16_t bits;
 };
 constexpr float kHalfMax = 65504.0f;
+// E4M3: four bits of exponent, three of mantissa, no infinities.
+struct Eight {
+    uint8_t bits;
+};
+constexpr float kEightMax = 448.0f;
+constexpr int kEightShift = 8;  // codes are loaded as so many powers of two less than they are: half precision's bias
 
 #if SLIP_ISA == 2
 
@@ -55,6 +61,11 @@ SLIP_INLINE V vload_bf16(const uint16_t* p) {
 }
 SLIP_INLINE V vload_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+SLIP_INLINE V vload_e4m3(const uint8_t* p) {  // over 2^kEightShift
+    const __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(code, _mm256_set1_epi16(0x80)), 8);
+    return _mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(_mm256_and_si256(code, _mm256_set1_epi16(0x7F)), 7)));
 }
 SLIP_INLINE V vload_u8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -126,6 +137,12 @@ SLIP_INLINE V vload_f16(const uint16_t* p) {
             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
 SLIP_INLINE __m128i load8(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+SLIP_INLINE __m256 e4m3x8(const uint8_t* p) {
+    const __m128i code = _mm_cvtepu8_epi16(load8(p));
+    const __m128i sign = _mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x80)), 8);
+    return _mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x7F)), 7)));
+}
+SLIP_INLINE V vload_e4m3(const uint8_t* p) { return {e4m3x8(p), e4m3x8(p + 8)}; }
 SLIP_INLINE V vload_u8(const uint8_t* p) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load8(p))), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load8(p + 8)))};
 }
@@ -195,6 +212,9 @@ SLIP_INLINE float half_to_float(uint16_t half) {
     return bits_to_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 SLIP_INLINE V vload_f16(const uint16_t* p) { SLIP_EACH(half_to_float(p[i])); }
+SLIP_INLINE V vload_e4m3(const uint8_t* p) {
+    SLIP_EACH(half_to_float(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7F) << 7)));
+}
 SLIP_INLINE V vload_u8(const uint8_t* p) { SLIP_EACH(static_cast<float>(p[i])); }
 SLIP_INLINE V vload_i8(const int8_t* p) { SLIP_EACH(static_cast<float>(p[i])); }
 SLIP_INLINE uint16_t float_to_half(float x) {  // half to even, as the instruction rounds
@@ -247,6 +267,7 @@ SLIP_INLINE uint16_t to_bf16(float x) {  // half to even, as torch rounds
 SLIP_INLINE V vload_any(const float* p) { return vload(p); }
 SLIP_INLINE V vload_any(const Brain* p) { return vload_bf16(&p->bits); }
 SLIP_INLINE V vload_any(const Half* p) { return vload_f16(&p->bits); }
+SLIP_INLINE V vload_any(const Eight* p) { return vload_e4m3(&p->bits); }
 SLIP_INLINE V vload_any_n(const float* p, int n) { return vload_n(p, n); }
 template <class T>
 SLIP_INLINE V vload_any_n(const T* p, int n) {
@@ -299,6 +320,37 @@ SLIP_INLINE float vmax_lane(V a) {
     for (int i = 1; i < 16; ++i) best = a.x[i] > best ? a.x[i] : best;
     return best;
 #endif
+}
+
+SLIP_INLINE float power_of_two(int exponent) {  // from -126 to 127
+    const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+SLIP_INLINE uint8_t to_e4m3(float x) {  // half to even; of a number within 448
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t sign = (bits >> 24) & 0x80u, size = bits & 0x7FFFFFFFu;
+    if (size < 0x3C800000u)  // below 2^-6: whole multiples of 2^-9
+        return static_cast<uint8_t>(sign | static_cast<uint32_t>(__builtin_nearbyintf(__builtin_fabsf(x) * 512.0f)));
+    return static_cast<uint8_t>(sign | ((size + 0x7FFFFu + ((size >> 20) & 1u) - 0x3C000000u) >> 20));
+}
+// Store codes of numbers and return their scale: see ../../reference/kv_fp8.py.
+SLIP_INLINE uint8_t store_scaled(Eight* to, const float* from, int n) {
+    V most = vzero();
+    for (int i = 0; i < n; i += 16) most = vmax(most, vabs(n - i < 16 ? vload_n(from + i, n - i) : vload(from + i)));
+    const float largest = vmax_lane(most);
+    int32_t bits;
+    std::memcpy(&bits, &largest, 4);
+    int scale = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000 ? 1 : 0);
+    scale = scale < 1 ? 1 : scale > 246 ? 246 : scale;
+    const float inverse = power_of_two(127 - scale);
+    for (int i = 0; i < n; ++i) {
+        const float x = from[i] * inverse;
+        to[i].bits = to_e4m3(x > kEightMax ? kEightMax : x < -kEightMax ? -kEightMax : x);
+    }
+    return static_cast<uint8_t>(scale);
 }
 
 // exp(x), within 2 units in the last place; x is held to [-87.3, 88.3].

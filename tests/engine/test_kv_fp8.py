@@ -1,0 +1,90 @@
+"""Keys and values in FP8 are a setting of their own: with it, any draft gives the tokens of plain decoding with it."""
+
+import random
+
+import pytest
+import torch
+from arrivals import drive
+
+from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.engine.build import build_engine
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.memory import bytes_per_page
+from slipstream.errors import ConfigError
+from slipstream.kernels import select
+from slipstream.kernels.cpu.ops import CpuOps
+from slipstream.models.context import KvCache, KvShape
+from slipstream.models.load import load_target
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
+from tiny import engine_of, follower_draft, tiny_draft, tiny_target
+from tiny_families import folder_of
+
+TARGET = tiny_target()
+FP8 = {"kv_cache_dtype": "fp8"}
+CPU = torch.device("cpu")
+
+
+def plain(item, **options):
+    return drive(engine_of(TARGET, prefix_cache=False, page_size=16, **options), [item], random.Random(0))[0]
+
+
+@pytest.mark.parametrize("shape", [TreeShape.chain(3), TreeShape(3, 2, 6)], ids=str)
+@pytest.mark.parametrize("cuda_graphs", ["off", "on"])
+def test_preempted_and_cached_requests_read_the_codes_they_would_have_written(shape, cuda_graphs):
+    order = random.Random(4)
+    shared = [order.randrange(61) for _ in range(24)]
+    work = [
+        ([*shared, *(order.randrange(61) for _ in range(9))], SamplingParams(max_tokens=30, temperature=0.8), seed)
+        for seed in range(6)
+    ]
+    engine = engine_of(
+        TARGET, follower_draft(TARGET), shape, max_context=80, page_size=4, num_pages=44, max_batch_tokens=16,
+        cuda_graphs=cuda_graphs, **FP8,
+    )  # fmt: skip
+    assert drive(engine, work, order) == [plain(item, **FP8) for item in work]
+    assert engine.stats.preemptions
+    assert engine.stats.cached_tokens
+
+
+def test_rounds_on_a_cpu_run_in_fp8_and_give_their_own_plain_decodings_tokens():
+    ops = CpuOps(2)
+    work = [([7, 8, 9, 10, 11], SamplingParams(max_tokens=40, temperature=t), seed) for seed, t in ((1, 0.0), (2, 0.9))]
+    texts = []
+    for draft in (None, follower_draft(TARGET), tiny_draft(TARGET)):
+        for config in (EngineConfig(max_context=128, **FP8), EngineConfig(max_context=128, max_batch_tokens=3, **FP8)):
+            engine = build_engine(TARGET, draft, TreeShape.chain(3), config, ops)
+            texts.append(drive(engine, work, random.Random(0)))
+            assert engine.executor._able, "the C++ rounds read this cache"
+    assert all(text == texts[0] for text in texts)
+
+
+@pytest.mark.parametrize("family", ["GLM-4.7-Flash", "gpt-oss"])
+def test_families_with_latents_sinks_and_experts_are_exact_too(family, tmp_path):
+    target = load_target(open_checkpoint(folder_of(family, tmp_path)), torch.float32, CPU)
+    work = [([5, 6, 7, 8], SamplingParams(max_tokens=20), 0), ([9, 4, 3], SamplingParams(max_tokens=12), 1)]
+    expected = [drive(engine_of(target, None, **FP8), [item], random.Random(0))[0] for item in work]
+    drafted = engine_of(target, "ngram", TreeShape.chain(3), max_batch_tokens=5, page_size=4, **FP8)
+    assert drive(drafted, work, random.Random(1)) == expected
+
+
+def test_target_and_draft_are_chosen_apart_and_memory_is_counted():
+    draft = follower_draft(TARGET)
+    engine = engine_of(TARGET, draft, kv_cache_dtype="auto", draft_kv_cache_dtype="fp8")
+    assert engine.executor.runner.kv.layers[0].scales is None
+    assert engine.drafter.kv.layers[0].scales is not None
+    half, whole = (
+        bytes_per_page([TARGET, draft], EngineConfig(kv_cache_dtype=dtype)) for dtype in ("fp8", "auto")
+    )  # the tiny target computes in float32
+    assert 3 * half < whole
+    work = [([1, 2, 3], SamplingParams(max_tokens=30), 0)]
+    assert drive(engine, work, random.Random(0)) == [plain(work[0])]
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp4'; it is auto or fp8"):
+        EngineConfig(kv_cache_dtype="fp4")
+
+
+def test_a_cache_of_latents_keeps_one_code_for_keys_and_values():
+    layer = KvCache.allocate(KvShape(1, 1, 40, 32), 2, 4, torch.float8_e4m3fn, CPU).layers[0]
+    latents = torch.randn(3, 1, 40)
+    select(CPU, "reference").write_kv(layer, latents, latents[..., :32], torch.tensor([1, 4, 6]))
+    assert torch.equal(layer.values_SGd.view(torch.uint8), layer.keys_SGd.view(torch.uint8)[..., :32])
