@@ -103,7 +103,9 @@ def test_a_chain_scores_borrowed_tokens_among_all(cpu_ops, counts, width, temper
         borrowed,
     )
     scores_RK, tokens_RK = cpu_ops.draft_chain(draft, cache(), start, depth, Cut())
-    views = [DraftView(row, [0] * (length + 1), pages[row], temperature, row + 3) for row, length in enumerate(lengths)]
+    views = [
+        DraftView(row, [0] * (length + 1), pages[row], temperature, row + 3, 9) for row, length in enumerate(lengths)
+    ]
     held = [own if own is not None and own.count else None for own in borrowed]
     levels = Levels(draft, cache(), reference, views, LevelsStart(hidden_RD, logits_RV, held))
     expected = grow(TreeShape.chain(depth), levels)

@@ -403,5 +403,5 @@ def test_a_floor_above_every_score_checks_roots_alone(fast_ops):
     state = SamplingState(1, TARGET.spec.vocab_size, torch.device("cpu"))
     start = RoundStart([[0, 1]], [3], [5], state, [0], [2], [Follower.start(torch.zeros(32), 96, 8)])
     (result,) = fast_ops.run_rounds(RoundModels(TARGET, kvs[0], (0, 1, 2), draft, kvs[1]), start, 2, Cut(math.inf))
-    assert list(result.checked) == [0]
+    assert [nodes.tokens for nodes in result.drafted] == [[]]
     assert [len(tokens) for tokens in result.tokens] == [1]

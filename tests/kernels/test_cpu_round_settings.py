@@ -134,7 +134,7 @@ def test_masks_are_asked_for_in_every_round_with_what_was_said_before(fast_ops):
     asked = []
 
     def fill(emitted, drafted, words_MW):
-        asked.append(([list(tokens) for tokens in emitted], [list(tokens) for tokens in drafted]))
+        asked.append(([list(tokens) for tokens in emitted], [list(nodes.tokens) for nodes in drafted]))
         words_MW[1] = 0x55555555
         return None if len(asked) == 3 else [[1], [-1]]
 

@@ -40,7 +40,7 @@ def simulate(row_s: float, base_s: float = 0.005, level_s: float = 0.0003, true_
 
 
 def test_where_rows_cost_nothing_everything_is_worth_checking():
-    assert simulate(row_s=0.0, level_s=0.0).cut(1) == Cut(-math.inf, 0.0)
+    assert simulate(row_s=0.0, level_s=0.0).cut(1) == Cut(-math.inf, 0.0, 0.02)
 
 
 def test_where_a_row_costs_as_much_as_a_pass_only_what_is_nearly_sure_is_drafted():

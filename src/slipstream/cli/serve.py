@@ -42,6 +42,8 @@ def serve(
     prefill_share: o.PrefillShare = 0.5,
     prefix_cache: o.PrefixCache = True,
     borrowed_tokens: o.BorrowedTokens = 64,
+    copied_tokens: o.CopiedTokens = None,
+    earlier_tokens: o.EarlierTokens = 0,
     kernel_settings: o.KernelSettings = None,
     simulated_acceptance: o.SimulatedAcceptance = None,
     api_key: o.ApiKey = None,
@@ -140,6 +142,8 @@ def serve(
         prefill_share=prefill_share,
         prefix_cache=prefix_cache and not disable_radix_cache,
         borrowed_tokens=borrowed_tokens,
+        copied_tokens=copied_tokens,
+        earlier_tokens=earlier_tokens,
     )
     chosen = read_kernel_settings(kernel_settings)
     options = LoadOptions(

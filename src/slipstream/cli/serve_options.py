@@ -112,6 +112,14 @@ BorrowedTokens = Annotated[
     int,
     typer.Option(help="On a CPU: tokens of a request's own text, unknown to the draft, that it may propose; 0: none."),
 ]
+CopiedTokens = Annotated[
+    int | None,
+    typer.Option(help="On a CPU: nodes of a tree that may be copied from the text; by default 24, with --depth none."),
+]
+EarlierTokens = Annotated[
+    int,
+    typer.Option(help="Tokens of earlier answers that may be copied too; timing may tell what others were answered."),
+]
 SimulatedAcceptance = Annotated[
     str | None, typer.Option(help="Measurements only: keep drafted tokens by these rates, such as 0.8,0.6,0.4.")
 ]

@@ -23,12 +23,14 @@ from slipstream.models.load import captured_layers
 from slipstream.models.target import Target
 from slipstream.speculation.borrowed import Borrowers, Lender
 from slipstream.speculation.controller import ChainController
-from slipstream.speculation.drafter import Drafter, NgramDrafter, NoDrafter
-from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.copying import Copier
+from slipstream.speculation.drafter import CopyDrafter, Drafter, NoDrafter
+from slipstream.speculation.eagle3_drafter import Beside, Eagle3Drafter, most_nodes
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeShape
 
 _PACED_DEPTH = 5
+_COPIED = 24  # nodes of a tree, where nobody says how many
 
 
 def build_engine(
@@ -45,6 +47,7 @@ def build_engine(
         shape: None ends chains where going on would not pay (see `paces`), or gives them the usual length.
         leader: the way to the other ranks, where the target is split; they are told how many pages to allocate.
     """
+    copied = copied_nodes(target, draft, shape, config, ops)
     paced = shape is None and paces(draft, ops)
     shape = shape or default_shape(draft, ops)
     if config.max_context > target.spec.max_position:
@@ -58,12 +61,12 @@ def build_engine(
             f"would depend on the tree; draft a chain (width 1), or set max_context to {window} at most."
         )
     _check_kv(target, config, ops)
-    extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
-    num_pages = config.resolve_num_pages(extra_slots)
+    num_pages = config.resolve_num_pages(extra_slots(draft, shape, copied))
     caches = _Caches(target, config, num_pages + config.spare_pages(target.embed_tokens.device.type))
     pace = Pace(ChainController(), time.perf_counter) if paced else None
-    borrowers = _borrowers(target, draft, config, ops)
-    drafter = _drafter(target, draft, shape, caches, ops, pace, borrowers)
+    copier = Copier.on(ops, copied, config.earlier_tokens) if copied else None
+    beside = Beside(_borrowers(target, draft, config, ops), copier)
+    drafter = _drafter(target, draft, shape, caches, ops, pace, beside)
     runner = Runner(target, caches.of_target(), ops, drafter.captured_layers)
     if leader is None:
         return Engine(_executor(runner, drafter, config), config, target.spec)
@@ -107,6 +110,40 @@ def default_shape(draft: Eagle3Draft | Literal["ngram"] | None, ops: Ops) -> Tre
     return TreeShape.chain(_PACED_DEPTH) if paces(draft, ops) else TreeShape()
 
 
+def copied_nodes(
+    target: Target,
+    draft: Eagle3Draft | Literal["ngram"] | None,
+    asked: TreeShape | None,
+    config: EngineConfig,
+    ops: Ops,
+) -> int:
+    """Return how many nodes may be copied beside a draft's, where both models are whole and steps drafted on the host.
+
+    A target that attends to the last tokens only would see more or fewer of them beside siblings: nothing is copied.
+
+    Args:
+        asked: the shape somebody asked for; None if nobody did.
+    """
+    device = target.embed_tokens.device.type
+    if draft == "ngram":
+        return (asked or default_shape(draft, ops)).depth
+    if draft is None or target.ranks.size > 1 or draft.ranks.size > 1 or not config.drafts_on_host(device):
+        return 0
+    window = target.spec.narrowest_window
+    if window is not None and window < config.max_context:
+        return 0
+    if config.copied_tokens is not None:
+        return config.copied_tokens
+    return _COPIED if asked is None and paces(draft, ops) else 0
+
+
+def extra_slots(draft: Eagle3Draft | Literal["ngram"] | None, shape: TreeShape, copied: int) -> int:
+    """Return how many slots past a request's last token a step may need."""
+    if draft is None or draft == "ngram":
+        return 0 if draft is None else copied
+    return max(most_nodes(shape, copied) - 1, shape.scratch)
+
+
 def _drafter(
     target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
@@ -114,15 +151,15 @@ def _drafter(
     caches: "_Caches",
     ops: Ops,
     pace: Pace | None = None,
-    borrowers: Borrowers | None = None,
+    beside: Beside = Beside(),  # noqa: B008 (frozen)
 ) -> Drafter:
     device: torch.device = target.embed_tokens.device
     if draft is None:
         return NoDrafter(device)
     if draft == "ngram":
-        return NgramDrafter(shape.depth, device)
+        return CopyDrafter(beside.copier or Copier.on(ops, shape.depth), device)
     layers = captured_layers(draft.spec, target.spec)
-    return Eagle3Drafter(draft, caches.of_draft(draft), shape, layers, ops, pace, borrowers)
+    return Eagle3Drafter(draft, caches.of_draft(draft), shape, layers, ops, pace, beside)
 
 
 class _Caches:
@@ -153,7 +190,7 @@ def _borrowers(
     """Return what lets requests borrow tokens the draft does not know, where both models are whole and on a CPU."""
     if not isinstance(draft, Eagle3Draft) or target.ranks.size > 1 or draft.ranks.size > 1:
         return None
-    if not config.borrows(target.embed_tokens.device.type):
+    if config.borrowed_tokens == 0 or not config.drafts_on_host(target.embed_tokens.device.type):
         return None
     with torch.inference_mode():
         lender = Lender.fit(draft, target, ops)

@@ -12,6 +12,7 @@ PATIENCE_S = 0.04
 """Of a step whose tokens somebody reads as they come: 25 times a second, as often as a film changes its picture."""
 
 _USUAL_TOKENS = 512
+_MAX_NODES = 64  # of a tree
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class EngineConfig:
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
         borrowed_tokens: tokens of a request's own text that its draft may propose though it does not know them, the
             latest so many; 0: none. On a CPU only.
+        copied_tokens: nodes of a draft's tree that may be copied from the request's own text; 0: none. None: 24 where
+            the length of chains is chosen step by step (nobody asked for a shape), none elsewhere. On a CPU only.
+        earlier_tokens: tokens of earlier answers, the latest, that requests may copy from as well; 0: none. How fast an
+            answer comes may then tell what others were answered.
         cuda_graphs: run decoding as steps captured in CUDA graphs, with the host one step behind. "auto" does so on a
             GPU; "on" without one runs the same steps uncaptured, for tests. The tokens are the same either way.
     """
@@ -46,6 +51,8 @@ class EngineConfig:
     draft_kv_cache_dtype: KvCacheDtype | None = None
     prefix_cache: bool = True
     borrowed_tokens: int = 64
+    copied_tokens: int | None = None
+    earlier_tokens: int = 0
     cuda_graphs: CudaGraphs = "auto"
 
     def __post_init__(self) -> None:
@@ -57,8 +64,11 @@ class EngineConfig:
             raise ConfigError(
                 f"prefill_share is {self.prefill_share}; it must be at least 0 (0.5: half as much again)."
             )
-        if self.borrowed_tokens < 0:
-            raise ConfigError(f"borrowed_tokens is {self.borrowed_tokens}; it must be at least 0.")
+        for name in ("borrowed_tokens", "earlier_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0.")
+        if self.copied_tokens is not None and not 0 <= self.copied_tokens < _MAX_NODES:
+            raise ConfigError(f"copied_tokens is {self.copied_tokens}; it lies between 0 and {_MAX_NODES - 1}.")
         if self.cuda_graphs not in get_args(CudaGraphs):
             raise ConfigError(f"cuda_graphs is {self.cuda_graphs!r}; it is {', '.join(get_args(CudaGraphs))}.")
         for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
@@ -74,9 +84,9 @@ class EngineConfig:
         """Tell whether decoding may run as captured steps on such a device."""
         return self.cuda_graphs == "on" or (self.cuda_graphs == "auto" and device_type == "cuda")
 
-    def borrows(self, device_type: str) -> bool:
-        """Tell whether requests may borrow on such a device: where steps are drafted from the host, on a CPU."""
-        return self.borrowed_tokens > 0 and device_type == "cpu" and not self.captures(device_type)
+    def drafts_on_host(self, device_type: str) -> bool:
+        """Tell whether steps are drafted from the host on such a device, so that requests can borrow and copy."""
+        return device_type == "cpu" and not self.captures(device_type)
 
     def spare_pages(self, device_type: str) -> int:
         """Return how many pages the caches need beyond the requests' own: captured steps keep one for unused places."""

@@ -14,7 +14,14 @@ from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.hub import EMBEDDED, is_embedded, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
-from slipstream.engine.build import build_engine, build_other_rank, default_shape, paces
+from slipstream.engine.build import (
+    build_engine,
+    build_other_rank,
+    copied_nodes,
+    default_shape,
+    extra_slots,
+    paces,
+)
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.hosts import Hosts
@@ -205,7 +212,11 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     )
     has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
     draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
-    config, memory_line = _with_pages(options, target, draft, config, options.tree or default_shape(draft, ops))
+    copied = copied_nodes(target, draft, options.tree, config, ops)
+    slots = extra_slots(draft, options.tree or default_shape(draft, ops), copied)
+    if copied and draft != "ngram":
+        draft_line += f", and up to {copied} nodes copied from the text"
+    config, memory_line = _with_pages(options, target, draft, config, slots)
     return _Parts(path, dtype, ops, target, draft, draft_line, config, memory_line, tokenizer)
 
 
@@ -290,23 +301,22 @@ def _with_pages(
     target: Target,
     draft: Eagle3Draft | Literal["ngram"] | None,
     config: EngineConfig,
-    shape: TreeShape,
+    slots: int,
 ) -> tuple[EngineConfig, str]:
     """Return the settings with their number of pages, where memory decides it, and a line on how it did."""
     if config.num_pages is not None:
         return config, ""
     device = target.embed_tokens.device
     eagle = draft if isinstance(draft, Eagle3Draft) else None
-    extra_slots = 0 if draft is None else max(shape.num_nodes - 1, shape.scratch)
     if options.memory_fraction is not None:
         sharing = target.ranks.size // options.hosts.nnodes if device.type == "cpu" else 1  # a host's have one memory
         room = options.memory_fraction * _total_memory(device) / sharing
         models: list[Target | Eagle3Draft] = [target, *([eagle] if eagle is not None else [])]
-        num_pages = pages_that_fit(room, models, config, extra_slots)
+        num_pages = pages_that_fit(room, models, config, slots)
         return _context_within(options, dataclasses.replace(config, num_pages=num_pages)), ""
     if device.type != "cuda":
         return config, ""
-    plan = plan_pages(target, eagle, config, extra_slots, DEFAULT_FRACTION, shorten=options.max_context is None)
+    plan = plan_pages(target, eagle, config, slots, DEFAULT_FRACTION, shorten=options.max_context is None)
     return dataclasses.replace(config, num_pages=plan.num_pages, max_context=plan.max_context), f" ({plan})"
 
 

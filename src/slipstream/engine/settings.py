@@ -38,6 +38,8 @@ class Settings(TypedDict, total=False):
     draft_kv_cache_dtype: KvCacheDtype | None
     prefix_cache: bool
     borrowed_tokens: int
+    copied_tokens: int | None
+    earlier_tokens: int
     cuda_graphs: CudaGraphs
     tp: int
     ep: int

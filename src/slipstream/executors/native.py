@@ -22,6 +22,8 @@ from slipstream.executors.runner import Runner
 from slipstream.executors.stopwatch import Lap
 from slipstream.kernels import (
     Borrowed,
+    Copying,
+    Cut,
     Follower,
     Hurry,
     Onward,
@@ -31,8 +33,9 @@ from slipstream.kernels import (
     RoundStart,
     one_pool,
 )
+from slipstream.kernels.rounds import DraftedNodes
 from slipstream.speculation.controller import Reach
-from slipstream.speculation.drafter import Drafter, NoDrafter
+from slipstream.speculation.drafter import CopyDrafter, Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.grammar import forces_text
 from slipstream.speculation.tree import Tree
@@ -59,13 +62,16 @@ class NativeExecutor(EagerExecutor):
         self._round_s = 0.0  # what the last one took
         self._able = True  # until the kernels say that they cannot read these models
         self._eagle = eagle
+        self._copies_alone = drafter if isinstance(drafter, CopyDrafter) else None
         self._mask_failures: dict[int, Exception] = {}  # at the roots of the round under way, by row
 
     @staticmethod
     def supports(runner: Runner, drafter: Drafter) -> bool:
         """Tell whether rounds can stand in for steps: the kernels have them, and the drafter is one they know."""
         whole = runner.model.ranks.size == 1
-        return whole and isinstance(runner.ops, RoundOps) and isinstance(drafter, NoDrafter | Eagle3Drafter)
+        return (
+            whole and isinstance(runner.ops, RoundOps) and isinstance(drafter, NoDrafter | CopyDrafter | Eagle3Drafter)
+        )
 
     def hurry(self) -> None:
         """Let a call under way end with the round it is at; any thread may ask."""
@@ -77,7 +83,7 @@ class NativeExecutor(EagerExecutor):
         if patience_s <= 0 or depth is None or not self._able:
             return 0
         rounds = min(_MOST_ROUNDS, 2 + int(patience_s / max(self._round_s, patience_s / _MOST_ROUNDS)))
-        return rounds * (1 + depth) + depth
+        return rounds * (1 + depth) + self._drafter.max_nodes - 1
 
     def submit(self, step: StepInput) -> None:
         """Run the step: rows that only decode as rounds, the rest in an eager pass."""
@@ -110,11 +116,11 @@ class NativeExecutor(EagerExecutor):
         """Tell whether a row has one token to compute, and a draft of its text, if it drafts."""
         if not self._able or work.num_tokens != 1 or not work.emits or row.num_output == 0 or row.failure is not None:
             return False
-        if self._eagle is None or not row.joined.speculate:
+        if not work.drafts and (self._eagle is None or not row.joined.speculate):
             return True
         if work.drafts and forces_text(row.grammar):  # an eager step drafts that text, and a guess after it
             return False
-        return self._eagle.knows(row.number, len(row.tokens) - 1)
+        return self._eagle is None or self._eagle.knows(row.number, len(row.tokens) - 1)
 
     def _rounds(
         self, planned: Sequence[tuple[Row, Work]], depth: int, patience_s: float, ahead: int
@@ -123,7 +129,7 @@ class NativeExecutor(EagerExecutor):
         rows = [row for row, _ in planned]
         followers: list[Follower | None] = [None] * len(rows)
         drafting = [] if self._eagle is None else [index for index, row in enumerate(rows) if row.joined.speculate]
-        reach = Reach(0, passes=_MOST_ROUNDS)
+        reach = Reach(0, Cut(least=CopyDrafter.least), passes=_MOST_ROUNDS)
         if self._eagle is not None and drafting:
             found, reach = self._eagle.begin_rounds({rows[index].number: rows[index].pages for index in drafting})
             for index, follower in zip(drafting, found, strict=True):
@@ -134,7 +140,9 @@ class NativeExecutor(EagerExecutor):
         ]
         has_grammar = any(row.grammar is not None for row in rows)
         # A grammar takes in what was emitted after the call.
-        rounds = 1 if has_grammar else self._num_rounds(reach, max(limits), patience_s, ahead)
+        copying = self._copying(planned, wanted)
+        most_copied = 0 if copying is None else max(copying.limits)
+        rounds = 1 if has_grammar else self._num_rounds(reach, max(limits), patience_s, ahead - most_copied)
         ends = [row.joined.end_tokens for row in rows]
         start = RoundStart(
             pages=[row.pages for row in rows],
@@ -146,7 +154,8 @@ class NativeExecutor(EagerExecutor):
             followers=followers,
             follow=reach.follows,
             borrowed=self._borrowed(rows, limits),
-            onward=Onward(rounds, patience_s, wanted, ends, self._hurry) if rounds > 1 else None,
+            onward=Onward(rounds, patience_s, wanted, ends, self._hurry),
+            copying=copying,
             masks=functools.partial(self._fill_masks, rows) if has_grammar else None,
         )
         results = self._run_rounds(self._models, start, depth, reach.cut)
@@ -174,6 +183,18 @@ class NativeExecutor(EagerExecutor):
             eagle.borrowed(row.number, row.tokens) if limit else None for row, limit in zip(rows, limits, strict=True)
         ]
 
+    def _copying(self, planned: Sequence[tuple[Row, Work]], wanted: Sequence[int]) -> Copying | None:
+        """Return what the rows that may draft copy from; None if nothing is copied."""
+        alone, eagle = self._copies_alone, self._eagle
+        most = alone.copier.most if alone is not None else 0 if eagle is None else eagle.most_copied
+        if most == 0 or not any(work.drafts for _, work in planned):
+            return None
+        see = alone.copier.see if alone is not None else eagle.copied_text if eagle is not None else None
+        assert see is not None, "something is copied"
+        texts = [see(row.number, row.tokens) if work.drafts else None for row, work in planned]
+        limits = [min(most, left - 1) if work.drafts else 0 for (_, work), left in zip(planned, wanted, strict=True)]
+        return Copying(texts, limits)
+
     def _committed(self, planned: Sequence[tuple[Row, Work]], result: RoundResult) -> list[RowOutput]:
         """Move rows on by what a round gave; rows past their end emit what nobody reads."""
         drafting_s, verify_s, extend_s = result.seconds
@@ -182,7 +203,7 @@ class NativeExecutor(EagerExecutor):
         num_emitted = sum(map(len, result.tokens))
         self._lap.add_pass(DecodePass(context, len(planned), num_emitted, drafting_s + extend_s, verify_s))
         outputs = []
-        for (row, _), tokens, checked, place in zip(planned, result.tokens, result.checked, result.places, strict=True):
+        for (row, _), tokens, drafted, place in zip(planned, result.tokens, result.drafted, result.places, strict=True):
             path = [(token, node) for node, token in enumerate(tokens)]
             failed: dict[int, Exception] = {}
             if not tokens:
@@ -192,23 +213,23 @@ class NativeExecutor(EagerExecutor):
             if num_top is not None and result.sampled is not None:
                 found = read_logprobs(result.sampled, range(place, place + len(tokens)), num_top)
                 logprobs = dict(enumerate(found))
-            outputs.append(row.emit(1, path, [1] * checked, logprobs, failed))
+            outputs.append(row.emit(1, path, drafted.by_depth(), logprobs, failed))
         return outputs
 
     def _fill_masks(
-        self, rows: Sequence[Row], emitted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]], words_MW: Tensor
+        self, rows: Sequence[Row], emitted: Sequence[Sequence[int]], drafted: Sequence[DraftedNodes], words_MW: Tensor
     ) -> list[list[int]]:
         """Write what grammars leave at the rows' roots and drafted tokens, and return the masks of each row's nodes."""
-        chains = [_chain([row.tokens[-1], *tokens]) for row, tokens in zip(rows, drafted, strict=True)]
-        masks = self._chooser.masks(rows, chains)
+        trees = [_tree(row.tokens[-1], nodes) for row, nodes in zip(rows, drafted, strict=True)]
+        masks = self._chooser.masks(rows, trees)
         assert masks is not None, "a row has a grammar"
         words_MW[: len(masks.words_MW)] = masks.words_MW
-        starts = list(accumulate((len(chain.tokens) for chain in chains), initial=0))
+        starts = list(accumulate((len(tree.tokens) for tree in trees), initial=0))
         roots = {start: row.number for row, start in zip(rows, starts[:-1], strict=True)}
         self._mask_failures = {roots[node]: error for node, error in masks.failed.items() if node in roots}
         return [list(masks.row_L[start:end]) for start, end in itertools.pairwise(starts)]
 
 
-def _chain(tokens: list[int]) -> Tree:
-    """Return a chain, the root first, with all that masks ask of it."""
-    return Tree(tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))), [-1] * len(tokens))
+def _tree(root: int, nodes: DraftedNodes) -> Tree:
+    """Return a tree with all that masks ask of it."""
+    return Tree([root, *nodes.tokens], [-1, *nodes.parents], [], [])

@@ -44,7 +44,8 @@ class Row:
     def view(self) -> DraftView:
         """Return the row as a drafter sees it."""
         joined = self.joined
-        return DraftView(joined.row, self.tokens, self.pages, joined.params.temperature, joined.seed)
+        wanted = joined.limit - len(self.tokens)
+        return DraftView(joined.row, self.tokens, self.pages, joined.params.temperature, joined.seed, wanted)
 
     def wanted_prompt_rows(self, start: int, num_tokens: int) -> range:
         """Return which tokens of a chunk foretell a prompt token whose log probability is wanted, by place in it."""

@@ -29,6 +29,7 @@ from slipstream.kernels.reference.kv_fp8 import FP8 as KV_FP8
 from slipstream.kernels.reference.kv_fp8 import keys_and_values
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.rounds import (
+    Copying,
     Follower,
     Hurry,
     MaskFiller,
@@ -39,6 +40,7 @@ from slipstream.kernels.rounds import (
     RoundStart,
 )
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
+from slipstream.kernels.texts import CopiedRun, CopyText, Learned, TextOps
 from slipstream.kernels.threads import torch_threads
 
 __all__ = [
@@ -52,12 +54,16 @@ __all__ = [
     "ChainRows",
     "ChainStart",
     "CompiledOps",
+    "CopiedRun",
+    "CopyText",
+    "Copying",
     "Cut",
     "Ending",
     "Follower",
     "Hurry",
     "KernelChoice",
     "KvLayer",
+    "Learned",
     "MaskFiller",
     "Onward",
     "Ops",
@@ -71,6 +77,7 @@ __all__ = [
     "SamplingState",
     "Sight",
     "StepOps",
+    "TextOps",
     "TokenMasks",
     "keys_and_values",
     "one_pool",

@@ -331,10 +331,12 @@ class Cut:
         floor: a token of a lower cumulative log-probability is not checked, and its chain not drafted further.
         need: another level is drafted only if the chains' probabilities, each as far as it is above the floor's, add
             up to so much.
+        least: a token that is copied, not drafted, is checked if its chance of being kept is no less.
     """
 
     floor: float = -math.inf
     need: float = 0.0
+    least: float = 0.1
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.ops import Borrowed, Cut
 from slipstream.kernels.sampling import Sampled, SamplingState
+from slipstream.kernels.texts import CopyText
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,49 @@ class Onward:
     hurry: Hurry | None = None
 
 
+@dataclass(frozen=True)
+class Copying:
+    """What requests copy from, beside what a draft proposes.
+
+    Args:
+        texts: each request's, up to its root; a round adds what it emits. None: nothing is copied.
+        limits: copied nodes each may have.
+    """
+
+    texts: Sequence[CopyText | None]
+    limits: Sequence[int]
+
+
+@dataclass(frozen=True)
+class DraftedNodes:
+    """The tree of one request in a round: the tokens of its nodes, numbered from 1, and their parents; 0 is the root.
+
+    Args:
+        guessed: how many, the first, are the draft's chain; the others were copied.
+    """
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    guessed: int = 0
+
+    def by_depth(self) -> list[int]:
+        """Return how many nodes there are at each depth, from the root's children on."""
+        if self.guessed == len(self.tokens):
+            return [1] * self.guessed
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        counts = [0] * max(depths)
+        for depth in depths[1:]:
+            counts[depth - 1] += 1
+        return counts
+
+
 class MaskFiller(Protocol):
     """Says what grammars leave, in the middle of each round: when it is drafted and before it is checked."""
 
     def __call__(
-        self, emitted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]], words_MW: Tensor
+        self, emitted: Sequence[Sequence[int]], drafted: Sequence[DraftedNodes], words_MW: Tensor
     ) -> Sequence[Sequence[int]] | None:
         """Write masks, and return which of them each request's nodes have: the root, then its drafted tokens.
 
@@ -105,7 +144,7 @@ class MaskFiller(Protocol):
 
         Args:
             emitted: what each request has emitted since the call began.
-            drafted: the tokens that are checked after each root.
+            drafted: what is checked after each root.
             words_MW: int32, a bit for each token, to write to: a mask for every node there can be, and the last, which
                 leaves nothing. A node's mask may be any of them, or -1 for none.
         """
@@ -125,6 +164,7 @@ class RoundStart:
         follow: let the draft follow at the end of this round; otherwise it does so when it next drafts.
         borrowed: as for chains.
         onward: how rounds follow this one; None: none does.
+        copying: what is copied beside what is drafted; None: nothing.
         masks: makes the masks of requests with a grammar; None if nobody has one.
     """
 
@@ -138,24 +178,28 @@ class RoundStart:
     follow: bool = True
     borrowed: Sequence[Borrowed | None] = ()
     onward: Onward | None = None
+    copying: Copying | None = None
     masks: MaskFiller | None = None
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What became of each request in a round: its emitted tokens, how many drafted ones were checked, and their scores.
+    """What became of each request in a round: its emitted tokens, what was checked, and the draft's scores.
 
     Args:
         tokens: nothing for a request that has none to choose from at its root; where that happens further on, it is met
             again when that node is the root.
-        scores: cumulative log-probabilities of the drafted tokens, whether checked or not; none if nobody might draft.
+        drafted: the nodes that were checked.
+        foretold: of the tokens that were kept, those that copying alone would have had.
+        scores: cumulative log-probabilities of a chain's tokens, whether checked or not; none if nobody might draft.
         seconds: what drafting, checking and following took.
         sampled: the emitted tokens with log probabilities, for requests that want them; None if nobody does.
         places: where in `sampled` each request's begin.
     """
 
     tokens: Sequence[Sequence[int]]
-    checked: Sequence[int]
+    drafted: Sequence[DraftedNodes]
+    foretold: Sequence[int]
     scores: Sequence[Sequence[float]]
     seconds: tuple[float, float, float]
     sampled: Sampled | None = None
@@ -165,7 +209,8 @@ class RoundResult:
         """Return what became of some of the requests."""
         return RoundResult(
             [self.tokens[row] for row in rows],
-            [self.checked[row] for row in rows],
+            [self.drafted[row] for row in rows],
+            [self.foretold[row] for row in rows],
             [self.scores[row] for row in rows],
             self.seconds,
             self.sampled,

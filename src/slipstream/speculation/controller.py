@@ -41,18 +41,40 @@ _LEARNING_FLOORS = (math.log(0.1), math.log(0.4))  # rows must differ for their 
 _MANY = 5  # requests from which a row each is dear, so that learning takes fewer and surer ones
 _MANY_FLOORS, _MANY_DEPTH = (math.log(0.3), math.log(0.6)), 2
 _BELOW = math.log(0.5)  # how far below the floor one looks at times: of what is never checked nothing is known
+_LEAST_CHANCE = 0.02  # of a copied token, below which it is not worth the arithmetic
 _MIN_VARIANCE = 0.05  # of rows, below which a slope would be noise
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What copying had to do with a request's round.
+
+    Args:
+        checked: copied nodes, beyond the chain's.
+        foretold: tokens that were kept and that copying alone would have had.
+        kept: drafted tokens that were kept, whoever drafted them.
+    """
+
+    checked: int
+    foretold: int
+    kept: int
 
 
 @dataclass(frozen=True)
 class DraftedChain:
     """One request's chain in a round: the cumulative log-probability of every drafted token, how many of them were
-    checked, and how many of those kept.
+    checked, and how many of those kept; and what was copied beside it, if anything was.
     """
 
     scores: Sequence[float]
     checked: int
     kept: int
+    beyond: Beyond | None = None
+
+    @property
+    def copied(self) -> int:
+        """Nodes checked beyond the chain's."""
+        return 0 if self.beyond is None else self.beyond.checked
 
 
 @dataclass(frozen=True)
@@ -77,15 +99,18 @@ class DraftedPass:
     @property
     def rows(self) -> int:
         """Nodes the target checked, roots included."""
-        return sum(1 + chain.checked for chain in self.chains)
+        return sum(1 + chain.checked + chain.copied for chain in self.chains)
 
     @property
     def emitted(self) -> int:
         """Tokens it gave out."""
-        return sum(1 + chain.kept for chain in self.chains)
+        return sum(1 + (chain.kept if chain.beyond is None else chain.beyond.kept) for chain in self.chains)
 
     def within(self, cut: Cut) -> tuple[int, int, int]:
-        """Return how many levels would have run, tokens been checked and been kept, had chains been cut so."""
+        """Return how many levels would have run, tokens been checked and been kept, had chains been cut so.
+
+        What copying would have had anyway is nothing that the draft gained.
+        """
         floor = math.exp(cut.floor)
         levels, worth = 0, cut.need
         while levels < self.levels and worth >= cut.need:
@@ -96,7 +121,10 @@ class DraftedPass:
         counts = [
             sum(score >= cut.floor for score in chain.scores[: min(levels, chain.checked)]) for chain in self.chains
         ]
-        kept = (min(chain.kept, count) for chain, count in zip(self.chains, counts, strict=True))
+        kept = (
+            max(min(chain.kept, count) - (0 if chain.beyond is None else chain.beyond.foretold), 0)
+            for chain, count in zip(self.chains, counts, strict=True)
+        )
         return levels, sum(counts), sum(kept)
 
 
@@ -218,7 +246,8 @@ class _Costs:
                 self.drafted.emitted.add(emitted, _MEMORY)
                 self.drafted.round_s.add(round_s, _MEMORY)
         else:
-            self.plain.add(len(seen.chains), check_s, round_s - seen.follow_s)
+            copied_s = self.row_s * sum(chain.copied for chain in seen.chains)
+            self.plain.add(len(seen.chains), check_s - copied_s, round_s - copied_s - seen.follow_s)
         variance = self.rows_squared / self.weight - (self.rows / self.weight) ** 2
         if variance > _MIN_VARIANCE:
             covariance = self.rows_check_s / self.weight - self.rows * self.check_s / self.weight**2
@@ -320,10 +349,10 @@ class ChainController:
             return Reach(0, _NOTHING)
         until_probe = max(costs.probe_from - passes, 1)
         if costs.resting and costs.probing is None:
-            return Reach(0, _NOTHING, follows=False, passes=until_probe)
+            return Reach(0, Cut(math.inf, least=self.cut(num_requests).least), follows=False, passes=until_probe)
         cut = self.cut(num_requests)
         if costs.probing == 1:
-            cut = Cut(min(cut.floor, 0.0) + _BELOW, cut.need)
+            cut = Cut(min(cut.floor, 0.0) + _BELOW, cut.need, cut.least)
         return Reach(most, cut, passes=until_probe)
 
     def cut(self, num_requests: int) -> Cut:
@@ -335,10 +364,11 @@ class ChainController:
         lowest = len(_EDGES)
         while lowest > 0 and self._chance(lowest - 1) >= costs.row_s * rate:
             lowest -= 1
+        least = max(costs.row_s * rate, _LEAST_CHANCE)
         if lowest == len(_EDGES):
-            return _NOTHING
+            return Cut(math.inf, least=least)
         floor = math.log(_EDGES[lowest]) if _EDGES[lowest] > 0 else -math.inf
-        return Cut(floor, costs.drafted.level_s.value * rate / _GOES_ON)
+        return Cut(floor, costs.drafted.level_s.value * rate / _GOES_ON, least)
 
     def chance(self, confidence: float) -> float:
         """Return how often nodes of about this confidence are kept.

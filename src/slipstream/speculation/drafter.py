@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.speculation.copying import Copier
 from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape
 
 
@@ -18,6 +19,7 @@ class DraftView:
     Args:
         tokens: everything known, the last of which is the tree's root; all but the root are committed.
         pages: the request's pages, with room for the drafter's own scratch keys after the committed ones.
+        wanted: tokens the request may still be given.
     """
 
     request_id: int
@@ -25,6 +27,7 @@ class DraftView:
     pages: Sequence[int]
     temperature: float
     seed: int
+    wanted: int
 
 
 @dataclass(frozen=True)
@@ -140,47 +143,46 @@ class NoDrafter:
         raise ConfigError(f"{shape}: there is no draft to grow it. Start with a draft (or draft ngram).")
 
 
-class NgramDrafter:
-    """Drafts what followed the last occurrence of the text's own ending (prompt lookup); needs no training."""
+class CopyDrafter:
+    """Copies alone (n-gram lookup): chains of what followed an earlier occurrence of the text's ending; no training."""
 
     name = "n-gram"
     captured_layers: tuple[int, ...] = ()
     scratch = 0
     has_kv = False
+    least = 0.1
+    """Chance below which a run ends: of what it goes on with, next to nothing would be kept."""
 
-    def __init__(self, length: int, device: torch.device, min_match: int = 2, max_match: int = 4) -> None:
-        _check_length(length)
-        if not 1 <= min_match <= max_match:
-            raise ConfigError(f"n-gram matches of {min_match} to {max_match} tokens are no range.")
-        self._length = length
-        self._sizes = range(max_match, min_match - 1, -1)
+    def __init__(self, copier: Copier, device: torch.device) -> None:
+        _check_length(copier.most)
+        self.copier = copier
         self._device = device
-        self._indexes: dict[int, _NgramIndex] = {}
 
     @property
     def shape(self) -> TreeShape | None:
         """A chain."""
-        return TreeShape.chain(self._length)
+        return TreeShape.chain(self.copier.most)
 
     @property
     def max_nodes(self) -> int:
         """Nodes of a full chain and its root."""
-        return self._length + 1
+        return self.copier.most + 1
 
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
         """Return chains; a request whose ending is new gets a lone root."""
         chains = []
         for view in views:
-            index = self._indexes.setdefault(view.request_id, _NgramIndex(self._sizes))
-            chains.append([view.tokens[-1], *index.continuation(view.tokens, self._length)])
+            text = self.copier.see(view.request_id, view.tokens)
+            most = min(self.copier.most, view.wanted - 1)
+            chains.append([view.tokens[-1], *text.copy((), most, self.least).tokens])
         return TreeBatch.chains(chains, self._device)
 
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
         """Learn nothing: the text itself is the index."""
 
     def forget(self, request_id: int, num_reusable: int = 0) -> None:
-        """Drop the request's index."""
-        self._indexes.pop(request_id, None)
+        """Drop the request's text."""
+        self.copier.forget(request_id)
 
     def lose_page(self, page: int) -> None:
         """Keep nothing of pages."""
@@ -193,42 +195,9 @@ class NgramDrafter:
         if shape.width > 1 or shape.num_nodes != shape.depth + 1:
             raise ConfigError(f"{shape}: n-gram lookup drafts chains only; give width 1.")
         _check_length(shape.depth)
-        self._length = shape.depth
+        self.copier.most = shape.depth
 
 
 def _check_length(length: int) -> None:
     if not 1 <= length < MAX_NODES:
         raise ConfigError(f"An n-gram draft of {length} tokens is impossible; it lies between 1 and {MAX_NODES - 1}.")
-
-
-class _NgramIndex:
-    """Where each n-gram of a growing text last ended, brought up to date as the text grows."""
-
-    def __init__(self, sizes: range) -> None:
-        self._sizes = sizes
-        self._last_end: dict[tuple[int, ...], int] = {}
-        self._indexed = 0
-
-    def continuation(self, tokens: Sequence[int], length: int) -> list[int]:
-        """Return up to `length` tokens that followed the longest earlier match of the text's ending.
-
-        A match near the end is read on into the draft itself, so a repeating text is continued in full.
-        """
-        self._extend(tokens)
-        end = len(tokens)
-        for size in self._sizes:
-            found = self._last_end.get(tuple(tokens[end - size :])) if end > size else None
-            if found is not None:
-                text = list(tokens)
-                for step in range(length):
-                    text.append(text[found + step])
-                return text[end:]
-        return []
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        """Index n-grams that end before the last token, so that an ending never matches itself."""
-        for end in range(self._indexed + 1, len(tokens)):
-            for size in self._sizes:
-                if end >= size:
-                    self._last_end[tuple(tokens[end - size : end])] = end
-        self._indexed = max(self._indexed, len(tokens) - 1)

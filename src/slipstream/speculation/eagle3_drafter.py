@@ -14,21 +14,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels import Borrowed, ChainOps, ChainStart, Cut, Follower, Ops, RoundResult
+from slipstream.kernels import Borrowed, ChainOps, ChainStart, CopyText, Cut, Follower, Ops, RoundResult
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.borrowed import Borrowers
-from slipstream.speculation.controller import DraftedChain, Reach
+from slipstream.speculation.controller import Beyond, DraftedChain, Reach
+from slipstream.speculation.copying import Copier
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.grow import Candidates, grow
 from slipstream.speculation.late import LatePages, LateRun
 from slipstream.speculation.levels import Levels, LevelsStart
+from slipstream.speculation.merge import Guess, add_copies
 from slipstream.speculation.pace import Pace
-from slipstream.speculation.tree import TreeBatch, TreeShape
+from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape
 
 _REST = 256  # tokens the draft may be late with while drafting does not pay: most answers end before that
 _UNTOLD = 1_000  # passes: where nothing is learned, each is cut as the one before
 _LEFT_BYTES = 64 * 2**20  # of states that requests may leave behind for those that begin with their pages
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a draft works with beside its own guesses.
+
+    Args:
+        borrowers: let requests be drafted tokens of their own text that the draft does not know.
+        copier: hangs what the text itself would go on with beside the draft's chains.
+    """
+
+    borrowers: Borrowers | None = None
+    copier: Copier | None = None
 
 
 @dataclass
@@ -46,8 +61,7 @@ class _LastSlot:
 class Eagle3Drafter:
     """Grows trees with an EAGLE-3 draft. `captured_layers` is already resolved against the target.
 
-    With a `pace`, chains end where going on would not pay; without one, every tree has the whole shape. With
-    `borrowers`, requests may also be drafted tokens of their own text that the draft does not know.
+    With a `pace`, chains end where going on would not pay; without one, every tree has the whole shape.
     """
 
     name = "EAGLE-3"
@@ -61,9 +75,9 @@ class Eagle3Drafter:
         captured_layers: tuple[int, ...],
         ops: Ops,
         pace: Pace | None = None,
-        borrowers: Borrowers | None = None,
+        beside: Beside = Beside(),  # noqa: B008 (frozen)
     ) -> None:
-        self._pace, self._borrowers = pace, borrowers
+        self._pace, self._borrowers, self._copier = pace, beside.borrowers, beside.copier
         self._draft = draft
         self._kv = kv
         self._ops = ops
@@ -76,8 +90,13 @@ class Eagle3Drafter:
 
     @property
     def max_nodes(self) -> int:
-        """Nodes of a full tree and its root."""
-        return self.shape.num_nodes
+        """Nodes of a full tree and its root, copied ones included."""
+        return most_nodes(self.shape, self.most_copied)
+
+    @property
+    def most_copied(self) -> int:
+        """Copied nodes of a tree, at most."""
+        return 0 if self._copier is None else self._copier.most
 
     @property
     def scratch(self) -> int:
@@ -100,27 +119,50 @@ class Eagle3Drafter:
         return self._borrowers is not None
 
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
-        """Return a tree for each view; a request the draft has not caught up with gets a lone root."""
+        """Return a tree for each view; a request the draft has not caught up with may only copy."""
         known = [index for index, view in enumerate(views) if self.knows(view.request_id, len(view.tokens) - 1)]
         roots = TreeBatch.lone_roots([view.tokens[-1] for view in views], self._draft.token_ids_V.device)
         if not known:
-            return roots
+            return self._with_copies(views, roots, {}, Cut())
         grown = [views[index] for index in known]
         self._catch_up({view.request_id: len(view.tokens) - 1 for view in grown})
-        cut = Cut() if self._pace is None else self._pace.start(len(views), self.max_nodes - 1).cut
+        cut = Cut() if self._pace is None else self._pace.start(len(views), self.shape.num_nodes - 1).cut
         candidates = self._chains(grown, cut)
         if candidates is None:
             slots = [self._last[view.request_id] for view in grown]
             start = LevelsStart(*self._stacked(slots), self._borrowed(grown))
             candidates = grow(self.shape, Levels(self._draft, self._kv, self._ops, grown, start))
         trees = _with_trees(roots, known, candidates)
-        if self._pace is None:
+        if self._copier is None and self._pace is None:
             return trees
-        kept_RC = candidates.scores_RC >= cut.floor
-        self._pace.drafted([view.request_id for view in grown], candidates.scores_RC.tolist(), kept_RC.sum(1).tolist())
-        tokens = candidates.tokens_RC.tolist()
-        self._guesses = {view.request_id: guess for view, guess in zip(grown, tokens, strict=True)}
-        return trees.cut(known, 1 + kept_RC.sum(1))
+        scores = candidates.scores_RC.tolist()
+        if self._pace is not None:
+            kept_RC = candidates.scores_RC >= cut.floor
+            self._pace.drafted([view.request_id for view in grown], scores, kept_RC.sum(1).tolist())
+            tokens = candidates.tokens_RC.tolist()
+            self._guesses = {view.request_id: guess for view, guess in zip(grown, tokens, strict=True)}
+            trees = trees.cut(known, 1 + kept_RC.sum(1))
+        return self._with_copies(views, trees, dict(zip(known, scores, strict=True)), cut)
+
+    def _with_copies(
+        self, views: Sequence[DraftView], trees: TreeBatch, scores: Mapping[int, Sequence[float]], cut: Cut
+    ) -> TreeBatch:
+        """Hang what each text would go on with beside its tree, where that is likely enough."""
+        if self._copier is None:
+            return trees
+        merged = []
+        for index, (view, tree) in enumerate(zip(views, trees.unpack(), strict=True)):
+            own = scores.get(index, ())[: len(tree.tokens) - 1]
+            guess = Guess(list(tree.tokens), list(tree.parents), [0.0, *own])
+            text = self.copied_text(view.request_id, view.tokens)
+            add_copies(guess, text, min(self._copier.most, view.wanted - 1), view.wanted - 1, cut.least)
+            merged.append((guess.tokens, guess.parents))
+        return TreeBatch.pack(merged, trees.tokens_RN.device)
+
+    def copied_text(self, request_id: int, tokens: Sequence[int]) -> CopyText:
+        """Return a request's text to copy from, as far as these tokens."""
+        assert self._copier is not None, "asked for only where it is copied from"
+        return self._copier.see(request_id, tokens)
 
     def observe(self, observed: Sequence[Observed], captured: tuple[Tensor, ...]) -> None:
         """Run the draft over the committed positions with the target's true features."""
@@ -175,6 +217,8 @@ class Eagle3Drafter:
         self._last.pop(request_id, None)
         if self._borrowers is not None:
             self._borrowers.forget(request_id)
+        if self._copier is not None:
+            self._copier.forget(request_id)
 
     def lose_page(self, page: int) -> None:
         """Drop what was left behind in a page: it is given to somebody else."""
@@ -204,8 +248,8 @@ class Eagle3Drafter:
                 self._followers[request_id] = (Follower.start(feedback_D, num_features, _REST + self.max_nodes), held)
         followers = [self._followers[request_id][0] for request_id in pages]
         if self._pace is None:
-            return followers, Reach(self.max_nodes - 1, passes=_UNTOLD)
-        reach = self._pace.start(len(pages), self.max_nodes - 1)
+            return followers, Reach(self.shape.num_nodes - 1, passes=_UNTOLD)
+        reach = self._pace.start(len(pages), self.shape.num_nodes - 1)
         if not reach.follows and any(follower.late >= _REST for follower in followers):
             return followers, Reach(reach.depth, reach.cut, follows=True)
         return followers, reach
@@ -262,11 +306,11 @@ class Eagle3Drafter:
         self.resume({request_id: length}, feedback_1D, self._draft.logits(feedback_1D, self._ops))
 
     def reshape(self, shape: TreeShape) -> None:
-        """Grow trees of another shape, from now on in full."""
+        """Grow trees of another shape, from now on in full and with nothing copied beside them."""
         with torch.inference_mode():
             self._catch_up({request_id: self._last[request_id].length for request_id in list(self._followers)})
         self.shape = shape
-        self._pace = None
+        self._pace = self._copier = None
 
     def _chains(self, views: Sequence[DraftView], cut: Cut) -> Candidates | None:
         """Draft chains in one call where the shape is a chain and the kernels can; the levels below give the same."""
@@ -295,9 +339,21 @@ class Eagle3Drafter:
         return [self.borrowed(view.request_id, view.tokens) for view in views] if self._borrowers is not None else []
 
 
+def most_nodes(shape: TreeShape, most_copied: int) -> int:
+    """Return how many nodes a tree may have, its root included."""
+    return max(shape.num_nodes, min(shape.num_nodes + most_copied, MAX_NODES))
+
+
 def _chains_of(result: RoundResult) -> list[DraftedChain]:
-    outcomes = zip(result.scores, result.checked, result.tokens, strict=True)
-    return [DraftedChain(scores, checked, max(len(tokens) - 1, 0)) for scores, checked, tokens in outcomes]
+    chains = []
+    for scores, drafted, tokens, foretold in zip(
+        result.scores, result.drafted, result.tokens, result.foretold, strict=True
+    ):
+        guess = zip(drafted.tokens[: drafted.guessed], tokens[:-1], strict=False)
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], guess))
+        copied = len(drafted.tokens) - drafted.guessed
+        chains.append(DraftedChain(scores, drafted.guessed, kept, Beyond(copied, foretold, max(len(tokens), 1) - 1)))
+    return chains
 
 
 def _late_run(follower: Follower, length: int) -> LateRun:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.speculation.tree import TreeBatch
+from slipstream.speculation.tree import Tree, TreeBatch
 
 
 class GrammarState(Protocol):
@@ -67,10 +67,10 @@ def forces_text(state: object) -> bool:
 
 
 def draft_along(trees: TreeBatch, states: Sequence[object], most: int) -> TreeBatch:
-    """Return trees drafted anew by the grammars that can: chains of at most `most` tokens after their roots.
+    """Return trees drafted anew by the grammars that can, with at most `most` tokens after their roots.
 
-    What a grammar does not allow would be checked for nothing. Of a tree that branches, all stays or none: it gives way
-    to a text that must follow its root.
+    What a grammar does not allow would be checked for nothing, and where it leaves one text only, that text belongs on
+    the way: each of a tree's paths is drafted anew, the first ones first, and what they share is checked once.
 
     Args:
         states: where each answer stands; whatever does not draft keeps its tree, and so does an answer without a state.
@@ -82,19 +82,34 @@ def draft_along(trees: TreeBatch, states: Sequence[object], most: int) -> TreeBa
     if not drafting:
         return trees
     unpacked = trees.unpack()
-    changed: dict[int, list[int]] = {}
+    changed: dict[int, tuple[list[int], list[int]]] = {}
     for row, state in drafting.items():
-        tree = unpacked[row]
-        branches = tree.depths[-1] < len(tree.tokens) - 1
         try:
-            drafted = state.draft(() if branches else tree.tokens[1:], most)
+            changed[row] = _along(unpacked[row], state, most)
         except Exception:  # noqa: BLE001, S112 (a request's own data: its masks fail as well, and end that request only)
             continue
-        if drafted or not branches:
-            changed[row] = [tree.tokens[0], *drafted]
     if not changed:
         return trees
-    return trees.replace(list(changed), TreeBatch.chains(list(changed.values()), trees.tokens_RN.device))
+    return trees.replace(list(changed), TreeBatch.pack(list(changed.values()), trees.tokens_RN.device))
+
+
+def _along(tree: Tree, state: DraftingState, most: int) -> tuple[list[int], list[int]]:
+    """Return the tokens and parents of a tree whose paths are those of another as a grammar has them."""
+    tokens, parents = [tree.tokens[0]], [-1]
+    children: dict[tuple[int, int], int] = {}
+    inner = set(tree.parents)
+    for leaf in (node for node in range(len(tree.tokens)) if node not in inner):
+        node = 0
+        for token in state.draft(tree.path(leaf), most):
+            known = children.get((node, token))
+            if known is None:
+                if len(tokens) > most:
+                    return tokens, parents
+                known = children[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = known
+    return tokens, parents
 
 
 @dataclass(frozen=True)

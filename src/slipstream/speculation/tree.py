@@ -3,6 +3,7 @@
 Shape letters: R requests, N nodes of a tree with its root (node 0), in an order where parents come before children.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -125,6 +126,15 @@ class TreeBatch:
         node_N = torch.arange(longest, device=device)
         parents_RN = torch.where(node_N[None, :] < sizes_R[:, None], node_N - 1, -1)
         return TreeBatch(tokens_RN.reshape(len(chains), longest), parents_RN, sizes_R)
+
+    @staticmethod
+    def pack(trees: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> "TreeBatch":
+        """Return trees given as the tokens and the parents of their nodes, each from its root (parent -1) on."""
+        longest = max((len(tokens) for tokens, _ in trees), default=1)
+        tokens_RN = [[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in trees]
+        parents_RN = [[*parents, *[-1] * (longest - len(parents))] for _, parents in trees]
+        sizes_R = torch.tensor([len(tokens) for tokens, _ in trees], device=device)
+        return TreeBatch(torch.tensor(tokens_RN, device=device), torch.tensor(parents_RN, device=device), sizes_R)
 
     def to(self, device: torch.device) -> "TreeBatch":
         """Return the trees on another device."""

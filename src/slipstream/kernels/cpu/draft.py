@@ -115,6 +115,7 @@ def describe_chain(start: ChainStart, depth: int, cut: Cut, outputs: tuple[Tenso
         logits_RV.data_ptr(),
         hidden_RD.data_ptr(),
         None if borrowed is None else ctypes.addressof(borrowed),
+        None,
         *(output.data_ptr() for output in outputs),
         pages_RP.shape[1],
         len(pages_RP),

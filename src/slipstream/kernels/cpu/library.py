@@ -11,7 +11,7 @@ from slipstream.kernels.cpu.arena import Arena
 from slipstream.kernels.cpu.slots import MaskCallback, NativeSampleCall, NativeSampleOut, NativeSlots
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 12
+ABI = 14
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -219,6 +219,7 @@ class NativeChain(Structure):
         ("root_logits", c_void_p),
         ("hidden", c_void_p),
         ("borrowed", c_void_p),
+        ("worth", c_void_p),
         ("scores", c_void_p),
         ("tokens", c_void_p),
         ("page_table_stride", c_int64),
@@ -261,9 +262,16 @@ class NativeRounds(Structure):
         ("late_states", c_void_p),
         ("late_tokens", c_void_p),
         ("late", c_void_p),
+        ("texts", c_void_p),
+        ("copies", c_void_p),
+        ("depths", c_void_p),
         ("scores", c_void_p),
+        ("drafted", c_void_p),
+        ("parents", c_void_p),
+        ("guessed", c_void_p),
         ("checked", c_void_p),
         ("kept", c_void_p),
+        ("foretold", c_void_p),
         ("emitted", c_void_p),
         ("scored", NativeSampleOut),
         ("seconds", c_void_p),
@@ -273,8 +281,10 @@ class NativeRounds(Structure):
         ("requests", c_int32),
         ("page_size", c_int32),
         ("depth", c_int32),
+        ("nodes", c_int32),
         ("floor", c_float),
         ("need", c_float),
+        ("least", c_float),
         ("follow", c_int32),
         ("capacity", c_int32),
         ("rounds", c_int32),
@@ -308,6 +318,7 @@ _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
     ),
     "slip_draft_chain": (c_void_p, POINTER(NativeStack), POINTER(NativeDraft), POINTER(NativeChain), c_int64),
     "slip_rounds": (c_void_p, POINTER(NativeRoundModels), POINTER(NativeRounds), c_int64),
+    "slip_text_extend": (c_void_p, c_void_p, c_int64, c_int32),
     "slip_write_slots": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "slip_repack": (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "slip_gather_rows": (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
@@ -335,6 +346,16 @@ def load_library(path: Path = LIBRARY_PATH) -> ctypes.CDLL:
     library.slip_engine_create.restype = c_void_p
     library.slip_engine_destroy.argtypes = (c_void_p,)
     library.slip_engine_destroy.restype = None
+    library.slip_text_create.argtypes = (c_void_p,)
+    library.slip_text_create.restype = c_void_p
+    library.slip_text_destroy.argtypes = (c_void_p,)
+    library.slip_text_destroy.restype = None
+    library.slip_text_size.argtypes = (c_void_p,)
+    library.slip_text_size.restype = c_int64
+    library.slip_text_learned.argtypes = (c_void_p, c_void_p)
+    library.slip_text_learned.restype = None
+    library.slip_text_copy.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_double, c_void_p, c_void_p)
+    library.slip_text_copy.restype = c_int32
     library.slip_panel_bytes.argtypes = (c_int32, c_int64, c_int64)
     library.slip_panel_bytes.restype = c_int64
     for name, arguments in _RETURNS_STATUS.items():

@@ -22,6 +22,7 @@ from slipstream.kernels.cpu.library import (
 from slipstream.kernels.cpu.rounds import RoundCache, RoundsCall
 from slipstream.kernels.cpu.sampling import sample
 from slipstream.kernels.cpu.stack import StackCache
+from slipstream.kernels.cpu.text import NativeText
 from slipstream.kernels.cpu.weights import (
     PANEL_FORMATS,
     SUFFIX,
@@ -297,6 +298,10 @@ class CpuOps:
         call = RoundsCall(start, models.target_kv.page_size, depth, cut)
         check(self._library.slip_rounds(self._handle, described.native, call.native, described.vocab))
         return call.results()
+
+    def copy_text(self, prior: Sequence[float]) -> NativeText:
+        """Return an empty text that rounds can read and extend."""
+        return NativeText(self._engine, prior)
 
     def sample(
         self, logits_LV: Tensor, rows: SampleRows, state: SamplingState, masks: TokenMasks | None = None

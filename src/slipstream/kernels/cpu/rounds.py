@@ -17,9 +17,19 @@ from slipstream.kernels.cpu.draft import DescribedDraft, DescribedEnds, DraftCac
 from slipstream.kernels.cpu.library import NativeRoundModels, NativeRounds
 from slipstream.kernels.cpu.slots import MaskCallback, NativeSampleOut, describe_slots
 from slipstream.kernels.cpu.stack import DescribedStack, StackCache
+from slipstream.kernels.cpu.text import NativeText
 from slipstream.kernels.cpu.weights import weight_address
 from slipstream.kernels.ops import Cut
-from slipstream.kernels.rounds import Follower, MaskFiller, Onward, RoundModels, RoundResult, RoundStart
+from slipstream.kernels.rounds import (
+    Copying,
+    DraftedNodes,
+    Follower,
+    MaskFiller,
+    Onward,
+    RoundModels,
+    RoundResult,
+    RoundStart,
+)
 from slipstream.kernels.sampling import MAX_TOP, Sampled, num_words
 
 
@@ -85,21 +95,27 @@ class RoundsCall:
 
     def __init__(self, start: RoundStart, page_size: int, depth: int, cut: Cut) -> None:
         requests = len(start.roots)
-        onward = start.onward or Onward(1, 0.0, [1 + depth] * requests, [()] * requests)
+        copying = start.copying or Copying([None] * requests, [0] * requests)
+        nodes = depth + max(copying.limits, default=0)
+        onward = start.onward or Onward(1, 0.0, [1 + nodes] * requests, [()] * requests)
         rounds = onward.rounds
         columns = max((len(pages) for pages in start.pages), default=0)
-        self._depth = depth
+        self._depth, self._nodes = depth, nodes
+        self._texts = None if start.copying is None else _texts(copying)
+        self._copies = (c_int32 * requests)(*copying.limits)
         self._inputs = _inputs(start, onward, page_size, columns)
         self._slots, self._limits = (c_int64 * requests)(*start.slots), (c_int32 * requests)(*start.limits)
-        self._masks = _Masks(self, start.masks, requests, depth, start.sampling.vocab_size)
+        self._masks = _Masks(self, start.masks, requests, nodes, start.sampling.vocab_size)
         self._followers = tuple(_pointers(part, start.followers) for part in range(3))
         self._borrowed = describe_borrowed(start.borrowed)
         late = (0 if follower is None else follower.late for follower in start.followers)
         self._late = (c_int32 * requests)(*late)
         capacity = max((f.capacity for f in start.followers if f is not None), default=0)
         self._scores = (c_float * (rounds * requests * depth))()
-        self._checked, self._kept = (c_int32 * (rounds * requests))(), (c_int32 * (rounds * requests))()
-        self._emitted = (c_int64 * (rounds * requests * (depth + 1)))()
+        self._drafted = (c_int64 * (rounds * requests * nodes))()
+        self._parents = (c_int32 * (rounds * requests * nodes))()
+        self._guessed, self._checked, self._kept, self._foretold = ((c_int32 * (rounds * requests))() for _ in range(4))
+        self._emitted = (c_int64 * (rounds * requests * (nodes + 1)))()
         self._scored = not start.sampling.scored_slots.isdisjoint(start.slots)
         places = len(self._emitted) if self._scored else 0
         self._logprob, self._top_logprobs = torch.empty(places), torch.empty(places, MAX_TOP)
@@ -108,10 +124,13 @@ class RoundsCall:
         self._seconds = (c_double * (3 * rounds))()
         self._ran = (c_int32 * 1)()
         outputs: tuple[ctypes.Array[Any], ...] = (
-            self._late,
             self._scores,
+            self._drafted,
+            self._parents,
+            self._guessed,
             self._checked,
             self._kept,
+            self._foretold,
             self._emitted,
         )
         self.native = NativeRounds(
@@ -122,7 +141,12 @@ class RoundsCall:
             *self._masks.native,
             ctypes.addressof(self._limits),
             None if self._borrowed is None else ctypes.addressof(self._borrowed),
-            *(ctypes.addressof(array) for array in (*self._followers, *outputs)),
+            *(ctypes.addressof(array) for array in self._followers),
+            ctypes.addressof(self._late),
+            None if self._texts is None else ctypes.addressof(self._texts),
+            ctypes.addressof(self._copies),
+            None,
+            *(ctypes.addressof(array) for array in outputs),
             NativeSampleOut(None, *scored),
             *(ctypes.addressof(array) for array in (self._seconds, self._ran)),
             onward.patience_s,
@@ -130,8 +154,10 @@ class RoundsCall:
             requests,
             page_size,
             depth,
+            nodes,
             cut.floor,
             cut.need,
+            cut.least,
             start.follow,
             capacity,
             rounds,
@@ -140,14 +166,12 @@ class RoundsCall:
 
     def fill_masks(self, fill: MaskFiller, number: int, words_MW: Tensor) -> Sequence[Sequence[int]] | None:
         """Let masks be made for a round, which is drafted."""
-        requests, place = len(self._start.roots), self._depth + 1
+        requests = len(self._start.roots)
         emitted: list[list[int]] = [[] for _ in range(requests)]
         for before in range(number):
             for request, tokens in enumerate(self._tokens(before)):
                 emitted[request] += tokens
-        first = number * requests
-        drafted = [self._emitted[at * place : at * place + self._checked[at]] for at in range(first, first + requests)]
-        return fill(emitted, drafted, words_MW)
+        return fill(emitted, self._nodes_of(number), words_MW)
 
     def results(self) -> list[RoundResult]:
         """Return what the call left, round by round, and tell the followers how late they are."""
@@ -157,23 +181,32 @@ class RoundsCall:
                 follower.late = late
         return [self._round(number) for number in range(self._ran[0])]
 
+    def _nodes_of(self, number: int) -> list[DraftedNodes]:
+        """Return what was drafted and copied for each request in a round."""
+        drafted, requests = [], len(self._start.roots)
+        for at in range(number * requests, (number + 1) * requests):
+            part = slice(at * self._nodes, at * self._nodes + self._checked[at])
+            drafted.append(DraftedNodes(self._drafted[part], self._parents[part], self._guessed[at]))
+        return drafted
+
     def _tokens(self, number: int) -> list[list[int]]:
         """Return what each request emitted in a round."""
-        place, first = self._depth + 1, number * len(self._start.roots)
+        place, first = self._nodes + 1, number * len(self._start.roots)
         kept = self._kept[first : first + len(self._start.roots)]
         return [self._emitted[at * place : at * place + count + 1] for at, count in enumerate(kept, start=first)]
 
     def _round(self, number: int) -> RoundResult:
-        depth, requests = self._depth, len(self._start.roots)
+        depth, requests, place = self._depth, len(self._start.roots), self._nodes + 1
         first, last = number * requests, (number + 1) * requests
         scores = self._scores[first * depth : last * depth] if any(self._start.limits) else []
         return RoundResult(
             tokens=self._tokens(number),
-            checked=self._checked[first:last],
+            drafted=self._nodes_of(number),
+            foretold=self._foretold[first:last],
             scores=[scores[row * depth : (row + 1) * depth] for row in range(requests)],
             seconds=(self._seconds[3 * number], self._seconds[3 * number + 1], self._seconds[3 * number + 2]),
             sampled=self._sampled() if self._scored else None,
-            places=range(first * (depth + 1), last * (depth + 1), depth + 1),
+            places=range(first * place, last * place, place),
         )
 
     def _sampled(self) -> Sampled:
@@ -184,12 +217,12 @@ class RoundsCall:
 class _Masks:
     """The masks of a call's rounds, and the way back into Python to have them made."""
 
-    def __init__(self, call: RoundsCall, fill: MaskFiller | None, requests: int, depth: int, vocab: int) -> None:
+    def __init__(self, call: RoundsCall, fill: MaskFiller | None, requests: int, drafted: int, vocab: int) -> None:
         self._failure: Exception | None = None
         self.native: tuple[Any, ...] = (MaskCallback(), None, None, 0, 0)
         if fill is None:
             return
-        nodes = requests * (depth + 1)
+        nodes = requests * (drafted + 1)
         self._words_MW = torch.zeros(nodes + 1, num_words(vocab), dtype=torch.int32)
         self._rows = (c_int64 * nodes)()
 
@@ -202,7 +235,7 @@ class _Masks:
             if rows is None:
                 return 1
             for at, own in enumerate(rows):
-                self._rows[at * (depth + 1) : at * (depth + 1) + len(own)] = list(own)
+                self._rows[at * (drafted + 1) : at * (drafted + 1) + len(own)] = list(own)
             return 0
 
         self._callback = MaskCallback(filled)
@@ -229,6 +262,14 @@ def _inputs(start: RoundStart, onward: Onward, page_size: int, columns: int) -> 
         (c_int64 * len(ends))(*ends),
         (c_int32 * (requests + 1))(*accumulate((len(tokens) for tokens in onward.ends), initial=0)),
     )
+
+
+def _texts(copying: Copying) -> "ctypes.Array[c_void_p]":
+    handles = []
+    for text in copying.texts:
+        assert text is None or isinstance(text, NativeText), "rounds read texts of their own library"
+        handles.append(None if text is None else text.handle)
+    return (c_void_p * len(handles))(*handles)
 
 
 def _pointers(part: int, followers: Sequence[Follower | None]) -> "ctypes.Array[c_void_p]":

@@ -190,6 +190,7 @@ struct Chain {
     const float* root_logits;  // [requests, head.n]: they foretell the first level
     float* hidden;             // [requests, width], what the first level is fed; overwritten
     const Borrowed* borrowed;  // [requests]; null: nobody has any
+    const float* worth;        // [requests], of a token beside one of another chain; null: all the same
     float* scores;             // [requests, depth], cumulative log-probability; -inf for what was not drafted
     int64_t* tokens;           // [requests, depth]
     int64_t page_table_stride;
@@ -222,10 +223,10 @@ struct Rounds {
     SlotTable sampling;      // what is emitted is added to what slots with penalties have said
     const int64_t* sampling_slots;
     // Writes the masks of a round, counted from 0, to `words` and each node's to `mask_rows`, once what is drafted lies in
-    // `emitted`; anything but 0 ends the call before this round. Null: nobody has a grammar.
+    // `drafted`; anything but 0 ends the call before this round. Null: nobody has a grammar.
     int32_t (*fill_masks)(int32_t round);
     int32_t* words;          // [masks, num_words]
-    int64_t* mask_rows;      // [requests, depth + 1]; -1: none
+    int64_t* mask_rows;      // [requests, nodes + 1]; -1: none
     int64_t masks;
     int64_t num_words;
     const int32_t* limits;   // tokens to draft at most, up to `depth`
@@ -234,11 +235,18 @@ struct Rounds {
     float* const* late_states;     // captured states of tokens the draft has not followed yet, [capacity, states, width]
     int64_t* const* late_tokens;   // and the token after each
     int32_t* late;                 // how many, replaced
+    void* const* texts;      // [requests], a Text each, with the root; what is emitted is added. Null: nobody copies
+    const int32_t* copies;   // [requests], copied nodes beside a chain at most
+    const int32_t* depths;   // [requests], nodes of a path at most; the call works them out
     float* scores;           // [rounds, requests, depth], cumulative log-probability; -inf for tokens not drafted
-    int32_t* checked;        // [rounds, requests], drafted tokens that came before the target
+    int64_t* drafted;        // [rounds, requests, nodes], what came before the target: a chain, then what was copied
+    int32_t* parents;        // [rounds, requests, nodes]: node n's, n from 1, lies at n - 1; 0 is the root
+    int32_t* guessed;        // [rounds, requests], nodes of the chain
+    int32_t* checked;        // [rounds, requests], nodes
     int32_t* kept;           // [rounds, requests], and those of them it agreed to; -1: not even the root has a token
-    int64_t* emitted;        // [rounds, requests, depth + 1]: those, and the target's own
-    SampleOut scored;        // of the emitted tokens, [rounds, requests, depth + 1]; `tokens` is not used
+    int32_t* foretold;       // [rounds, requests], and those of them that copying alone would have had
+    int64_t* emitted;        // [rounds, requests, nodes + 1]: those, and the target's own
+    SampleOut scored;        // of the emitted tokens, [rounds, requests, nodes + 1]; `tokens` is not used
     double* seconds;         // [rounds, 3]: for drafting, for checking, for following
     int32_t* ran;            // how many rounds there were
     double patience;         // seconds after which no other round is begun, by what the last one took
@@ -246,11 +254,16 @@ struct Rounds {
     int32_t requests;
     int32_t page_size;
     int32_t depth;
+    int32_t nodes;     // of a tree, without its root: a chain's and copied ones
     float floor;       // as for a chain
     float need;
+    float least;       // chance of being kept, below which a token is not copied
     int32_t follow;    // let the draft follow at once, not when it next drafts
     int32_t capacity;  // of `late_states`
     int32_t rounds;    // at most
 };
+
+// How many tokens a request may have drafted in a round, whose chain has `limit` at most.
+inline int32_t drafted_most(const Rounds& r, int request, int32_t limit) { return limit + (r.texts ? r.copies[request] : 0); }
 
 }  // namespace slip

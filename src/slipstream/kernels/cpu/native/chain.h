@@ -202,7 +202,7 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
             chain.scores[at] = (level > 0 ? chain.scores[at - 1] : 0.0f) + scores[r];
             chain.tokens[at] = tokens[r];
             if (chain.scores[at] < chain.floor) continue;
-            worth += expf(chain.scores[at]) - expf(chain.floor);
+            worth += (chain.worth ? chain.worth[rows.who[r]] : 1.0f) * (expf(chain.scores[at]) - expf(chain.floor));
             tokens[rows.count] = tokens[r];
             rows.move(r, rows.count++, stride, width);
         }

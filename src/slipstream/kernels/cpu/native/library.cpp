@@ -4,6 +4,7 @@
 #include <exception>
 #include <stdexcept>
 
+#include "copies.h"
 #include "abi.h"
 #include "pool.h"
 #include "repack.h"
@@ -108,9 +109,11 @@ bool valid(const Rounds& r, const RoundModels& m, int64_t vocab) {
         if (r.lengths[i] < 0 || r.roots[i] < 0 || r.roots[i] >= vocab || r.limits[i] < 0 || r.limits[i] > r.depth) return false;
         if (r.limits[i] > 0 && (!m.draft || !r.feedback[i])) return false;
         const bool follows = m.draft && r.feedback[i];
-        if (follows && (r.late[i] < 0 || r.late[i] > r.lengths[i] || r.late[i] + 1 + r.limits[i] > r.capacity)) return false;
+        const int32_t most = drafted_most(r, i, r.limits[i]);
+        if (most < r.limits[i] || most > r.nodes || r.nodes >= kMaxNodes) return false;
+        if (follows && (r.late[i] < 0 || r.late[i] > r.lengths[i] || r.late[i] + 1 + most > r.capacity)) return false;
         const int32_t* pages = r.page_table + i * r.page_table_stride;
-        const int64_t keys = r.lengths[i] + 1 + r.limits[i];
+        const int64_t keys = r.lengths[i] + 1 + most;
         for (const Stack* stack : {m.target, follows ? m.draft_blocks : m.target}) {
             const int64_t most = std::min<int64_t>(r.slots[i], stack->layers->positions);
             if (keys > most || !fits(pages, r.page_table_stride, r.page_size, most, *stack)) return false;
@@ -122,7 +125,7 @@ bool valid(const Rounds& r, const RoundModels& m, int64_t vocab) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 12; }
+SLIP_EXPORT int32_t slip_abi() { return 14; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)
@@ -210,6 +213,44 @@ SLIP_EXPORT int32_t slip_draft_chain(void* engine, const Stack* stack, const Dra
 SLIP_EXPORT int32_t slip_rounds(void* engine, const RoundModels* models, const Rounds* rounds, int64_t vocab) {
     if (!valid(*rounds, *models, vocab)) return 2;
     SLIP_CALL(e.table.run_rounds(e.pool, e.rooms, *models, *rounds))
+}
+
+// A text to copy from; null when memory cannot be had.
+SLIP_EXPORT void* slip_text_create(const double* prior) {
+    try {
+        return new Text(prior);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+SLIP_EXPORT void slip_text_destroy(void* text) { delete static_cast<Text*>(text); }
+
+SLIP_EXPORT int64_t slip_text_size(const void* text) { return static_cast<const Text*>(text)->size(); }
+
+// 1 when memory ran out or the text is too long; it may then have taken in a part.
+SLIP_EXPORT int32_t slip_text_extend(void* text, const int64_t* tokens, int64_t count, int32_t learns) {
+    try {
+        static_cast<Text*>(text)->extend(tokens, count, learns != 0);
+        return 0;
+    } catch (const std::exception&) {
+        return 1;
+    }
+}
+
+// How often guesses were tried and right, by class of match: [2, kMatchClasses].
+SLIP_EXPORT void slip_text_learned(const void* text, double* out) {
+    const Text& from = *static_cast<const Text*>(text);
+    for (int i = 0; i < kMatchClasses; ++i) {
+        out[i] = from.tried()[i];
+        out[kMatchClasses + i] = from.right()[i];
+    }
+}
+
+// What would be copied after a path of tokens that follow the text: tokens and cumulative chances, at most `most` of them
+// and none below `least`; returns how many.
+SLIP_EXPORT int32_t slip_text_copy(const void* text, const int64_t* path, int32_t depth, int32_t most, double least, int64_t* tokens, double* chances) {
+    return copy_run(*static_cast<const Text*>(text), path, depth, most, least, tokens, chances);
 }
 
 SLIP_EXPORT int32_t slip_write_slots(float* to, int64_t to_stride, int64_t num_slots, const float* from, int64_t from_stride, const int64_t* slots, int64_t tokens, int64_t width) {

@@ -1,11 +1,12 @@
-// Rounds of decoding as one call. Each drafts chains, checks them in one pass of the target, keeps what it agrees to, and
-// runs the draft over what was kept, now or when it next drafts. Every part is a call that exists on its own, so the bits
-// are those of the parts.
+// Rounds of decoding as one call. Each drafts chains and hangs copied tokens beside them, checks these trees in one pass of
+// the target, keeps what it agrees to, and runs the draft over what was kept, now or when it next drafts. Every part is a
+// call that exists on its own, so the bits are those of the parts.
 #pragma once
 #include <chrono>
 #include <stdexcept>
 
 #include "chain.h"
+#include "copies.h"
 
 namespace slip {
 namespace SLIP_NAMESPACE {
@@ -15,13 +16,14 @@ constexpr int kHeadRows = 48;  // rows of logits held at a time
 // The rows of one pass over some requests, in the order of the requests.
 struct RowsRoom {
     int32_t *starts, *lengths;
-    int64_t *index, *causal, *slots, *tokens;
+    int64_t *index, *position, *seen, *slots, *tokens;
 
     void take(Scratch& room, int requests, int rows) {
         starts = room.take<int32_t>(requests + 1);
         lengths = room.take<int32_t>(requests);
         index = room.take<int64_t>(rows);
-        causal = room.take<int64_t>(rows);
+        position = room.take<int64_t>(rows);
+        seen = room.take<int64_t>(rows);
         slots = room.take<int64_t>(rows);
         tokens = room.take<int64_t>(rows);
     }
@@ -38,18 +40,20 @@ class RoundWork {
     // Tells whether there was a round: whoever makes masks may end the call before it.
     bool run(int number) {
         const double began = now();
-        draft();
+        const bool drafts = draft();
+        copy();
         if (r_.fill_masks) fill_masks(number);
         if (stopped_) return false;
         const double drafted = now();
+        const double followed_s = follow_s_;
         check();
         accept();
         const double checked = now();
         remember();
-        if (r_.follow) follow(true);
-        r_.seconds[0] = drafted - began;
+        if (r_.follow && (drafts || full())) follow(true);
+        r_.seconds[0] = drafted - began - followed_s;
         r_.seconds[1] = checked - drafted;
-        r_.seconds[2] = now() - checked;
+        r_.seconds[2] = now() - checked + followed_s;
         return true;
     }
 
@@ -59,7 +63,7 @@ class RoundWork {
     void take_room() {
         int limits = 0, late = 0;
         for (int i = 0; i < r_.requests; ++i) {
-            limits += r_.limits[i];
+            limits += r_.limits[i] + (r_.texts ? r_.copies[i] : 0);
             if (m_.draft && r_.feedback[i]) late += r_.late[i];
         }
         const int requests = r_.requests, rows = requests + limits, width = target_.width, behind = rows + late;
@@ -77,7 +81,11 @@ class RoundWork {
             seed_ = room.take<int64_t>(requests);
             position_ = room.take<int64_t>(rows);
             slot_ = room.take<int64_t>(rows);
-            path_ = room.take<int64_t>(static_cast<int64_t>(rows) * r_.depth);
+            path_ = room.take<int64_t>(static_cast<int64_t>(rows) * r_.nodes);
+            path_nodes_ = room.take<int32_t>(static_cast<int64_t>(requests) * (r_.nodes + 1));
+            level_ = room.take<int32_t>(rows);
+            own_ = room.take<int>(static_cast<int64_t>(requests) * kMaxNodes);
+            num_own_ = room.take<int>(requests);
             mask_row_ = room.take<int64_t>(rows);
             off_path_ = room.take<uint8_t>(rows);
             logprob_ = room.take<float>(held);
@@ -99,6 +107,7 @@ class RoundWork {
             chain_scores_ = room.take<float>(requests * static_cast<int64_t>(r_.depth));
             chain_tokens_ = room.take<int64_t>(requests * static_cast<int64_t>(r_.depth));
             chain_borrowed_ = room.take<Borrowed>(requests);
+            chain_worth_ = room.take<float>(requests);
         }
         for (int i = 0; i < target_.num_captured; ++i) captured_out_[i] = captured_ + static_cast<int64_t>(i) * rows * width;
         target_.captured_out = captured_out_;
@@ -117,22 +126,32 @@ class RoundWork {
         rms_norm(pool_, stream, m_.draft_blocks->width, ends.norm, out, rows, m_.draft_blocks->width, ends.eps);
     }
 
-    // Draft for the requests that may, in one chain call; count what is worth checking.
-    void draft() {
+    int64_t* drafted(int request) const { return r_.drafted + static_cast<int64_t>(request) * r_.nodes; }
+    int32_t* parents(int request) const { return r_.parents + static_cast<int64_t>(request) * r_.nodes; }
+    const Text* text(int request) const { return r_.texts ? static_cast<const Text*>(r_.texts[request]) : nullptr; }
+
+    // What a level of a request's chain is worth, beside a chain nobody else guesses at: it counts where copying fails.
+    float worth(int request) const {
+        return text(request) && r_.copies[request] > 0 ? 1.0f - static_cast<float>(first_chance(*text(request))) : 1.0f;
+    }
+
+    // Draft for the requests that may, in one chain call; count what is worth checking. Tells whether there were any.
+    bool draft() {
         int count = 0, depth = 0;
         for (int i = 0; i < r_.requests; ++i) {
-            r_.checked[i] = 0;
+            r_.checked[i] = r_.guessed[i] = 0;
             for (int level = 0; level < r_.depth; ++level) r_.scores[static_cast<int64_t>(i) * r_.depth + level] = -__builtin_inff();
-            if (r_.limits[i] == 0) continue;
+            // Not even a certain token would be worth another level.
+            if (r_.limits[i] == 0 || worth(i) * static_cast<float>(r_.requests) < r_.need) continue;
             ++count;
             depth = r_.limits[i] > depth ? r_.limits[i] : depth;
         }
-        if (count == 0) return;
+        if (count == 0) return false;
         follow(false);
         const int width = m_.draft_blocks->width;
         count = 0;
         for (int i = 0; i < r_.requests; ++i)
-            if (r_.limits[i] > 0) who_[count++] = i;
+            if (r_.limits[i] > 0 && worth(i) * static_cast<float>(r_.requests) >= r_.need) who_[count++] = i;
         for (int at = 0; at < count; ++at) {
             const int i = who_[at];
             copy_row(chain_hidden_ + static_cast<int64_t>(at) * width, r_.feedback[i], width);
@@ -140,6 +159,7 @@ class RoundWork {
             position_[at] = r_.lengths[i];
             temperature_[at] = static_cast<float>(slot_of(i).temperature);
             seed_[at] = slot_of(i).seed;
+            chain_worth_[at] = worth(i);
             if (r_.borrowed) chain_borrowed_[at] = r_.borrowed[i];
         }
         const float* normed = chain_hidden_;
@@ -150,7 +170,7 @@ class RoundWork {
         linear(pool_, rooms_.call, m_.draft->ends.head, normed, width, count, chain_logits_);
         draft_chain(pool_, rooms_.call, rooms_.chain, *m_.draft_blocks, *m_.draft,
                     {chain_pages_, position_, temperature_, seed_, chain_logits_, chain_hidden_,
-                     r_.borrowed ? chain_borrowed_ : nullptr, chain_scores_, chain_tokens_,
+                     r_.borrowed ? chain_borrowed_ : nullptr, chain_worth_, chain_scores_, chain_tokens_,
                      r_.page_table_stride, count, r_.page_size, depth, r_.floor, r_.need});
         for (int at = 0; at < count; ++at) {
             const int i = who_[at];
@@ -158,44 +178,72 @@ class RoundWork {
             for (int level = 0; level < r_.limits[i]; ++level) {
                 const int64_t from = static_cast<int64_t>(at) * depth + level;
                 r_.scores[static_cast<int64_t>(i) * r_.depth + level] = chain_scores_[from];
-                r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + level] = chain_tokens_[from];
+                drafted(i)[level] = chain_tokens_[from];
+                parents(i)[level] = level;
                 goes_on = goes_on && chain_scores_[from] >= r_.floor;
-                r_.checked[i] += goes_on;
+                r_.guessed[i] += goes_on;
             }
+            r_.checked[i] = r_.guessed[i];
+        }
+        return true;
+    }
+
+    // Hang copied tokens beside the chains.
+    void copy() {
+        for (int i = 0; i < r_.requests; ++i) {
+            num_own_[i] = 0;
+            if (!text(i) || r_.copies[i] == 0) continue;
+            Nodes nodes{drafted(i), parents(i), r_.guessed[i]};
+            const CopyLimits limits{r_.copies[i], r_.depths[i], r_.least};
+            num_own_[i] = add_copies(*text(i), limits, r_.scores + static_cast<int64_t>(i) * r_.depth, nodes, own_ + static_cast<int64_t>(i) * kMaxNodes);
+            r_.checked[i] = nodes.count;
         }
     }
 
     Batch batch_of(const RowsRoom& rows, int requests, const int32_t* page_table) const {
-        return {rows.starts, rows.lengths, page_table, rows.index, rows.causal, rows.slots, rows.index,
+        return {rows.starts, rows.lengths, page_table, rows.index, rows.seen, rows.slots, rows.position,
                 r_.page_table_stride, requests, rows.starts[requests], r_.page_size, 0};
     }
 
     void add_row(RowsRoom& rows, int row, int request, int64_t index, int64_t token) const {
-        rows.index[row] = index;
-        rows.causal[row] = -1;
+        rows.index[row] = rows.position[row] = index;
+        rows.seen[row] = -1;
         rows.slots[row] = slot(request, index);
         rows.tokens[row] = token;
     }
 
     void fill_masks(int number) {
         stopped_ = r_.fill_masks(number) != 0;
-        for (int64_t at = 0; !stopped_ && at < static_cast<int64_t>(r_.requests) * (r_.depth + 1); ++at)
+        for (int64_t at = 0; !stopped_ && at < static_cast<int64_t>(r_.requests) * (r_.nodes + 1); ++at)
             if (r_.mask_rows[at] >= r_.masks) throw std::out_of_range("a mask that is not there");
     }
 
     // The target's token at every root and every drafted token.
     void check() {
         int count = 0;
+        longest_ = 0;
         for (int i = 0; i < r_.requests; ++i) {
-            const int64_t* drafted = r_.emitted + static_cast<int64_t>(i) * (r_.depth + 1);
-            checked_.starts[i] = count;
+            const int first = count;
+            checked_.starts[i] = first;
             checked_.lengths[i] = static_cast<int32_t>(r_.lengths[i] + 1 + r_.checked[i]);
             for (int node = 0; node <= r_.checked[i]; ++node, ++count) {
-                add_row(checked_, count, i, r_.lengths[i] + node, node ? drafted[node - 1] : r_.roots[i]);
+                const int parent = node ? parents(i)[node - 1] : 0;
+                add_row(checked_, count, i, r_.lengths[i] + node, node ? drafted(i)[node - 1] : r_.roots[i]);
+                level_[count] = node ? level_[first + parent] + 1 : 0;
+                longest_ = level_[count] > longest_ ? level_[count] : longest_;
+                // The keys a node sees, from its own back; the root's bits stand for all that comes before.
+                if (node) checked_.seen[count] = static_cast<int64_t>(1 | static_cast<uint64_t>(checked_.seen[first + parent]) << (node - parent));
+                checked_.position[count] = r_.lengths[i] + level_[count];
                 slot_[count] = r_.sampling_slots[i];
-                position_[count] = r_.lengths[i] + 1 + node;  // of the token being chosen
-                mask_row_[count] = r_.fill_masks ? r_.mask_rows[static_cast<int64_t>(i) * (r_.depth + 1) + node] : -1;
-                for (int level = 0; level < r_.depth; ++level) path_[static_cast<int64_t>(count) * r_.depth + level] = level < node ? drafted[level] : -1;
+                position_[count] = checked_.position[count] + 1;  // of the token being chosen
+                mask_row_[count] = r_.fill_masks ? r_.mask_rows[static_cast<int64_t>(i) * (r_.nodes + 1) + node] : -1;
+            }
+        }
+        for (int i = 0, row = 0; i < r_.requests; ++i) {
+            for (int node = 0; node <= r_.checked[i]; ++node, ++row) {
+                int64_t* path = path_ + static_cast<int64_t>(row) * longest_;
+                for (int level = level_[row]; level < longest_; ++level) path[level] = -1;
+                for (int at = node; at; at = parents(i)[at - 1]) path[level_[checked_.starts[i] + at] - 1] = drafted(i)[at - 1];
             }
         }
         checked_.starts[r_.requests] = count;
@@ -207,8 +255,8 @@ class RoundWork {
         for (int row = 0; row < count; row += kHeadRows) {
             const int rows = count - row < kHeadRows ? count - row : kHeadRows;
             linear(pool_, rooms_.call, ends.head, normed_ + static_cast<int64_t>(row) * width, width, rows, logits_);
-            const SampleCall call{r_.sampling, slot_ + row, position_ + row, path_ + static_cast<int64_t>(row) * r_.depth, r_.words,
-                                  mask_row_ + row, r_.num_words, rows, r_.depth};
+            const SampleCall call{r_.sampling, slot_ + row, position_ + row, path_ + static_cast<int64_t>(row) * longest_, r_.words,
+                                  mask_row_ + row, r_.num_words, rows, longest_};
             sample_tokens(pool_, rooms_.call, call, logits_, chosen_ + row);
             score(call, row);
         }
@@ -219,34 +267,60 @@ class RoundWork {
         int request = 0;
         for (int at = row; at < row + call.rows; ++at) {
             while (at >= checked_.starts[request + 1]) ++request;
-            const bool root = at == checked_.starts[request];
-            off_path_[at] = !root && (off_path_[at - 1] || chosen_[at - 1] != checked_.tokens[at]);
+            const int node = at - checked_.starts[request];
+            const int parent = node ? checked_.starts[request] + parents(request)[node - 1] : at;
+            off_path_[at] = node && (off_path_[parent] || chosen_[parent] != checked_.tokens[at]);
         }
         score_tokens(pool_, rooms_.call, call, logits_, off_path_ + row, {chosen_ + row, logprob_, top_ids_, top_logprobs_});
         request = 0;
         for (int at = row; at < row + call.rows; ++at) {
             while (at >= checked_.starts[request + 1]) ++request;
             if (off_path_[at] || slot_of(request).num_top < 0) continue;
-            const int64_t to = static_cast<int64_t>(request) * (r_.depth + 1) + at - checked_.starts[request];
+            const int64_t to = static_cast<int64_t>(request) * (r_.nodes + 1) + level_[at];
             r_.scored.logprob[to] = logprob_[at - row];
             std::memcpy(r_.scored.top_ids + to * kMaxTop, top_ids_ + static_cast<int64_t>(at - row) * kMaxTop, sizeof(int64_t) * kMaxTop);
             std::memcpy(r_.scored.top_logprobs + to * kMaxTop, top_logprobs_ + static_cast<int64_t>(at - row) * kMaxTop, sizeof(float) * kMaxTop);
         }
     }
 
+    int32_t* path_nodes(int request) const { return path_nodes_ + static_cast<int64_t>(request) * (r_.nodes + 1); }
+
     void accept() {
         for (int i = 0; i < r_.requests; ++i) {
             const int first = checked_.starts[i];
+            const Nodes nodes{drafted(i), parents(i), r_.checked[i]};
+            int32_t* path = path_nodes(i);
             int kept = 0;
-            while (kept < r_.checked[i] && chosen_[first + kept] == checked_.tokens[first + kept + 1]) ++kept;
-            if (chosen_[first + kept] < 0) --kept;  // nothing may follow: the last token that may is the root of another round
+            path[0] = 0;
+            for (int node; (node = nodes.child(path[kept], chosen_[first + path[kept]])) >= 0;) path[++kept] = node;
+            if (chosen_[first + path[kept]] < 0) --kept;  // nothing may follow: the last token that may is the root of another round
             r_.kept[i] = kept;
+            r_.foretold[i] = 0;
+            while (r_.foretold[i] < num_own_[i] && r_.foretold[i] < kept && path[r_.foretold[i] + 1] == own_[static_cast<int64_t>(i) * kMaxNodes + r_.foretold[i]]) ++r_.foretold[i];
             int32_t* said = slot_of(i).uses & PENALTIES ? r_.sampling.said + r_.sampling_slots[i] * r_.sampling.vocab : nullptr;
-            for (int node = 0; node <= kept; ++node) {
-                r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + node] = chosen_[first + node];
-                if (said) said[chosen_[first + node]] += 2;
+            for (int at = 0; at <= kept; ++at) {
+                const int64_t token = chosen_[first + path[at]];
+                r_.emitted[static_cast<int64_t>(i) * (r_.nodes + 1) + at] = token;
+                if (said) said[token] += 2;
+                if (path[at] != at) move_keys(slot(i, r_.lengths[i] + path[at]), slot(i, r_.lengths[i] + at));
             }
         }
+    }
+
+    // Put a kept node's keys where they stay. A node never lies before its place on the path, so none is lost.
+    void move_keys(int64_t from, int64_t to) {
+        for (int layer = 0; layer < target_.num_layers; ++layer) {
+            const Kv& kv = target_.kv[layer];
+            const int64_t heads = target_.layers[layer].kv_heads, bytes = kv.format == F32 ? 4 : kv.format == E4M3 ? 1 : 2;
+            for (void* part : {kv.keys, kv.values}) copy_slot(part, from, to, kv.slot_stride * bytes, heads * target_.layers[layer].head_dim * bytes);
+            if (kv.format != E4M3) continue;
+            for (void* part : {kv.key_scales, kv.value_scales}) copy_slot(part, from, to, heads, heads);
+        }
+    }
+
+    static void copy_slot(void* part, int64_t from, int64_t to, int64_t stride, int64_t bytes) {
+        char* base = static_cast<char*>(part);
+        std::memcpy(base + to * stride, base + from * stride, static_cast<size_t>(bytes));
     }
 
     // Keep the target's states of what stays, with the token after each, until the draft follows.
@@ -257,18 +331,26 @@ class RoundWork {
             if (!r_.feedback[i]) continue;
             for (int node = 0; node <= r_.kept[i]; ++node, ++r_.late[i]) {
                 float* to = r_.late_states[i] + static_cast<int64_t>(r_.late[i]) * m_.draft->fuse.k;
-                const int64_t from = static_cast<int64_t>(checked_.starts[i] + node) * target_.width;
+                const int64_t from = static_cast<int64_t>(checked_.starts[i] + path_nodes(i)[node]) * target_.width;
                 for (int state = 0; state < target_.num_captured; ++state)
                     std::memcpy(to + static_cast<int64_t>(state) * target_.width, captured_out_[state] + from, sizeof(float) * width);
-                r_.late_tokens[i][r_.late[i]] = r_.emitted[static_cast<int64_t>(i) * (r_.depth + 1) + node];
+                r_.late_tokens[i][r_.late[i]] = r_.emitted[static_cast<int64_t>(i) * (r_.nodes + 1) + node];
             }
         }
+    }
+
+    // Tell whether another round might leave more for the draft to follow than there is room for.
+    bool full() const {
+        for (int i = 0; m_.draft && i < r_.requests; ++i)
+            if (r_.feedback[i] && r_.late[i] + 2 * (1 + r_.nodes) > r_.capacity) return true;
+        return false;
     }
 
     // Run the draft over what stayed, with the target's true states; nothing it imagined is kept. `after`: this round's
     // tokens are among it.
     void follow(bool after) {
         if (!m_.draft) return;
+        const double began = now();
         int requests = 0, count = 0;
         for (int i = 0; i < r_.requests; ++i) {
             if (!r_.feedback[i] || r_.late[i] == 0) continue;
@@ -297,6 +379,7 @@ class RoundWork {
             if (draft.normed_feedback) draft_normed(last, r_.feedback[who_[at]], 1);
             else copy_row(r_.feedback[who_[at]], last, width);
         }
+        follow_s_ += now() - began;
     }
 
     // A token's captured states as the draft wants them normed.
@@ -320,6 +403,10 @@ class RoundWork {
     float *logprob_, *top_logprobs_;
     int64_t *seed_, *position_, *slot_, *path_, *mask_row_, *top_ids_, *chosen_, *chain_tokens_;
     uint8_t* off_path_;
+    int32_t *path_nodes_, *level_;
+    int *own_, *num_own_, longest_ = 0;
+    float* chain_worth_;
+    double follow_s_ = 0.0;
     bool stopped_ = false;
     Borrowed* chain_borrowed_;
     int32_t *who_, *chain_pages_;
@@ -336,12 +423,14 @@ class RoundsWork {
             lengths_ = room.take<int64_t>(requests);
             left_ = room.take<int64_t>(requests);
             limits_ = room.take<int32_t>(requests);
+            depths_ = room.take<int32_t>(requests);
         }
         for (int i = 0; i < requests; ++i) {
             roots_[i] = r_.roots[i];
             lengths_[i] = r_.lengths[i];
             left_[i] = r_.wanted[i];
             limits_[i] = r_.limits[i];
+            depths_[i] = r_.wanted[i] > kMaxNodes ? kMaxNodes - 1 : static_cast<int32_t>(r_.wanted[i] - 1);
         }
     }
 
@@ -352,13 +441,18 @@ class RoundsWork {
         one.roots = roots_;
         one.lengths = lengths_;
         one.limits = limits_;
+        one.depths = depths_;
         one.scores += before * r_.depth;
+        one.drafted += before * r_.nodes;
+        one.parents += before * r_.nodes;
+        one.guessed += before;
         one.checked += before;
         one.kept += before;
-        one.emitted += before * (r_.depth + 1);
-        one.scored.logprob += before * (r_.depth + 1);
-        one.scored.top_ids += before * (r_.depth + 1) * kMaxTop;
-        one.scored.top_logprobs += before * (r_.depth + 1) * kMaxTop;
+        one.foretold += before;
+        one.emitted += before * (r_.nodes + 1);
+        one.scored.logprob += before * (r_.nodes + 1);
+        one.scored.top_ids += before * (r_.nodes + 1) * kMaxTop;
+        one.scored.top_logprobs += before * (r_.nodes + 1) * kMaxTop;
         one.seconds += 3 * n;
         return one;
     }
@@ -372,11 +466,13 @@ class RoundsWork {
                 goes_on = false;
                 continue;
             }
-            const int64_t* tokens = done.emitted + static_cast<int64_t>(i) * (r_.depth + 1);
+            const int64_t* tokens = done.emitted + static_cast<int64_t>(i) * (r_.nodes + 1);
+            if (r_.texts && r_.texts[i]) static_cast<Text*>(r_.texts[i])->extend(tokens, count, true);
             roots_[i] = tokens[count - 1];
             lengths_[i] += count;
             left_[i] -= count;
             if (limits_[i] >= left_[i]) limits_[i] = left_[i] > 1 ? static_cast<int32_t>(left_[i] - 1) : 0;
+            if (depths_[i] >= left_[i]) depths_[i] = left_[i] > 1 ? static_cast<int32_t>(left_[i] - 1) : 0;
             goes_on = goes_on && left_[i] > 0 && !ends(i, tokens, count) && fits(i);
         }
         return goes_on;
@@ -391,16 +487,16 @@ class RoundsWork {
     }
 
     bool fits(int i) const {
-        const int64_t keys = lengths_[i] + 1 + limits_[i];
+        const int64_t keys = lengths_[i] + 1 + drafted_most(r_, i, limits_[i]);
         const bool follows = m_.draft && r_.feedback[i];
-        if (follows && (keys > m_.draft_blocks->layers->positions || r_.late[i] + 1 + limits_[i] > r_.capacity)) return false;
+        if (follows && (keys > m_.draft_blocks->layers->positions || r_.late[i] + keys - lengths_[i] > r_.capacity)) return false;
         return keys <= r_.slots[i] && keys <= m_.target->layers->positions;
     }
 
     const RoundModels& m_;
     const Rounds& r_;
     int64_t *roots_, *lengths_, *left_;
-    int32_t* limits_;
+    int32_t *limits_, *depths_;
 };
 
 static void run_rounds(Pool& pool, Rooms& rooms, const RoundModels& models, const Rounds& rounds) {
