@@ -16,6 +16,8 @@ async_load = async_copy.async_load if _RENAMED else async_copy.async_copy_global
 """Copies from pointers to shared memory (cp.async)."""
 tma_load = tma.async_load if _RENAMED else tma.async_copy_global_to_shared
 """Copies a box of a tensor to shared memory (TMA)."""
+tma_store = tma.async_store if _RENAMED else tma.async_copy_shared_to_global
+"""Copies shared memory to a box of a tensor (TMA)."""
 
 
 @builtin

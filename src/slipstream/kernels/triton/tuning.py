@@ -15,8 +15,6 @@ from slipstream.errors import KernelError
 
 MOST_WIDE_ROWS = 256
 """A token tile holds no more; passes of more rows have several."""
-MOST_STREAMED_ROWS = 768
-"""With more rows than this the device is full of tiles anyway, and others are better."""
 CHAIN_ROWS = 4
 """Up to so many rows, a chain's or fewer, a pass may have tiles of its own."""
 FEWER_ROWS, FEW_ROWS = 32, 64
@@ -230,7 +228,7 @@ class Tuning:
 
         Tiles by format are for weights whose programs keep a good part of the device busy.
         """
-        if num_rows > MOST_STREAMED_ROWS:
+        if num_rows > MOST_WIDE_ROWS:
             return None
         few = num_rows <= FEW_ROWS
         config = self.wide_linear.get(few_rows_name(shape) if few else shape)
@@ -241,8 +239,6 @@ class Tuning:
             if config is not None and 4 * narrow.split_k * -(-num_outputs // config.block_n) < self.programs:
                 return None
         if config is None or (few and num_rows < config.from_rows):
-            return None
-        if num_rows > MOST_WIDE_ROWS and not config.stream:
             return None
         return replace(config, block_k=min(config.block_k, narrow.block_k))
 

@@ -19,8 +19,10 @@ from slipstream.kernels.triton.attention.hopper_launch import (
     flow_fits,
     is_quick,
     launch_flow,
+    launch_prefill,
     launch_quick,
     lay_out_walks,
+    prefill_fits,
     quick_options,
 )
 from slipstream.kernels.triton.attention.prefill import prefill_kernel
@@ -86,6 +88,9 @@ def attention(
     }  # fmt: skip
     if most_queries >= config.serial_from:
         assert maxima_TH is None, "only programs that share a request's keys leave maxima"
+        if window is None and prefill_fits(config, q_THd, layer, batch.page_size):
+            launch_prefill((q_THd, layer, out), described, batch.page_size, scale * _LOG2E, launch.dependent)
+            return out
         prefill_kernel[(num_groups, num_tokens // tokens + num_requests)](
             q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
         )

@@ -1,4 +1,4 @@
-"""How attention is launched by kernels that Hopper GPUs alone have: `hopper_split_kv` and `persistent_ws`.
+"""How attention is launched by the kernels for Hopper GPUs: `hopper_split_kv`, `persistent_ws`, `hopper_prefill`.
 
 Those are written in Gluon. Where there is no such GPU they are not even read.
 """
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.triton.attention.dispatch import AttentionLaunch
 
 _BOX_COLUMNS = 64  # 128 bytes, the most that the copy engine swizzles
+_LEAST_BOX_ROWS, _CONSUMER_ROWS = 8, 64  # what TMA's swizzle repeats after; rows of a WGMMA, and keys of a block
 _MOST_REQUESTS = 64  # whose numbers programs in which a warp asks for keys have registers for
 
 
@@ -73,6 +74,54 @@ def flow_fits(
     return fits and keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0
 
 
+def prefill_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, page_size: int) -> bool:
+    """Tell whether prompts' queries attend by the warp-specialised kernel: types, widths, pages that TMA can copy."""
+    keys, values, width = layer.keys_SGd, layer.values_SGd, q_THd.shape[2]
+    fits = config.flow_programs > 0 and q_THd.is_cuda and config.split == config.block == 64 and width in (64, 128)
+    fits = fits and q_THd.dtype == keys.dtype == values.dtype and q_THd.dtype in (torch.bfloat16, torch.float16)
+    fits = fits and page_size >= _LEAST_BOX_ROWS and q_THd.shape[1] // keys.shape[1] <= _CONSUMER_ROWS
+    fits = fits and keys.stride() == values.stride() and keys.stride()[1:] == (width, 1) and keys.stride(0) % 8 == 0
+    return fits and keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0
+
+
+def launch_prefill(
+    tensors: tuple[Tensor, KvLayer, Tensor],
+    described: tuple[Tensor, ...],
+    page_size: int,
+    scale: float,
+    dependent: bool,
+) -> None:
+    """Attend with prompts' queries.
+
+    Args:
+        tensors: queries, the cache, and the outputs.
+        described: the batch, as the kernels take it.
+        scale: of scores, which are exponents of two.
+    """
+    from slipstream.kernels.triton.attention.hopper_prefill import hopper_prefill_kernel
+
+    q_THd, layer, out = tensors
+    (num_tokens, num_heads, width), num_groups = q_THd.shape, layer.keys_SGd.shape[1]
+    num_requests, tile_tokens = len(described[1]), 2 * (_CONSUMER_ROWS * num_groups // num_heads)
+    hopper_prefill_kernel[(num_groups, num_tokens // tile_tokens + num_requests)](
+        _boxes(layer.keys_SGd, page_size), _boxes(layer.values_SGd, page_size), q_THd, out, *described, num_requests,
+        described[2].stride(0), scale, HEADS=num_heads, GROUPS=num_groups, WIDTH=width,
+        REQUESTS=triton.next_power_of_2(num_requests), PAGE=page_size, STAGES=3, PDL=dependent, num_warps=4,
+        **launch_options(dependent),
+    )  # fmt: skip
+
+
+def _boxes(cache_SGd: Tensor, page_size: int) -> Any:  # triton has no types of its own
+    """Describe a cache to TMA: boxes of a page's slots, or 64 of them, by 64 columns."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    num_slots, num_groups, width = cache_SGd.shape
+    box = [min(page_size, _CONSUMER_ROWS), _BOX_COLUMNS]
+    layout = NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(cache_SGd, [num_slots, num_groups * width], [cache_SGd.stride(0), 1], box, layout)
+
+
 @dataclass(frozen=True)
 class Walks:
     """Which keys each program of a pass attends to in every layer, as `attention_flow_walk.walks_kernel` writes it.
@@ -126,23 +175,16 @@ def launch_flow(
         shape: what the kernels' programs have in common.
         walks: of the pass, if they were laid out two kernels ago or before; else they are just now, to be waited for.
     """
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
-
     from slipstream.kernels.triton.attention.persistent_ws import flow_kernel
 
     (q_THd, layer, out), config = tensors, launch.config
-    num_slots, num_groups, width = layer.keys_SGd.shape
-
-    def boxes(cache_SGd: Tensor) -> Any:  # triton has no types of its own
-        box, layout = [shape["PAGE"], _BOX_COLUMNS], NVMMASharedLayout(128, 16, 2)
-        return Boxes(cache_SGd, [num_slots, num_groups * width], [cache_SGd.stride(0), 1], box, layout)
-
+    num_groups = layer.keys_SGd.shape[1]
     if walks is None or walks.shape != _walks_shape(config, len(described[1]), shape):
         walks, shape = lay_out_walks(described, shape, launch), {**shape, "EARLY": False}
     names = ("HEADS", "GROUPS", "WIDTH", "ROWS", "REQUESTS", "BLOCK", "PAGE", "IN_GROUP", "EARLY", "PDL")
     flow_kernel[(num_groups, walks.shape["parts"])](
-        boxes(layer.keys_SGd), boxes(layer.values_SGd), q_THd, out, walks.numbers, *described[2:], *results,
+        _boxes(layer.keys_SGd, shape["PAGE"]), _boxes(layer.values_SGd, shape["PAGE"]), q_THd, out, walks.numbers,
+        *described[2:], *results,
         launch.counters, len(described[1]), *numbers, **{name: shape[name] for name in names}, **flow_options(config),
         num_warps=4, **launch_options(launch.dependent),
     )  # fmt: skip

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.triton.gemm import int4, mxfp4, quantize
+from slipstream.kernels.triton.gemm import hopper_ws_launch, int4, mxfp4, quantize
+from slipstream.kernels.triton.gemm.hopper_ws_launch import SplitOrder, multiply_ws
 from slipstream.kernels.triton.gemm.quantize import Codes
 from slipstream.kernels.triton.gemm.small_m_launch import MOST_ROWS, MOST_WHOLE_ROWS, multiply_narrow, rope_fits
 from slipstream.kernels.triton.gemm.split_k import Epilogue, Launch, Rows, multiply, token_tile
@@ -130,12 +131,25 @@ class Products:
         if scale_N is not None:
             assert rows.scale_T is not None, "codes come with their scales"
             scales = (rows.scale_T, scale_N)
+        if self._is_warp_specialised(rows.values_TK, weight_NK, kind):
+            config = self._narrow(f"{format}:{num_outputs}:{num_inputs}", format, num_outputs, num_inputs, itemsize)
+            order = SplitOrder(config.split_k, num_inputs if config.split_k == 1 else _stretch(config, num_inputs))
+            return multiply_ws(rows.values_TK, weight_NK, scales, epilogue, order, rows.dtype, self.dependent)
         wide = self._wide_launch(weight_NK, kind, num_rows, silu=epilogue.silu)
         if wide is None:
             launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
             return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
         wide = replace(wide, config=replace(wide.config, later=False))
         return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide, rows.dtype)
+
+    def _is_warp_specialised(self, x_TK: Tensor, weight_NK: Tensor, kind: str) -> bool:
+        """Tell whether Hopper's GEMM of many rows multiplies."""
+        if self._tuning.architecture != "sm_90" or x_TK.shape[0] < hopper_ws_launch.LEAST_ROWS:
+            return False
+        num_outputs, num_inputs = weight_NK.shape
+        key = f"{kind}:{num_outputs}:{num_inputs}"
+        config = self._narrow(key, kind, num_outputs, num_inputs, weight_NK.element_size())
+        return hopper_ws_launch.fits(x_TK, weight_NK, kind, config)
 
     def stretches(self, rows: Rows, weight: Weight, *, settled: bool = False) -> Stretches | None:
         """Return the float32 sums of each stretch of columns [S, T, N], if they are left to the kernel that follows.
