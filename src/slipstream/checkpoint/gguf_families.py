@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from slipstream.checkpoint.fields import MOST_EXPERTS
 from slipstream.checkpoint.gguf_header import GgufTensor
 from slipstream.checkpoint.gguf_made import KvUp, MadeTensor
-from slipstream.checkpoint.names import hf_name
+from slipstream.checkpoint.names import gguf_name, hf_name
 
 DRAFT = "eagle3"
 """llama.cpp's name for EAGLE-3 drafts."""
@@ -60,6 +60,10 @@ _PARTS: dict[str, dict[str, str]] = {
 }
 _BARE = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")  # names without a suffix
 _WHOLE = {"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"}  # of a draft
+_DRAFT_NAMES = {ours: theirs for theirs, ours in _WHOLE.items()} | {
+    "layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    "lm_head.weight": "output.weight",
+}
 
 
 def hf_tensors(stored: Iterable[GgufTensor], kind: str) -> tuple[dict[str, MadeTensor], list[str]]:
@@ -78,6 +82,11 @@ def hf_tensors(stored: Iterable[GgufTensor], kind: str) -> tuple[dict[str, MadeT
             assert isinstance(keys_part, GgufTensor) and isinstance(values_part, GgufTensor), "parts are as stored"
             found[name.replace(".k_b_proj.", ".kv_b_proj.")] = KvUp(keys_part, values_part)
     return found, unknown
+
+
+def gguf_draft_name(canonical: str) -> str | None:
+    """Return llama.cpp's name for a tensor of a draft, or None for one it does not have."""
+    return _DRAFT_NAMES.get(canonical) or gguf_name(f"model.{canonical}")
 
 
 def _hf_tensors(tensor: GgufTensor, kind: str) -> dict[str, MadeTensor]:

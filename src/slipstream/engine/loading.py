@@ -11,6 +11,7 @@ import torch
 
 from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.embedded import embedded_draft
+from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.hub import EMBEDDED, is_embedded, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
@@ -290,7 +291,9 @@ def read_draft(
     topology = topology or Topology()
     topology.check_draft(draft_spec(source.config, source.folder, target.spec.num_layers))
     split = topology.draft_tp > 1
-    draft = load_draft(source, target, dtype or target.embed_tokens.dtype, target.rotary.cos_Pr.shape[0], ops, split)
+    kept_for = None if isinstance(source, GgufReader) and ops.name != "cpu" else ops  # as a target's blocks
+    dense = dtype or target.embed_tokens.dtype
+    draft = load_draft(source, target, dense, target.rotary.cos_Pr.shape[0], kept_for, split)
     if dtype is None and ops.name == "cpu":
         quantize_linears(draft, ops, but=target.lm_head)
     return draft
