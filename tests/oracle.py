@@ -69,15 +69,3 @@ class OracleDrafter:
             if hit:
                 right = len(tokens) - 1
         return tokens, parents
-
-
-class ChainOracle(OracleDrafter):
-    """Drafts chains of the true continuation that break off, or go wrong, at a random place."""
-
-    def _tree(self, known: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        truth = next((text[len(known) :] for text in self._texts if text[: len(known)] == known), ())
-        chain = [
-            token if self._random.random() < self._hit_rate else self._random.randrange(VOCAB)
-            for token in truth[: self._random.randrange(self.max_nodes)]
-        ]
-        return [known[-1], *chain], list(range(-1, len(chain)))

@@ -201,14 +201,38 @@ def test_default_pages_hold_one_whole_context():
     assert torch.is_inference_mode_enabled() is False
 
 
-def test_trees_over_a_sliding_window_are_refused_and_chains_are_exact():
-    windowed = tiny_target(sliding_window=9)
-    with pytest.raises(ConfigError, match="last 9 tokens"):
-        engine_of(windowed, tiny_draft(windowed), TreeShape(depth=2, width=2))
-    prompts, params = [list(range(20)), [3, 4, 5]], [SamplingParams(max_tokens=20)] * 2
-    expected = run(engine_of(windowed), prompts, params, [0, 0])
-    assert run(engine_of(windowed, "ngram"), prompts, params, [0, 0]) == expected
-    assert run(engine_of(windowed, follower_draft(windowed)), prompts, params, [0, 0]) == expected
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_chains_and_trees_over_a_sliding_window_give_the_tokens_of_plain_decoding(page_size):
+    target = tiny_target(sliding_window=6)
+    params = [SamplingParams(max_tokens=20, temperature=0.0), SamplingParams(max_tokens=20, top_p=0.9)]
+    prompts = [list(range(1, 12)), [5, 9, 2]]
+    expected = run(engine_of(target, page_size=page_size), prompts, params, [0, 1])
+    for shape in (TreeShape.chain(3), TreeShape(depth=4, width=3, budget=12)):
+        for draft in (tiny_draft(target), follower_draft(target), follower_draft(target, sliding_window=4)):
+            engine = engine_of(target, draft, shape, page_size=page_size)
+            assert run(engine, prompts, params, [0, 1]) == expected
+
+
+def test_pages_behind_every_window_are_given_back_and_tokens_stay_the_same(monkeypatch):
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    prompt, target = [3, 1, 4, 1, 5, 9, 2, 6], tiny_target(sliding_window=8)
+
+    def decoded(draft):
+        """Return the answer, and the greatest share of all pages it held from its middle on."""
+        engine, answer, held = engine_of(target, draft, max_context=112), [], []
+        engine.add(prompt, params, 0)
+        while engine.has_work:
+            answer += [token.token_id for emission in engine.step() for token in emission.tokens]
+            engine.check_invariants()
+            held += [engine.page_usage] if len(answer) > 50 else []
+        return answer, max(held)
+
+    expected, whole = decoded(None)
+    monkeypatch.setattr("slipstream.engine.engine._READ_BEFORE", 16)  # as the CPU's kernels read
+    for draft in (None, "ngram", follower_draft(target)):
+        answer, share = decoded(draft)
+        assert answer == expected
+        assert share < whole / 2 if draft is None or draft == "ngram" else share > 0.8 * whole  # a draft sees all
 
 
 @pytest.mark.parametrize("shape", [TreeShape.chain(6), TreeShape(depth=3, width=3)])

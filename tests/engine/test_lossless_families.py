@@ -7,7 +7,7 @@ import pytest
 import torch
 from arrivals import drive
 
-from oracle import ChainOracle, OracleDrafter
+from oracle import OracleDrafter
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.spec import DraftSpec, RopeSpec
 from slipstream.engine.build import build_engine
@@ -48,14 +48,12 @@ def test_tokens_are_those_of_plain_decoding(name, tmp_path):
     draft.share_embedding(target.embed_tokens)
     config = EngineConfig(max_context=96, page_size=4, max_requests=2, max_batch_tokens=16)  # chunks, preemption
     plain = [drive(build_engine(target, None, CHAIN, config, OPS), [item], random.Random(0))[0] for item in WORK]
-    windowed = target.spec.narrowest_window is not None  # trees over windows are refused
-    drafters = [("ngram", CHAIN), (draft, CHAIN)] if windowed else [("ngram", CHAIN), (draft, CHAIN), (draft, TREE)]
-    for drafter, shape in drafters:
+    for drafter, shape in (("ngram", CHAIN), (draft, CHAIN), (draft, TREE)):
         drafted = drive(build_engine(target, drafter, shape, config, OPS), WORK, random.Random(1))
         assert drafted == plain, shape
     texts = [(*prompt, *answer) for (prompt, _, _), answer in zip(WORK, plain, strict=True)]
     kv = KvCache.allocate(target.kv_shape, config.resolve_num_pages(7), 4, torch.float32, CPU)
-    oracle = (ChainOracle if windowed else OracleDrafter)(texts, 8, 0.95, 0, CPU)
+    oracle = OracleDrafter(texts, 8, 0.95, 0, CPU)
     executor = EagerExecutor(Runner(target, kv, OPS, ()), oracle, config.max_requests)
     engine = Engine(executor, config, target.spec)
     assert drive(engine, WORK, random.Random(2)) == plain

@@ -11,6 +11,7 @@ from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
+SIGHTS = [None, 1, 5, 70, Sight(chunk=4), Sight(chunk=50), Sight(window=3, sinks_H=torch.linspace(-1, 1, 6))]
 
 
 def random_case(counts, before, page_size, generator, heads=(6, 2), head_dim=64):
@@ -52,26 +53,31 @@ def test_short_keys_match_the_reference(cpu_ops, generator, dtype):
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), nodes=st.integers(1, 20), before=st.integers(0, 150), page_size=st.integers(1, 70))
-def test_a_tree_node_attends_to_its_ancestors_only(seed, nodes, before, page_size):
+@given(
+    seed=st.integers(0, 10**6), nodes=st.integers(1, 20), before=st.integers(0, 150), page_size=st.integers(1, 70),
+    sight=st.sampled_from(SIGHTS),
+)  # fmt: skip
+def test_a_tree_node_attends_to_its_ancestors_only(seed, nodes, before, page_size, sight):
     ops = _ops()
     generator = torch.Generator().manual_seed(seed)
     q, layer, batch, _, _ = random_case([nodes], [before], page_size, generator)
     tree = with_ancestors(batch, *random_tree(nodes, generator))
     with torch.no_grad():
-        expected = REFERENCE.attention(q, layer, tree, 0.125, None)
-        assert torch.allclose(ops.attention(q, layer, tree, 0.125, None), expected, rtol=1e-4, atol=1e-5)
+        expected = REFERENCE.attention(q, layer, tree, 0.125, sight)
+        assert torch.allclose(ops.attention(q, layer, tree, 0.125, sight), expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), nodes=st.integers(2, 30), before=st.integers(0, 200))
-def test_a_tree_node_gets_the_bits_of_plain_decoding_along_its_path(seed, nodes, before):
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), nodes=st.integers(2, 60), before=st.integers(0, 200), sight=st.sampled_from(SIGHTS))
+def test_a_tree_node_gets_the_bits_of_plain_decoding_along_its_path(seed, nodes, before, sight):
     ops = _ops()
     generator = torch.Generator().manual_seed(seed)
     q, layer, batch, keys, values = random_case([nodes], [before], 16, generator)
     parents, bits = random_tree(nodes, generator)
     with torch.no_grad():
-        in_tree = ops.attention(q, layer, with_ancestors(batch, parents, bits), 0.125, None)
+        tree = with_ancestors(batch, parents, bits)
+        in_tree = ops.attention(q, layer, tree, 0.125, sight)
+        by_torch = REFERENCE.attention(q, layer, tree, 0.125, sight)
         path, node = [], nodes - 1
         while node >= 0:
             path.insert(0, node)
@@ -79,8 +85,10 @@ def test_a_tree_node_gets_the_bits_of_plain_decoding_along_its_path(seed, nodes,
         seen = [*range(before), *(before + node for node in path)]
         plain = causal([1], [len(seen) - 1], 8, generator)
         cache = filled_cache(plain, [keys[0][seen]], [values[0][seen]])
-        alone = ops.attention(q[-1:], cache, plain, 0.125, None)
+        alone = ops.attention(q[-1:], cache, plain, 0.125, sight)
+        alone_by_torch = REFERENCE.attention(q[-1:], cache, plain, 0.125, sight)
     assert torch.equal(in_tree[-1:], alone)
+    assert torch.allclose(by_torch[-1:], alone_by_torch, rtol=1e-4, atol=1e-5)
 
 
 def test_bits_do_not_depend_on_batch_pages_threads_chunks_or_instruction_set(generator):

@@ -47,6 +47,20 @@ def test_attention_with_sinks_windows_and_chunks_is_the_references(window, chunk
     assert not torch.allclose(got, plain, atol=1e-3), "what is seen made no difference"
 
 
+@pytest.mark.parametrize("before", [0, 5, 90])
+@pytest.mark.parametrize("sight", [1, 5, 70, Sight(chunk=4), Sight(window=3, chunk=50)], ids=str)
+def test_windows_and_chunks_of_a_tree_count_the_positions_of_its_paths(before, sight, generator):
+    q, layer, batch = attention_sample([13, 1], [before, 70], 4, (4, 2, 16), generator)
+    bits = [-1]
+    for node in range(1, 13):
+        parent = int(torch.randint(max(0, node - 4), node, (1,), generator=generator))
+        bits.append((bits[parent] << (node - parent)) | 1)
+    ancestors_T = torch.tensor([*bits, -1], device=batch.ancestors_T.device)
+    tree = dataclasses.replace(batch, ancestors_T=ancestors_T)
+    got = OPS.attention(q, layer, tree, 0.25, sight)
+    torch.testing.assert_close(got, REFERENCE.attention(q, layer, tree, 0.25, sight), rtol=1e-5, atol=1e-5)
+
+
 def test_a_query_with_sinks_has_the_same_bits_alone_as_in_company(generator):
     q, layer, batch = attention_sample([4, 1], [100, 70], 16, (8, 2, 16), generator, torch.bfloat16)
     layer = layer_to_device(layer, torch.bfloat16)

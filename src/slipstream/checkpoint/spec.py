@@ -211,11 +211,11 @@ class ModelSpec:
         return self.blocks[index] if self.blocks else BlockSpec(self.rope, self.sliding_window)
 
     @property
-    def narrowest_window(self) -> int | None:
-        """The fewest keys that any block's window or chunk shows; None where all blocks see all keys."""
+    def widest_window(self) -> int | None:
+        """The most keys that any block shows a token; None where some block shows all."""
         blocks = [self.block(index) for index in range(self.num_layers)]
-        shown = [shown for block in blocks for shown in (block.window, block.chunk) if shown is not None]
-        return min(shown, default=None)
+        shown = [block.window or block.chunk for block in blocks]
+        return None if None in shown else max(size for size in shown if size is not None)
 
     def default_captured_layers(self) -> tuple[int, ...]:
         """Return the layers EAGLE-3 captures when a draft names none (k = blocks applied before the capture)."""

@@ -54,12 +54,6 @@ def build_engine(
         raise ConfigError(
             f"max_context is {config.max_context}; the target was made for at most {target.spec.max_position} tokens."
         )
-    window = target.spec.narrowest_window
-    if draft is not None and not shape.is_chain and window is not None and window < config.max_context:
-        raise ConfigError(
-            f"{shape}: the target attends to the last {window} tokens only, and how many of them a node of a tree sees "
-            f"would depend on the tree; draft a chain (width 1), or set max_context to {window} at most."
-        )
     _check_kv(target, config, ops)
     num_pages = config.resolve_num_pages(extra_slots(draft, shape, copied))
     caches = _Caches(target, config, num_pages + config.spare_pages(target.embed_tokens.device.type))
@@ -119,8 +113,6 @@ def copied_nodes(
 ) -> int:
     """Return how many nodes may be copied beside a draft's, where both models are whole and steps drafted on the host.
 
-    A target that attends to the last tokens only would see more or fewer of them beside siblings: nothing is copied.
-
     Args:
         asked: the shape somebody asked for; None if nobody did.
     """
@@ -128,9 +120,6 @@ def copied_nodes(
     if draft == "ngram":
         return (asked or default_shape(draft, ops)).depth
     if draft is None or target.ranks.size > 1 or draft.ranks.size > 1 or not config.drafts_on_host(device):
-        return 0
-    window = target.spec.narrowest_window
-    if window is not None and window < config.max_context:
         return 0
     if config.copied_tokens is not None:
         return config.copied_tokens

@@ -21,6 +21,9 @@ from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.simulate import check_rates
 from slipstream.speculation.tree import TreeShape
 
+# Kernels begin to read at a multiple of their block, and what they read of pages before a window is hidden, but read.
+_READ_BEFORE = 512
+
 
 class Engine:
     """Continuous batching over one executor. Not thread-safe: one thread adds, steps and aborts."""
@@ -34,7 +37,8 @@ class Engine:
         self._left: list[Left] = []
         self._lost_pages: list[int] = []
         self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots), self._lost_pages.append)
-        self._scheduler = Scheduler(config, self._pages, needs, self._leave, two_forms=spec.mla is not None)
+        keeps = None if needs.has_kv or spec.widest_window is None else spec.widest_window + _READ_BEFORE
+        self._scheduler = Scheduler(config, self._pages, needs, self._leave, spec.mla is not None, keeps)
         self._sessions: dict[int, Session] = {}
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
         self._by_row: dict[int, Request] = {}

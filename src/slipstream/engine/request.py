@@ -32,6 +32,7 @@ class Request:
     cache; the executor was told to compute `num_sent`, and `num_unread` of its steps will each give at least one more
     token. `row` is its place in the executor's batch while it runs there, and `epoch` tells apart who had it when.
     `page_keys` names its first pages for the prefix cache, and `text_key` the text up to the end of the last of them.
+    The first `num_behind` of its pages lie behind every layer's window and are no longer its own.
     """
 
     request_id: int
@@ -47,6 +48,7 @@ class Request:
     row: int | None = None
     epoch: int = 0
     pages: list[int] = field(default_factory=list)
+    num_behind: int = 0
     num_pages_sent: int = 0
     num_registered: int = 0
     page_keys: list[bytes] = field(default_factory=list)
@@ -79,9 +81,14 @@ class Request:
         """Tokens it has at least, those not read yet included."""
         return len(self.tokens) + self.num_unread
 
+    @property
+    def held_pages(self) -> list[int]:
+        """The pages that are its own."""
+        return self.pages[self.num_behind :]
+
     def restart(self) -> None:
         """Give up the cache: everything known is to be computed again."""
-        self.pages = []
+        self.pages, self.num_behind = [], 0
         self.num_committed = self.num_sent = self.num_unread = 0
         self.num_registered = 0
         self.status = Status.WAITING

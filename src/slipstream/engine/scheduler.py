@@ -47,6 +47,8 @@ class Scheduler:
     Args:
         leaving: told of a request about to give its pages back.
         two_forms: the target computes the tokens of prompts in another form than those of answers (`page_keys.py`).
+        keeps: no layer looks further back than so many committed tokens, and the pages before them are given back;
+            None keeps all.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class Scheduler:
         needs: DraftNeeds,
         leaving: Callable[[Request], None] = lambda request: None,
         two_forms: bool = False,
+        keeps: int | None = None,
     ) -> None:
         self._config = config
         self._leaving = leaving
         self._pages = pages
         self._needs = needs
+        self._keeps = keeps
         self._keys = PageKeys(config.page_size, needs.has_kv, two_forms)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -154,6 +158,10 @@ class Scheduler:
         assert request.num_committed < len(request.tokens), "the last token is always left to compute"
         if self._config.prefix_cache:
             self._register_pages(request)
+        if self._keeps is not None:
+            behind = max(request.num_committed - self._keeps, 0) // self._config.page_size
+            self._pages.release(request.pages[request.num_behind : behind])
+            request.num_behind = max(request.num_behind, behind)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request and give its pages back."""
@@ -161,13 +169,13 @@ class Scheduler:
             self._waiting.remove(request)
         elif request.status is Status.RUNNING:
             self._give_back(request)
-            request.pages = []
+            request.pages, request.num_behind = [], 0
         request.status = Status.FINISHED
         request.finish_reason = reason
 
     def check(self) -> None:
         """Assert the invariants of queues and pages."""
-        self._pages.check([request.pages for request in self._running])
+        self._pages.check([request.held_pages for request in self._running])
         for request in self._running:
             assert request.status is Status.RUNNING
             assert request.num_committed <= len(request.pages) * self._config.page_size, "committed past the pages"
@@ -263,7 +271,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         self._running.remove(request)
         self._leaving(request)
-        self._pages.release(request.pages)
+        self._pages.release(request.held_pages)
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Return known pages of the request's beginning; its last token is always left to compute."""

@@ -68,8 +68,8 @@ class Sight:
     """What a layer's attention sees beyond the plain rule: a window or a chunk, and sinks.
 
     Args:
-        window: only the last keys, so many, its own included; None sees all.
-        chunk: only the keys from the last multiple of this index on, its own included; None sees all.
+        window: only the last keys, so many, its own included; None sees all. Of a tree, keys of the token's own path.
+        chunk: only the keys from the last multiple of this position on, its own included; None sees all.
         sinks_H: float32, a score for each query head that takes part in its softmax and stands for no key.
     """
 

@@ -89,8 +89,11 @@ def _visible(kv_index_Q: Tensor, ancestors_Q: Tensor, kv_len: int, sight: Sight)
     distance_QK = kv_index_Q[:, None] - key_K
     bit_QK = (ancestors_Q[:, None] >> distance_QK.clamp(0, 63)) & 1
     visible_QK = (distance_QK >= 0) & ((distance_QK > 63) | (bit_QK == 1))
+    # Windows and chunks count positions; a key's is how many keys are seen before it, of a tree those of its path.
+    position_QK = visible_QK.cumsum(1) - 1
+    own_Q1 = position_QK[:, -1:]
     if sight.window is not None:
-        visible_QK = visible_QK & (distance_QK < sight.window)
+        visible_QK = visible_QK & (own_Q1 - position_QK < sight.window)
     if sight.chunk is not None:
-        visible_QK = visible_QK & (key_K >= kv_index_Q[:, None] // sight.chunk * sight.chunk)
+        visible_QK = visible_QK & (position_QK >= own_Q1 // sight.chunk * sight.chunk)
     return visible_QK

@@ -316,7 +316,8 @@ static void value_rows(const Unit<T>& unit, int row, int at, int width, const Ra
     }
     add_shared<R, C>(rows, unit.values(0) + at, unit.view(0), unit.args.kv.slot_stride, width, ranks);
     if (!ranks.last) return;
-    for (int r = 0; r < R; ++r) finish_row<C>(unit, row + r, rows.out[r], at, width, ranks.end);
+    const int first = unit.first_rank(), rest = first > ranks.end ? first : ranks.end;  // a window may begin within a tree
+    for (int r = 0; r < R; ++r) finish_row<C>(unit, row + r, rows.out[r], at, width, rest);
 }
 
 template <int R, int C, class T>

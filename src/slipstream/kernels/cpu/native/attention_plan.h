@@ -18,13 +18,10 @@ struct TokenView {
     int32_t count;    // visible keys, whatever the window
 
     int64_t slot(int rank) const { return rank < tail_start ? slots[rank] : tail[rank - tail_start]; }
-    // A window shows the last keys, so many; a chunk those from its own start on.
+    // A window shows the last keys, so many; a chunk those from its own start on. Both count positions, which ranks are.
     int first_rank(int window, int chunk) const {
-        const int first = window > 0 ? index - window + 1 : chunk > 0 ? index / chunk * chunk : 0;
-        if (first <= regular) return first > 0 ? first : 0;
-        int rank = tail_start;
-        for (int key = tail_start; key < first; ++key) rank += static_cast<int>((bits >> (index - key)) & 1u);
-        return rank;
+        const int first = window > 0 ? count - window : chunk > 0 ? (count - 1) / chunk * chunk : 0;
+        return first > 0 ? first : 0;
     }
 };
 

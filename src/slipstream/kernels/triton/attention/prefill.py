@@ -10,6 +10,7 @@ from slipstream.kernels.triton.attention.tile import (
     DESCRIPTION,
     attend_block,
     find_request,
+    first_seen,
     key_offsets,
     merge,
     nothing,
@@ -19,7 +20,7 @@ from slipstream.kernels.triton.launch import wait_for_inputs
 
 @triton.jit
 def _attend_split(
-    q, k_ptr, v_ptr, pages_at, slot_stride, own_R, ancestors_R, lowest, from_key, to_key, scale, window,
+    q, k_ptr, v_ptr, pages_at, slot_stride, own_R, ancestors_R, lowest, from_key, to_key, scale, first_R,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -37,13 +38,13 @@ def _attend_split(
         for start in range(from_key, masked_from, BLOCK):
             at = key_offsets(pages_at, slot_stride, start, to_key, BLOCK, PAGE)
             best, total, acc = attend_block(
-                best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, to_key, scale, window,
+                best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, to_key, scale, first_R,
                 WIDTH, D, BLOCK, HAS_WINDOW, False,
             )  # fmt: skip
     for start in range(masked_from, to_key, BLOCK):
         at = key_offsets(pages_at, slot_stride, start, to_key, BLOCK, PAGE)
         best, total, acc = attend_block(
-            best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, to_key, scale, window,
+            best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, to_key, scale, first_R,
             WIDTH, D, BLOCK, HAS_WINDOW, True,
         )  # fmt: skip
     return best, tl.max(total, 1), acc
@@ -79,9 +80,10 @@ def prefill_kernel(
         ancestors = tl.load(ancestors_ptr + token)
         end = tl.minimum(tl.load(lens_ptr + request), tl.max(own, 0) + 1)
         lowest = tl.min(own, 0)
-        first_split = 0
+        first, first_split = tl.zeros_like(own), 0
         if HAS_WINDOW:
-            first_split = tl.maximum(lowest - window + 1, 0) // SPLIT
+            first = first_seen(own, ancestors, window, 0)
+            first_split = tl.min(first, 0) // SPLIT
         last_split = tl.cdiv(end, SPLIT)
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
@@ -91,7 +93,7 @@ def prefill_kernel(
             for split in range(first_split, last_split):
                 best_s, total_s, acc_s = _attend_split(
                     q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, split * SPLIT,
-                    tl.minimum(split * SPLIT + SPLIT, end), scale, window, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
+                    tl.minimum(split * SPLIT + SPLIT, end), scale, first, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
                 )  # fmt: skip
                 group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
                 if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):

@@ -15,6 +15,7 @@ from slipstream.kernels.triton.attention.tile import (
     DESCRIPTION,
     attend_block,
     find_request,
+    first_seen,
     key_offsets,
     merge,
     nothing,
@@ -62,7 +63,7 @@ def load_queries(q_at, WIDTH: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def _attend_splits(
     q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split, last_split,
-    end, scale, window, sums_at, part_at, real,
+    end, scale, first, sums_at, part_at, real,
     WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +79,7 @@ def _attend_splits(
         here = at
         at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE, True)
         best, total, acc = attend_block(
-            best, total, acc, q, k_at, v_at, here, own, ancestors, start, end, scale, window,
+            best, total, acc, q, k_at, v_at, here, own, ancestors, start, end, scale, first,
             WIDTH, D, BLOCK, HAS_WINDOW, True,
         )  # fmt: skip
         if ((start + BLOCK) % SPLIT == 0) | (start + BLOCK >= end):
@@ -150,9 +151,10 @@ def splits_kernel(
     own = tl.load(index_ptr + token, cache_modifier=".cg").to(tl.int32)
     ancestors = tl.load(ancestors_ptr + token, cache_modifier=".cg")
     end = tl.minimum(tl.load(lens_ptr + request, cache_modifier=".cg"), tl.max(own, 0) + 1)
-    first_split = 0
+    first, first_split = tl.zeros_like(own), 0
     if HAS_WINDOW:
-        first_split = tl.maximum(tl.min(own, 0) - window + 1, 0) // SPLIT
+        first = first_seen(own, ancestors, window, 0)
+        first_split = tl.min(first, 0) // SPLIT
     last_split = tl.cdiv(end, SPLIT)
     aligned, each = _share(first_split, last_split, IN_GROUP, WHOLE, SHARED)
     to_split = tl.minimum(aligned + (tl.program_id(2) + 1) * each, last_split)
@@ -178,7 +180,7 @@ def splits_kernel(
         part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + column[None, :])
         _attend_splits(
             q_ptr + q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split,
-            last_split, end, scale, window, sums_at, part_at, real,
+            last_split, end, scale, first, sums_at, part_at, real,
             WIDTH, D, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE,
         )  # fmt: skip
         if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):

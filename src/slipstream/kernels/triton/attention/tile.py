@@ -40,7 +40,30 @@ def find_request(starts_ptr, tile, num_requests, TOKENS: tl.constexpr, REQUESTS:
 
 
 @triton.jit
-def hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constexpr):
+def first_seen(own_R, ancestors_R, window, chunk):
+    """Return the first key that each row's window or chunk shows, by index; one of 0 shows all.
+
+    Both count positions, and a key's position is how many keys its row sees before it: of a tree, those of its path.
+    """
+    distance = tl.arange(0, 64)
+    seen_R64 = (ancestors_R[:, None] >> distance[None, :].to(tl.int64)).to(tl.int32) & 1
+    seen_R64 = seen_R64 & ((distance[None, :] - own_R[:, None] - 1) >> 31)  # nothing lies before the first key
+    near_R = tl.sum(seen_R64, 1)
+    position_R = own_R - (tl.minimum(own_R + 1, 64) - near_R)
+    first_R = tl.zeros_like(own_R)
+    if window > 0:
+        first_R = tl.maximum(position_R - window + 1, first_R)
+    if chunk > 0:
+        first_R = tl.maximum(position_R // chunk * chunk, first_R)
+    shown_R = position_R + 1 - first_R
+    nearer_R64 = tl.cumsum(seen_R64, 1)
+    # As many keys back as it takes to have seen those shown; further back than 64, index and position are the same.
+    back_R = tl.sum(((nearer_R64 - shown_R[:, None]) >> 31) & 1, 1)
+    return tl.where(shown_R < near_R, own_R - back_R, first_R)
+
+
+@triton.jit
+def hide(scores, index, own_R, ancestors_R, end, first_R, HAS_WINDOW: tl.constexpr):
     """Return scores with -inf where a row does not see a key; signs make the masks, which are numbers, not predicates.
 
     AMD keeps a predicate of every element in scalar registers, of which there are few.
@@ -49,7 +72,7 @@ def hide(scores, index, own_R, ancestors_R, end, window, HAS_WINDOW: tl.constexp
     bit = (ancestors_R[:, None] >> tl.minimum(tl.maximum(distance, 0), 63).to(tl.int64)).to(tl.int32) & 1
     seen = (bit | ((63 - distance) >> 31)) & ((-1 - distance) >> 31) & ((index - end) >> 31)[None, :]
     if HAS_WINDOW:
-        seen = seen & ((distance - window) >> 31)
+        seen = seen & ((first_R[:, None] - 1 - index[None, :]) >> 31)
     return tl.where(seen != 0, scores, float("-inf"))
 
 
@@ -86,7 +109,7 @@ def add_block(best, total, acc, scores, v, BLOCK: tl.constexpr):
 
 @triton.jit
 def attend_block(
-    best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, end, scale, window,
+    best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, end, scale, first_R,
     WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the BLOCK keys at the offsets `at`; those past the end are hidden."""
@@ -97,7 +120,7 @@ def attend_block(
     v = tl.load(v_ptr + at[:, None] + column[None, :])
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
     if MASKED:
-        scores = hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, window, HAS_WINDOW)
+        scores = hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, first_R, HAS_WINDOW)
     return add_block(best, total, acc, scores, v, BLOCK)
 
 

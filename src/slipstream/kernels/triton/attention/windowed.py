@@ -13,7 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer, Sight
-from slipstream.kernels.triton.attention.tile import DESCRIPTION, add_block, find_request, key_offsets, merge, nothing
+from slipstream.kernels.triton.attention.tile import (
+    DESCRIPTION,
+    add_block,
+    find_request,
+    first_seen,
+    hide,
+    key_offsets,
+    merge,
+    nothing,
+)
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.variants import Variant
 
@@ -48,27 +57,17 @@ def sight_kernel(
         own = tl.load(index_ptr + token).to(tl.int32)
         ancestors = tl.load(ancestors_ptr + token)
         end = tl.minimum(tl.load(lens_ptr + request), tl.max(own, 0) + 1)
-        first = tl.zeros_like(own)
-        if window > 0:
-            first = own - window + 1
-        if chunk > 0:
-            first = tl.maximum(first, own // chunk * chunk)
+        first = first_seen(own, ancestors, window, chunk)
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         best, sums, acc = nothing(ROWS, D)
         total = tl.zeros([ROWS, 16], tl.float32)
         read = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
-        for start in range(tl.maximum(tl.min(first, 0), 0) // BLOCK * BLOCK, end, BLOCK):
+        for start in range(tl.min(first, 0) // BLOCK * BLOCK, end, BLOCK):
             at = key_offsets(pages_at, slot_stride, start, end, BLOCK, PAGE) + group * WIDTH
             k = tl.load(k_ptr + at[None, :] + read[:, None])
             v = tl.load(v_ptr + at[:, None] + read[None, :])
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-            index = start + tl.arange(0, BLOCK)
-            distance = own[:, None] - index[None, :]
-            bit = (ancestors[:, None] >> tl.minimum(tl.maximum(distance, 0), 63).to(tl.int64)).to(tl.int32) & 1
-            # Signs make the masks, which are numbers, not predicates: AMD keeps those in scalar registers.
-            seen = (bit | ((63 - distance) >> 31)) & ((-1 - distance) >> 31) & ((index - end) >> 31)[None, :]
-            seen = seen & ((first[:, None] - 1 - index[None, :]) >> 31)
-            scores = tl.where(seen != 0, scores, float("-inf"))
+            scores = hide(scores, start + tl.arange(0, BLOCK), own, ancestors, end, first, True)
             best, total, acc = add_block(best, total, acc, scores, v, BLOCK)
         sums = tl.max(total, 1)
         if sinks_ptr is not None:
