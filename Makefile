@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser test-nodes families attack peers-clients peers-vllm peers-sglang peers-kimi crash exact published check pins wheel fix docs clean sanitize
+.PHONY: demo test test-browser test-nodes families kernels attack peers-clients peers-vllm peers-sglang peers-kimi crash exact published check pins wheel fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,10 @@ test: $(VENV)/.ready
 # Every family of targets on the Triton kernels, interpreted: minutes.
 families: $(VENV)/.ready
 	$(BIN)/python -m pytest -m long tests/kernels/test_triton_whole_families.py
+
+# Every kernel that passes of real models launch, compiled for three GPUs that need not be here: minutes.
+kernels: $(VENV)/.ready
+	$(BIN)/python -m pytest -m compile tests/kernels/test_triton_compile.py
 
 # The playground in a real browser. Installs Debian's chromium if there is none (as root, or through sudo).
 test-browser: $(VENV)/.ready

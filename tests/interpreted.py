@@ -3,8 +3,7 @@
 Six things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
 arrays, which numpy 2.4 no longer does by itself; floats are rounded to nearest even, not cut; bfloat16 is multiplied
 as numbers, not as the 16-bit words it is kept in; a product is summed in steps of 16, as instructions do; one of FP8
-is whole, and added, after as many columns as it says; and a fused multiply-add is rounded once. What it lacks is added
-as its documentation says: products of MXFP4 blocks (`tl.dot_scaled`).
+is whole, and added, after as many columns as it says; and a fused multiply-add is rounded once.
 
 Products of fewer columns than compile for sm_90 are refused. And every address is checked, as a GPU would not: a kernel
 that reads or writes outside the tensors it was given fails.
@@ -22,14 +21,12 @@ import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INSTRUCTION = 16
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def _use_interpreter():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
-    from triton._C.libtriton import ir
     from triton.runtime import interpreter
 
     floats = {
@@ -72,11 +69,6 @@ def _use_interpreter():
             d = dot(self, left, right, d, input_precision, max_num_imprecise_acc)
         return d if total is None else added(total, d)
 
-    def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, fast_math, a_packed, b_packed, d):
-        assert a_format == b_format == ir.ScaleDotElemTypeTY.E2M1 and a_packed and b_packed
-        left, right = _mxfp4_numbers(a.data, a_scale.data), _mxfp4_numbers(b.data.T, b_scale.data).T
-        return interpreter.TensorHandle((left @ right + d.data).astype(np.float32), tl.float32)
-
     def fused(self, x, y, z):
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
@@ -86,7 +78,6 @@ def _use_interpreter():
     interpreter._patch_lang_tensor = patch_with_bounds
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot_of_numbers
-    interpreter.InterpreterBuilder.create_dot_scaled = dot_scaled
     interpreter.InterpreterBuilder.create_fma = fused
 
 
@@ -185,12 +176,6 @@ def _float32(handle, convert, tl):
     if handle.dtype == tl.float16:
         return handle.data.astype(np.float32)
     return convert(handle.data, handle.dtype, tl.float32, None).view(np.float32)
-
-
-def _mxfp4_numbers(packed, scale):
-    """Return rows of bytes, the first column of two in the low nibble, times a power of two for each 32 columns."""
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-    return E2M1[codes] * np.repeat(np.exp2(scale.astype(np.float64) - 127), 32, axis=1)
 
 
 if DEVICE.type == "cpu":

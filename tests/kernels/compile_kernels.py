@@ -1,96 +1,187 @@
-"""Compile every Triton kernel that ships, for the architectures named, and print one JSON line for each.
+"""Compile what passes of real models launch on an architecture, and print one JSON line for each kernel.
 
+Launches are recorded from the dispatch code itself (`slipstream.kernels.triton.record`), so nothing is listed by hand.
 A program of its own: kernels compile only where Triton's interpreter was not chosen.
 """
 
 import argparse
-import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 import triton
 from before_wait import WAIT, touched_before_wait
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError, make_backend
 
-from slipstream.kernels.triton.launch import launch_options
+from slipstream.checkpoint.spec import ModelSpec, RopeSpec
+from slipstream.engine.rank_models import build_target, rank_of
+from slipstream.kernels import RowSampling, SampleRows, SamplingState, Sight
+from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
+from slipstream.kernels.ops import Ending
+from slipstream.kernels.training.triton_variants import Variant
+from slipstream.kernels.training.triton_variants import variants as training_variants
+from slipstream.kernels.triton.ops import TritonOps
+from slipstream.kernels.triton.record import META, Recorded, recording, target_of
 from slipstream.kernels.triton.tuning import read_tuning
-from slipstream.kernels.triton.variants import Variant
+from slipstream.models.fused.survey import Workload, hollow_target, hollow_weight, meta_context
 
-MODULES = ("gemm.split_k", "gemm.small_m_launch", "gemm.wide_linear", "gemm.int4", "gemm.quantize", "gemm.mxfp4",
-           "gemm.split_k_reduce", "norm", "rope", "gather", "attention.dispatch", "attention.windowed", "sampling",
-           "speculative", "moe.dispatch", "moe.router", "mla.attention", "mla.heads",
-           "slipstream.kernels.training.triton_variants")  # fmt: skip
-TARGETS = {
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
+LLAMA = ModelSpec("LlamaForCausalLM", 128256, 4096, 14336, 2, 32, 8, 128, 1e-5, RopeSpec(5e5, 128), 16384, False)
+SMOLLM = ModelSpec("LlamaForCausalLM", 49152, 576, 1536, 2, 9, 3, 64, 1e-5, RopeSpec(1e5, 64), 8192, True)
+QWEN = replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm="head", intermediate_size=12288, vocab_size=151936)
+FORMATS = ("w8a8_int8", "w4a8", "int4_per_channel", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act")
+EXPERTS = ("w4a8", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act", "fp8_block", "dense")
 COUNTS = ("T", "M", "num_rows", "num_pairs", "num_pieces", "num_splits", "num_requests", "num_tokens", "num_tiles")
 MATRIX = {  # what a product looks like in each assembly
-    "bf16": (r"wgmma\S*bf16|mma\.sync\S*bf16", r"v_mfma_f32_\d+x\d+x\d+\S*bf16"),
+    "bf16": (r"wgmma\S*bf16|mma\.sync\S*bf16", r"v_mfma_f32_\d+x\d+x\d+\S*b?f16"),
     "fp8": (r"wgmma\S*e4m3|mma\.sync\S*e4m3", r"v_mfma_\S*(fp8|f8f6f4)"),
-    "fp4": (r"mma\S*e2m1", r"v_mfma_scale_f32_\S*f8f6f4"),
     "int8": (r"wgmma\S*s8|mma\.sync\S*s8", r"v_mfma_i32_\S*i8"),
 }
 
 
-def compile_variant(variant: Variant, architecture: str) -> dict[str, object]:
-    """Return the size and the kind of code a variant becomes."""
-    names = variant.kernel.arg_names
-    signature = {name: variant.signature.get(name, "constexpr") for name in names}
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible}
-    tuning = read_tuning(architecture)
-    constants = {**variant.constants, **({"PDL": True} if "PDL" in names and tuning.dependent_launch else {})}
-    source = ASTSource(variant.kernel, signature, constants, attrs)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    options |= launch_options(dependent=False, instruction=tuning.instruction if variant.matrix != "none" else 0)
-    options |= {"maxnreg": variant.registers} if variant.registers else {}
-    compiled = triton.compile(source, target=TARGETS[architecture], options=options)
+def passes(ops: TritonOps, few: bool) -> Iterator[None]:
+    """Run everything that launches kernels, pass by pass; `few` is a choice that launches every kernel."""
+    yield from _dense_passes(ops, few)
+    for format in ("w4a8", "mxfp4_act") if few else FORMATS:
+        weight = ops.prepare(hollow_weight(format, 4096, 4096))
+        for rows in (4,) if few else (1, 4, 40, 300):
+            yield ops.packed_linear(torch.empty(rows, 4096, dtype=torch.bfloat16, device=META), weight)
+    for format in ("w4a8", "fp8_block") if few else EXPERTS:
+        target = build_target(replace(rank_of("kimi-k2.5", 8).target, num_layers=2), format, 8192, META)
+        for requests, nodes in ((1, 4), (40, 4)) if few else ((1, 1), (1, 4), (8, 4), (40, 4)):
+            yield _run(ops, target, Workload(requests, nodes))
+    windowed = Sight(128, None, torch.empty(32, device=META))
+    kv = meta_context(ops, hollow_target(LLAMA, ops), Workload(4, 4))
+    q = torch.empty(16, 32, 128, dtype=torch.bfloat16, device=META)
+    yield ops.attention(q, kv.kv.layers[0], kv.batch, 0.1, windowed)
+    yield from _chosen(ops)
+
+
+def _dense_passes(ops: TritonOps, few: bool) -> Iterator[None]:
+    batches = ((1, 1), (1, 4), (8, 1), (8, 4), (40, 1), (40, 4), (64, 4), (12, 6), (1, 512))
+    for spec, weights in ((LLAMA, "dense"), (LLAMA, "fp8_per_channel"), (SMOLLM, "dense"), (QWEN, "dense")):
+        target = hollow_target(spec, ops, weights)
+        for requests, nodes in batches:
+            if few and (spec is not LLAMA or (requests, nodes) in ((8, 1), (40, 1), (64, 4))):
+                continue
+            for max_keys in (4096,) if few or spec is not LLAMA else (1024, 4096, 32768):
+                yield _run(ops, target, Workload(requests, nodes, max_keys))
+    target, context = hollow_target(QWEN, ops), meta_context(ops, hollow_target(QWEN, ops), Workload(8, 4))
+    ending = Ending(torch.empty(8, dtype=torch.int64, device=META), meta_context(ops, target, Workload(8, 1)).batch)
+    yield target(torch.empty(32, dtype=torch.int64, device=META), replace(context, ending=ending))
+
+
+def _run(ops, target, workload) -> None:
+    tokens = torch.empty(workload.requests * workload.nodes, dtype=torch.int64, device=META)
+    target.logits(target(tokens, meta_context(ops, target, workload)).last_TD, ops)
+
+
+def _chosen(ops: TritonOps) -> Iterator[None]:
+    """Draft, choose and accept over a batch of 8 chains."""
+
+    def empty(*shape, dtype=torch.int64):
+        return torch.empty(*shape, dtype=dtype, device=META)
+
+    logits, state = empty(32, 128256, dtype=torch.bfloat16), SamplingState(8, 128256, META)
+    yield ops.sample(logits, SampleRows(empty(32), empty(32), empty(32, 3)), state)
+    yield ops.count(state, empty(8), empty(8, 4), empty(8))
+    sampling = RowSampling(empty(8, dtype=torch.float32), empty(8), empty(8))
+    draft_logits, ids = empty(8, 32000, dtype=torch.bfloat16), empty(32000)
+    yield ops.propose(draft_logits, ids, sampling, empty(8))
+    yield ops.top_k(draft_logits, ids, sampling, 10)
+    yield ops.perturb(draft_logits, ids, sampling)
+    many = RowSampling(empty(256, dtype=torch.float32), empty(256), empty(256))
+    yield ops.propose(empty(256, 32000, dtype=torch.bfloat16), ids, many, empty(256))
+    rows = ChainRows(*(empty(8) for _ in range(3)), empty(8, dtype=torch.float32), *(empty(8) for _ in range(2)),
+                     empty(8, 256, dtype=torch.int32))  # fmt: skip
+    yield ops.place_chains(rows, ChainPlaces.allocate(8, 4, META), 16)
+    yield ops.accept_chains(rows, empty(8, 4), empty(8, 4), empty(3), ChainOutcome.allocate(8, 4, META))
+
+
+def recorded(architecture: str, few: bool) -> list[Recorded]:
+    """Return what is launched on an architecture, every kernel once."""
+    with recording(architecture) as launches, torch.no_grad():
+        for _ in passes(TritonOps(META), few):
+            pass
+    return list({launch.key: launch for launch in launches}.values())
+
+
+def representative(launches: list[Recorded]) -> list[Recorded]:
+    """Return one launch of each kernel, and of kernels that overlap others in two ways, one each."""
+    ways = ("EARLY", "SETTLED", "SETTLES")
+    found = {}
+    for launch in launches:
+        kind = "*fp8e4nv" in launch.source.signature.values()
+        way = tuple(str(launch.constants.get(name)) for name in ways)
+        found.setdefault((launch.module, launch.name, kind, way), launch)
+    return list(found.values())
+
+
+def described(launch: Recorded, architecture: str) -> dict[str, object]:
+    """Compile a launch; return the size and the kind of code it becomes."""
+    compiled = triton.compile(launch.source, target=launch.target, options=launch.options)
+    matrix = _matrix(launch, architecture, compiled.asm["ttgir"])
+    gluon = launch.source.ext == "ttgir"
+    constants = {name: value for name, value in launch.constants.items() if isinstance(value, int | str | None)}
+    row = {"name": f"{launch.module.removeprefix('triton.')}:{launch.name}", "constants": constants, "gluon": gluon}
+    row |= _measured(compiled, architecture, matrix, launch.options.get("launch_pdl"), gluon)
+    row["refuses_one"] = [] if gluon or not architecture.startswith("sm_") else _refuses_one(launch)
+    return row
+
+
+def _matrix(launch: Recorded, architecture: str, ttgir: str) -> str:
+    """Return the matrix instruction a kernel's rows call for."""
+    types = " ".join(map(str, launch.source.signature.values()))
+    if not re.search(r"tt\.dot|warp_group_dot|mma_v2", ttgir):
+        return "none"
+    if "fp8e4nv" in types:
+        return "fp8" if read_tuning(architecture).fp8_dot else "bf16"
+    return "int8" if "*i8" in types.split() else "bf16"
+
+
+def _measured(compiled, architecture: str, matrix: str, overlaps: bool, gluon: bool) -> dict[str, object]:
     cuda = architecture.startswith("sm_")
     text = compiled.asm["ptx" if cuda else "amdgcn"]
-    pattern = None if variant.matrix == "none" else MATRIX[variant.matrix][0 if cuda else 1]
-    return {
-        "name": variant.name,
+    pattern = None if matrix == "none" else MATRIX[matrix][0 if cuda else 1]
+    row = {
         "architecture": architecture,
         "registers": None if cuda else _number(r"\.vgpr_count:\s+(\d+)", text),
         "shared": compiled.metadata.shared,
         "spills": _stack(compiled.asm["cubin"]) if cuda else _number(r"\.vgpr_spill_count:\s+(\d+)", text),
         "scalar_spills": 0 if cuda else _number(r"\.sgpr_spill_count:\s+(\d+)", text),
-        "matrix": variant.matrix,
+        "matrix": matrix,
         "matrix_found": pattern is None or re.search(pattern, text) is not None,
         "folded": len(re.findall(r"fma\.rn\.f32", text)) if cuda else None,
         "bytes": len(compiled.asm["cubin" if cuda else "hsaco"]),
-        "unfenced": cuda and _unfenced(text),
-        "overlap": _overlap(compiled.asm) if constants.get("PDL") else None,
-        "refuses_one": _refuses_one(variant, constants) if cuda else [],
-    }  # fmt: skip
+        "unfenced": cuda and not gluon and _unfenced(text),
+    }
+    if cuda and overlaps:
+        row["overlap"] = _overlap(compiled.asm)
+    return row
 
 
-def _refuses_one(variant: Variant, constants: dict[str, object]) -> list[str]:
+def _refuses_one(launch: Recorded) -> list[str]:
     """Return the counts that a kernel does not compile for where they are 1, which Triton makes a constant."""
-    target = TARGETS["sm_90"]
-    backend = make_backend(target)
-    options = backend.parse_options({"num_warps": variant.num_warps})
-    refused = []
-    for parameter in variant.kernel.params:
-        if parameter.name not in COUNTS or parameter.do_not_specialize or parameter.name not in variant.signature:
+    backend = make_backend(launch.target)
+    options = backend.parse_options({"num_warps": launch.options["num_warps"]})
+    source, refused = launch.source, []
+    for parameter in source.fn.params:
+        name = parameter.name
+        if name not in COUNTS or parameter.do_not_specialize or source.signature[name] == "constexpr":
             continue
-        values = {**constants, parameter.name: 1}
-        signature = {
-            name: "constexpr" if name in values else variant.signature[name] for name in variant.kernel.arg_names
-        }
+        values = {**source.constants, (parameter.num,): 1}
+        signature = {**source.signature, name: "constexpr"}
         context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)
-        source = ASTSource(variant.kernel, signature, values)
         try:
-            source.make_ir(
-                target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+            ASTSource(source.fn, signature, values).make_ir(
+                launch.target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
             )
         except CompilationError as error:
             refused.append(f"{parameter.name}: {error}")
@@ -104,12 +195,15 @@ def _overlap(asm: dict[str, str]) -> dict[str, object]:
         asm: Triton's GPU code, and the assembly, where nothing may have moved up past the wait either.
     """
     touched, ptx = touched_before_wait(asm["ttgir"]), asm["ptx"]
-    above = re.findall(r"\b(?:ld|st|red|atom)\.global|\bcp\.async\.c", ptx[: ptx.find(WAIT)])
+    before = ptx[: ptx.find(WAIT)]
+    starts = "griddepcontrol.launch_dependents"
     return {
-        "waits": touched is not None,
+        "waits": ptx.count(WAIT),
         "touches": sorted(touched or ()),
-        "accesses": len(above),
-        "starts_next_late": WAIT in ptx and ptx.find("griddepcontrol.launch_dependents") > ptx.find(WAIT),
+        "accesses": len(re.findall(r"\b(?:ld|st|red|atom)\.global|\bcp\.async\.c", before)),
+        "stores": len(re.findall(r"\b(?:st|red|atom)\.global", before)),
+        "tma": len(re.findall(r"cp\.async\.bulk\.tensor\S*global", before)),
+        "starts_next_late": WAIT in ptx and ptx.find(starts) > ptx.find(WAIT),
     }
 
 
@@ -139,19 +233,33 @@ def _number(pattern: str, text: str) -> int:
     return int(re.search(pattern, text)[1])
 
 
+def _of_variant(variant: Variant, architecture: str) -> Recorded:
+    """Return one of training's kernels, which are listed by hand, as if it had been recorded."""
+    names = variant.kernel.arg_names
+    signature = {name: variant.signature.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible}
+    source = ASTSource(variant.kernel, signature, constants, attrs)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": False}
+    return Recorded(variant.name, "training", source, target_of(architecture), options, variant.constants)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("architectures", nargs="+", choices=sorted(TARGETS))
-    parser.add_argument("--modules", nargs="*", default=MODULES)
+    parser.add_argument("architectures", nargs="+")
+    parser.add_argument("--all", action="store_true", help="everything, not one launch of each kernel")
+    parser.add_argument("--only", default="", help="kernels whose module and name contain this")
+    parser.add_argument("--list", action="store_true", help="compile nothing")
     arguments = parser.parse_args()
-    for name in arguments.modules:
-        full = name if name.startswith("slipstream.") else f"slipstream.kernels.triton.{name}"
-        if importlib.util.find_spec(full) is None:
-            continue
-        module = importlib.import_module(full)
-        for architecture in arguments.architectures:
-            for variant in module.variants(architecture):
-                sys.stdout.write(json.dumps(compile_variant(variant, architecture)) + "\n")
+    for architecture in arguments.architectures:
+        found = recorded(architecture, few=not arguments.all)
+        if not arguments.all:
+            found = representative(found)
+        found += [_of_variant(variant, architecture) for variant in training_variants(architecture)]
+        for launch in found:
+            if arguments.only in f"{launch.module}:{launch.name}":
+                row = {"name": launch.name} if arguments.list else described(launch, architecture)
+                sys.stdout.write(json.dumps(row, default=str) + "\n")
                 sys.stdout.flush()
 
 

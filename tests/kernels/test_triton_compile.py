@@ -1,6 +1,8 @@
-"""Every kernel that ships is compiled for the GPUs it is for, on a machine that may have none."""
+"""Kernels compile for the GPUs they are for, on a machine that may have none, as passes of real models launch them.
 
-import re
+`make test` compiles one launch of each kernel and architecture; `make kernels` everything that passes launch.
+"""
+
 import sys
 
 import pytest
@@ -11,14 +13,35 @@ pytest.importorskip("triton")
 from triton_samples import compiled_by
 
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10}
-SPILLS = {
-    "sm_90": 64,  # bytes of stack: 8 in whole prompts' attention, 32 in latents, 64 in FP8 over 256 rows
-    "gfx942": 2,  # registers, by Triton 3.7.1 in FP8 over 256 rows
+SPILLS = {  # bytes of stack on sm_90, vector registers on AMD's
+    "sm_90": {"attention.windowed:sight_kernel": 256, "gemm.wide_streams:stream_kernel": 192},
+    "gfx942": {"gemm.wide_tiles:wide_kernel": 2},
 }
+FEW_SPILLS = 88  # hardly any: Triton 3.7 spills 8 where 3.6 spills none
+WEIGHTS = {"w_ptr", "w_scale_ptr", "weight_ptr", "norm_ptr"}
+DESCRIPTION = {"starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr"}
+PLACES = {"slots_ptr", "positions_ptr", "cos_ptr", "sin_ptr"}
+EARLY_READERS = {  # beside weights: what these read was written before the kernel before them began
+    "attention.split_kv:splits_kernel": DESCRIPTION,
+    "attention.even:even_kernel": DESCRIPTION,
+    "attention.hopper_split_kv:quick_kernel": DESCRIPTION | {"k_ptr", "v_ptr"},
+    "attention.persistent_ws:flow_kernel": {"walks_ptr"},
+    "moe.gemv:words_down_kernel": {"ids_ptr"},
+    "rope:_rope_kernel": PLACES,
+}
+HOPPER_ONLY = ("lean_kernel", "stream_kernel", "quick_kernel", "flow_kernel", "walks_kernel")
+LEVELS = ["each", pytest.param("all", marks=pytest.mark.compile)]
 
 
-def compiled(architecture: str) -> list[dict]:
-    return compiled_by("compile_kernels.py", architecture)
+def compiled(architecture: str, level: str = "each") -> list[dict]:
+    return compiled_by("compile_kernels.py", architecture, *(["--all"] if level == "all" else []))
+
+
+def named(name: str, rows: list[dict], **constants) -> list[dict]:
+    found = [row for row in rows if row["name"].endswith(f":{name}")]
+    found = [row for row in found if all(row["constants"].get(key) == value for key, value in constants.items())]
+    assert found, f"{name} {constants} is launched nowhere"
+    return found
 
 
 def table(rows: list[dict]) -> str:
@@ -29,93 +52,92 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("architecture", SHARED_BYTES)
-def test_every_kernel_links_fits_and_hardly_spills(architecture, capsys):
-    rows = compiled(architecture)
+def test_every_kernel_links_fits_and_hardly_spills(architecture, level, capsys):
+    rows = compiled(architecture, level)
     with capsys.disabled():
         sys.stdout.write(f"\n{architecture}\n{table(rows)}\n")
-    assert len(rows) > 20
+    assert len(rows) > 40
     for row in rows:
+        most = SPILLS.get(architecture, {}).get(row["name"], FEW_SPILLS if architecture == "sm_90" else 0)
         assert row["bytes"] > 0, row
         assert row["shared"] <= SHARED_BYTES[architecture], row
         assert row["matrix_found"], f"no {row['matrix']} matrix instruction: {row}"
-        assert row["spills"] <= SPILLS.get(architecture, 0), row
+        assert row["spills"] <= most, row
         # Pointers and settings outnumber AMD's scalar registers; they spill to vector registers, not to memory.
-        assert not row["scalar_spills"] or row["name"].startswith("sample, "), row
+        assert not row["scalar_spills"] or row["name"].startswith("sampling"), row
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_kernel_compiles_for_counts_of_one(level):
+    # Triton makes an argument that is 1 a constant, which has no methods; its interpreter does not.
+    refused = {row["name"]: row["refuses_one"] for row in compiled("sm_90", level) if row["refuses_one"]}
+    assert not refused
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_attention_and_products_fold_no_product_into_a_sum(level):
+    # Blocks of keys with and without a mask would round differently, and which of them a row meets is its tile's doing.
+    rows = [row for row in compiled("sm_90", level) if row["name"].startswith(("attention", "gemm"))]
+    assert not [row for row in rows if row["folded"] and row["matrix"] == "bf16"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_kernel_that_overlaps_the_one_before_waits_for_it_before_touching_what_it_writes(level):
+    overlapping = [row for row in compiled("sm_90", level) if row.get("overlap")]
+    assert len(overlapping) > 40
+    for row in overlapping:
+        overlap, name = row["overlap"], row["name"]
+        assert overlap["waits"] and not overlap["stores"], f"{name} never waits, or stores before"
+        assert set(overlap["touches"]) <= WEIGHTS | EARLY_READERS.get(name, set()), row
+        assert overlap["touches"] or not overlap["accesses"], f"the compiler moved memory accesses of {name} up"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_kernels_whose_followers_read_early_wait_before_they_let_them_start(level):
+    rows = compiled("sm_90", level)
+    before = [
+        *named("_rope_kernel", rows, SETTLED=False), *named("_take_kernel", rows),
+        *named("words_gate_up_kernel", rows), *named("stream_kernel", rows, SETTLES=True),
+    ]  # fmt: skip
+    assert all(row["overlap"]["starts_next_late"] for row in before), before
+
+
+def test_a_rotation_behind_a_product_that_has_waited_lets_attention_start_at_once():
+    for row in named("_rope_kernel", compiled("sm_90"), SETTLED=True):
+        assert set(row["overlap"]["touches"]) == PLACES and not row["overlap"]["starts_next_late"], row
+
+
+def test_hopper_attention_reads_what_it_may_before_it_waits():
+    rows = compiled("sm_90")
+    for row in named("quick_kernel", rows):
+        assert row["overlap"]["touches"] == sorted(EARLY_READERS[row["name"]]) and row["shared"] <= 40 << 10, row
+    for row in named("flow_kernel", rows):  # those that attend, the producer, and that again for others' results
+        assert row["overlap"]["waits"] == 3 and not row["spills"], row
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_hopper_gemv_has_a_processor_to_itself(level):
+    for row in named("lean_kernel", compiled("sm_90", level)):
+        assert (114 << 10) < row["shared"] + 1024 <= (228 << 10) and row["spills"] <= 8, row  # none by Triton 3.6
+        assert row["overlap"]["waits"] == 2, row  # consumers and producer
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_no_other_gpu_is_given_what_only_hopper_has(architecture):
+    assert not [row for row in compiled(architecture) if row["name"].rpartition(":")[2] in HOPPER_ONLY]
 
 
 def test_latent_attention_loads_a_block_while_another_is_multiplied():
     # Triton 3.6 gets such a loop wrong on sm_90 where it does not pipeline it; two blocks in shared memory are proof.
-    rows = [row for row in compiled("sm_90") if re.fullmatch(r"latent attention, \d+ rows.*", row["name"])]
-    assert rows
-    assert all(row["shared"] > 2 * 64 * 576 * 2 for row in rows), rows
+    assert all(row["shared"] > 2 * 64 * 576 * 2 for row in named("partial_kernel", compiled("sm_90")))
 
 
-def test_every_kernel_compiles_for_counts_of_one():
-    # Triton makes an argument that is 1 a constant, which has no methods; its interpreter does not.
-    refused = {row["name"]: row["refuses_one"] for row in compiled("sm_90") if row["refuses_one"]}
-    assert not refused
-
-
-def test_attention_folds_no_product_into_a_sum():
-    # Blocks of keys with and without a mask would round differently, and which of them a row meets is its tile's doing.
-    rows = [row for row in compiled("sm_90") if row["name"].startswith("attention")]
-    assert rows
-    assert all(row["folded"] == 0 for row in rows), rows
-
-
-WEIGHTS = {"w_ptr", "w_scale_ptr", "weight_ptr"}
-DESCRIPTION = {"starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr"}
-PLACES = {"slots_ptr", "positions_ptr", "cos_ptr", "sin_ptr"}
-EARLY_READERS = {  # beside weights: what these read was written before the kernel before them began
-    "attention 16 rows": DESCRIPTION,
-    "attention 32 rows": DESCRIPTION,
-    "experts w4a8 <= 32 pairs, down": {"ids_ptr"},
-    "settled rope": PLACES,
-}
-BEFORE_EARLY_READERS = (
-    "rope",
-    "wide dense 160 rows 1x128, settles",
-    "wide fp8 160 rows 1x128, settles",
-    "narrow dense, rope",
-    "narrow fp8, rope",
-    "experts w4a8 <= 32 pairs, gate and up",
-)
-
-
-def overlapping() -> list[dict]:
-    return [row for row in compiled("sm_90") if row["overlap"]]
-
-
-def test_every_kernel_that_overlaps_the_one_before_waits_for_it_before_touching_what_it_writes():
-    assert len(overlapping()) > 60
-    for row in overlapping():
-        overlap, name = row["overlap"], row["name"]
-        early = next((what for start, what in EARLY_READERS.items() if name.startswith(start)), set())
-        assert overlap["waits"], f"{name} never waits"
-        assert set(overlap["touches"]) <= WEIGHTS | early, row
-        assert overlap["touches"] or not overlap["accesses"], f"the compiler moved memory accesses of {name} up"
-
-
-def test_kernels_whose_followers_read_early_wait_before_they_let_them_start():
-    for start in BEFORE_EARLY_READERS:
-        rows = [row for row in overlapping() if row["name"].startswith(start)]
-        assert rows, f"{start} is gone; who runs before an early reader now?"
-        assert all(row["overlap"]["starts_next_late"] for row in rows), rows
-
-
-def test_a_rotation_behind_a_product_that_settles_lets_attention_start_at_once():
-    rows = {row["name"]: row["overlap"] for row in overlapping() if row["name"].startswith("settled rope")}
-    assert len(rows) == 2
-    for name, overlap in rows.items():
-        assert overlap["waits"] and set(overlap["touches"]) == PLACES and not overlap["starts_next_late"], name
-
-
-def test_copies_are_fenced_before_a_matrix_instruction_reads_what_they_wrote():
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_are_fenced_before_a_matrix_instruction_reads_what_they_wrote(level):
     # Hopper's instructions read shared memory by another way than cp.async writes it.
-    training = [row for row in compiled("sm_90") if row["name"].startswith("training")]
-    assert training
-    unfenced = [row["name"] for row in [*overlapping(), *training] if row["unfenced"]]
+    unfenced = [row["name"] for row in compiled("sm_90", level) if row["unfenced"]]
     assert not unfenced, unfenced
 
 

@@ -11,12 +11,10 @@ from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels.reference.experts import experts as reference
 from slipstream.kernels.triton.moe.dispatch import ExpertOptions, experts
 from slipstream.kernels.triton.moe.tiles import ExpertTiles, StageTiles, expert_tiles
-from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.quant.packed import ExpertWeights, stack_experts
 from slipstream.quant.scheme import scheme_named
 
 SMALL = ExpertTiles(16, StageTiles(32, 64, splits=2), StageTiles(32, 64))
-NATIVE = architecture_of(DEVICE) in ("gfx950", "interpreter")
 WORDS = ExpertTiles(16, StageTiles(4, 64), StageTiles(32, 64), words=True)
 # Weight-only formats round the scaled weight to the activations' type before it is multiplied.
 FORMATS = {
@@ -90,24 +88,6 @@ def test_a_token_has_the_same_bits_alone_as_in_company(name):
     for token in (0, 2):
         rows = slice(token, token + 1)
         assert torch.equal(experts(x[rows], gate_up, down, ids[rows], weights[rows])[0], together[token])
-
-
-@pytest.mark.skipif(not NATIVE, reason="the GPU has no matrix units for MXFP4")
-@pytest.mark.parametrize("block_k", [64, 128])  # rows of 160 columns are cut evenly by neither
-def test_mxfp4_multiplied_as_it_is_stored_gives_the_references_numbers(block_k):
-    args = case("mxfp4_act", inner=64)
-    args[3][1, 0] = -1
-    native = ExpertTiles(16, StageTiles(32, block_k, splits=2), StageTiles(32, block_k), native=True)
-    got = experts(*args, options=ExpertOptions(native))
-    assert relative_error(got, reference(*args)) < FORMATS["mxfp4_act"]
-    x, gate_up, down, ids, weights = args
-    alone = experts(x[2:], gate_up, down, ids[2:], weights[2:], options=ExpertOptions(native))
-    assert torch.equal(alone[0], got[2])
-
-
-def test_only_mxfp4_is_multiplied_as_it_is_stored():
-    with pytest.raises(ConfigError, match=r"native=1 .*'w4a8'"):
-        experts(*case("w4a8", num_tokens=1), options=ExpertOptions(SMALL.changed({"native": 1})))
 
 
 @settings(max_examples=3, deadline=None)

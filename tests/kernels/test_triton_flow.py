@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from cpu_samples import causal, filled_cache
-from triton_samples import batch_to_device, compiled_by, layer_to_device, numbers
+from triton_samples import batch_to_device, layer_to_device, numbers
 
 from interpreted import DEVICE
 from slipstream.kernels.ops import AttentionBatch, KvLayer
@@ -16,46 +16,6 @@ from slipstream.kernels.triton.attention import dispatch as attending
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention, walks_of
 from slipstream.kernels.triton.attention.hopper_launch import _walks_shape
 from slipstream.kernels.triton.tuning import AttentionConfig, architecture_of, read_tuning
-
-
-def flowing() -> list[dict]:
-    return [row for row in compiled_by("compile_flow.py") if not row["name"].startswith("walks")]
-
-
-def test_it_fits_spills_nothing_and_multiplies_by_the_instruction_of_the_others():
-    assert len(flowing()) == 3
-    for row in flowing():
-        assert row["shared"] + 1024 <= 228 << 10 and not row["spills"], row
-        assert set(row["matrix"]) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}, row
-        assert not row["folded"], row
-
-
-def test_before_it_has_waited_it_stores_nothing_and_reads_past_the_nearest_cache():
-    for row in flowing():
-        # Of those that attend, of the one that asks, and of that one again before it asks what another program left.
-        assert row["waits"] == 3, row
-        assert not row["cached_before_wait"] and not row["stored_before_wait"], row
-        boxes = 64 // int(row["name"].rpartition(" ")[2])
-        assert row["asks"] == 2 * boxes * (2 if "128" in row["name"] else 1), row
-
-
-def test_all_it_needs_of_the_walks_is_read_before_it_waits():
-    for row in flowing():
-        # But for how many share a request, which only those that finish one must know.
-        assert row["read_before_wait"] == 16 + 4 * (2 if "64 requests" in row["name"] else 1), row
-
-
-def test_what_lays_out_the_walks_waits_before_it_reads():
-    walks = [row for row in compiled_by("compile_flow.py") if row["name"].startswith("walks")]
-    assert len(walks) == 3
-    for row in walks:
-        assert row["waits"] == 1 and not row["spills"], row
-        assert not row["accesses_before_wait"], row
-
-
-@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
-def test_no_other_gpu_is_given_it(architecture):
-    assert read_tuning(architecture).attention.flow_programs == 0
 
 
 def shaped(requests: int, queries: int, bound: int) -> AttentionBatch:

@@ -8,7 +8,6 @@ pytest.importorskip("triton")
 
 import torch
 from layer_samples import SHAPE, run
-from triton_samples import compiled_by
 
 from interpreted import DEVICE
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
@@ -22,20 +21,6 @@ from slipstream.quant.packed import PackedWeight
 
 PROCESSOR, RESERVED = 228 << 10, 1 << 10
 """Bytes of fast memory that a processor has, and that a program needs of it for itself."""
-
-
-def test_lean_products_have_a_processor_to_themselves_and_hardly_spill():
-    rows = compiled_by("compile_lean.py")
-    assert len(rows) > 10
-    for row in rows:
-        assert PROCESSOR // 2 < row["shared"] + RESERVED <= PROCESSOR and row["spills"] <= 8, row  # none by 3.6
-        assert row["matrix"] and row["waits"] == 2, row  # those who multiply, and the one who asks
-        assert bool(row["reads_before"]) == row["known_before"] and row["folded"] == 0, row
-
-
-@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
-def test_no_other_gpu_is_given_what_only_hopper_has(architecture):
-    assert not any(config.lean for config in read_tuning(architecture).linear_few.values())
 
 
 def test_what_does_not_fit_is_left_to_other_kernels():

@@ -1,10 +1,11 @@
 """Training's kernels as a target and a draft of SmolLM2's shape launch them, so that a test can compile them all."""
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from slipstream.kernels.training import triton_attention, triton_attention_grad, triton_loss, triton_pointwise
-from slipstream.kernels.triton.variants import Variant
 
+Matrix = Literal["none", "bf16"]
 _HEADS = {"H": 9, "G": 3, "D": 64}
 _STATES = ("q", "k", "v", "own_k", "own_v", "out", "grad", "grad_q", "grad_k", "grad_v", "x", "weight")
 _NUMBERS = ("lse", "drop", "logits", "taught", "log_total", "inside", "loss", "agreed", "full", "cos", "sin", "parts")
@@ -15,6 +16,30 @@ _TYPES = {
     **{f"{name}_ptr": "*i64" for name in ("best", "at", "token_ids")},
     **dict.fromkeys(("scale", "log2_scale", "hard_share", "sign", "eps"), "fp32"),
 }
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with one set of compile-time values.
+
+    Args:
+        kernel: the triton.jit function; triton has no types of its own.
+        signature: Triton's type of each run-time argument ("*bf16", "i32", "fp32", ...).
+        constants: the tl.constexpr arguments.
+        matrix: which matrix instructions the code must contain.
+        divisible: run-time arguments known to be multiples of 16 (strides, widths and aligned pointers).
+        registers: the most a thread may have; 0: as many as the compiler likes.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    matrix: Matrix = "none"
+    divisible: tuple[str, ...] = field(default=())
+    registers: int = 0
 
 
 def variants(architecture: str) -> list[Variant]:

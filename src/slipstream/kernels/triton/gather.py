@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.launch import launch_options, wait_then_let_start
-from slipstream.kernels.triton.variants import Variant
 
 
 @triton.jit
@@ -41,14 +40,3 @@ def take_rows(rows_L: Tensor, q_THd: Tensor, residual_TD: Tensor, dependent: boo
         BLOCK=block, PDL=dependent, num_warps=4 if block <= 2048 else 8, **launch_options(dependent),
     )  # fmt: skip
     return q, residual
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships, at the width of an 8B model."""
-    signature = {
-        "rows_ptr": "*i64", "q_ptr": "*bf16", "residual_ptr": "*bf16", "q_out_ptr": "*bf16",
-        "residual_out_ptr": "*bf16", "q_width": "i32", "width": "i32", "q_stride": "i32", "residual_stride": "i32",
-    }  # fmt: skip
-    divisible = tuple(name for name in signature if name != "rows_ptr")
-    return [Variant("rows of an ending", _take_kernel, signature, {"BLOCK": 4096, "PDL": False}, 8, 2,
-                    divisible=divisible)]  # fmt: skip

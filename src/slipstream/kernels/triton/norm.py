@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.kernels.triton.gemm.quantize import CODE_DTYPES, Codes, encode, row_scale
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
-from slipstream.kernels.triton.variants import Variant
 
 SQUARED = 64
 """How many numbers of a row share a sum of squares where a product leaves them for the norm."""
@@ -125,24 +124,3 @@ def silu_mul(gate_up_TN: Tensor, dependent: bool) -> Tensor:
         **launch_options(dependent),
     )  # fmt: skip
     return out
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships, at the widths of an 8B model."""
-    norm = {
-        "x_ptr": "*bf16", "other_ptr": "*bf16", "weight_ptr": "*bf16", "other_weight_ptr": "*bf16", "out_ptr": "*bf16",
-        "scale_ptr": "*fp32", "width": "i32", "x_stride": "i32", "other_stride": "i32", "out_stride": "i32",
-        "eps": "fp32",
-    }  # fmt: skip
-    silu = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32", "x_stride": "i32"}
-
-    def whole(signature: dict[str, str]) -> tuple[str, ...]:
-        return tuple(name for name, kind in signature.items() if kind != "fp32")
-
-    norms = [
-        Variant(f"norm {codes}", _norm_kernel, {**norm, "out_ptr": pointer},
-                {"BLOCK": 4096, "LEVELS": 12, "CODES": codes, "PDL": False}, 8, 2, divisible=whole(norm))
-        for codes, pointer in (("none", "*bf16"), ("fp8", "*fp8e4nv"), ("int8", "*i8"))
-    ]  # fmt: skip
-    return [*norms, Variant("silu_mul", _silu_mul_kernel, silu, {"BLOCK": 1024, "PDL": False}, 4, 2,
-                            divisible=whole(silu))]  # fmt: skip

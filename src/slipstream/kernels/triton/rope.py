@@ -21,7 +21,6 @@ from slipstream.kernels.triton.launch import (
     wait_then_let_start,
 )
 from slipstream.kernels.triton.norm import Norm
-from slipstream.kernels.triton.variants import Variant
 
 
 @triton.jit
@@ -192,30 +191,3 @@ def rope_and_write(
 def _heads_taken(num_heads: int, num_groups: int) -> int:
     """Return how many heads a program takes: a power of two that divides those of queries and those of keys."""
     return math.gcd(num_heads, num_groups, 8)
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships, at the widths of an 8B model."""
-    rope = {
-        "qkv_ptr": "*bf16", "q_ptr": "*bf16", "keys_ptr": "*bf16", "values_ptr": "*bf16", "slots_ptr": "*i64",
-        "positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "q_norm_ptr": "*bf16",
-        "k_norm_ptr": "*bf16", "qkv_stride": "i32", "part_stride": "i32", "slot_stride": "i32", "eps": "fp32",
-    }  # fmt: skip
-    heads = {"HEADS": 32, "GROUPS": 8, "TAKEN": 8, "WIDTH": 128, "HALF": 64, "BLOCK": 128, "PDL": False}
-    scales = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32"}
-
-    def whole(signature: dict[str, str]) -> tuple[str, ...]:
-        return tuple(name for name, kind in signature.items() if kind != "fp32")
-
-    ropes = [
-        Variant(f"{'settled ' if splits > 1 else ''}rope, qk norm {on}, {splits} stretches", _rope_kernel,
-                {**rope, "qkv_ptr": pointer},
-                {**heads, **dict.fromkeys(scales), "SPLITS": splits, "QK_NORM": on, "SETTLED": splits > 1}, 4, 2,
-                divisible=whole(rope))
-        for on, splits, pointer in ((False, 1, "*bf16"), (True, 1, "*bf16"), (False, 2, "*fp32"))
-    ]  # fmt: skip
-    ropes.append(
-        Variant("settled rope, 2 stretches of codes", _rope_kernel, {**rope, "qkv_ptr": "*fp32", **scales},
-                {**heads, "SPLITS": 2, "QK_NORM": False, "SETTLED": True}, 4, 2, divisible=(*whole(rope), *scales))
-    )  # fmt: skip
-    return ropes

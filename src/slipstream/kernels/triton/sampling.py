@@ -13,7 +13,6 @@ from slipstream.kernels.sampling import MAX_TOP, Sampled, SampleRows, SamplingSt
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.sampling_rows import finish_kernel
 from slipstream.kernels.triton.sampling_vocabulary import count_kernel, nucleus_kernel, process_kernel, weigh_kernel
-from slipstream.kernels.triton.variants import Variant
 
 
 @dataclass(frozen=True)
@@ -108,37 +107,3 @@ def count(state: SamplingState, slot_R: Tensor, tokens_RN: Tensor, counts_R: Ten
         tokens_RN.stride(0), counts_R.stride(0), TOKENS=triton.next_power_of_2(num_tokens), PDL=dependent, num_warps=1,
         **launch_options(dependent),
     )  # fmt: skip
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships, for rows of 128k tokens; without grammars, or for few rows, the kernels are parts of these."""
-    shapes = dict.fromkeys(("V", "stride", "num_path", "num_words", "num_end_words", "num_cells", "num_groups"), "i32")
-    common = {
-        "logits_ptr": "*bf16", "records_ptr": "*i64", "mask_row_ptr": "*i64", "slot_ptr": "*i64",
-        "position_ptr": "*i64", "processed_ptr": "*fp32", "value_ptr": "*fp32", "entry_ptr": "*i32",
-        "raw_value_ptr": "*fp32", "cells_ptr": "*fp32", "raw_cells_ptr": "*fp32", "sum_ptr": "*i64",
-        "before_ptr": "*i64",
-        "raw_sum_ptr": "*i64", "drawn_ptr": "*fp32", "drawn_entry_ptr": "*i32", "said_ptr": "*i32",
-        "bias_ptr": "*fp32", "ends_ptr": "*i32", "words_ptr": "*i32", "path_ptr": "*i64", "list_ptr": "*i32",
-        "kept_ptr": "*i64", "token_ptr": "*i64", "logprob_ptr": "*fp32", "top_id_ptr": "*i64",
-        "top_logprob_ptr": "*fp32", **shapes,
-    }  # fmt: skip
-    shipped = []
-    for masked, taken in ((True, TILES.taken),):
-        fixed = {"MASKED": masked, "PDL": False}
-        name = f"{'masked ' if masked else ''}x{taken}"
-        blocks = {"BLOCK": TILES.block, "TAKEN": taken, **fixed}
-        rows = {"BLOCK": TILES.row_block, "GROUPS": 64, "CELLS": TILES.cells, "CELL": 32, "TOGETHER": TILES.together,
-                "KEPT": TILES.kept, "MAX_TOP": MAX_TOP, "TOPS": 32, **fixed}  # fmt: skip
-        for step, kernel, constants, warps in (
-            ("process", process_kernel, {**blocks, "CELL": 32}, 8),
-            ("weigh", weigh_kernel, {**blocks, "GROUPS": 64}, 8),
-            ("nucleus", nucleus_kernel, {**blocks, "GROUPS": 64}, 8),
-            ("finish", finish_kernel, rows, 16),
-        ):
-            signature = {argument: kind for argument, kind in common.items() if argument in kernel.arg_names}
-            shipped.append(Variant(f"sample, {step} {name}", kernel, signature, constants, warps, 2))
-    counted = {"records_ptr": "*i64", "said_ptr": "*i32", "slot_ptr": "*i64", "tokens_ptr": "*i64",
-               "counts_ptr": "*i64", "V": "i32", "num_tokens": "i32", "tokens_stride": "i32",
-               "counts_stride": "i32"}  # fmt: skip
-    return [*shipped, Variant("count said tokens", count_kernel, counted, {"TOKENS": 8, "PDL": False}, 1, 2)]

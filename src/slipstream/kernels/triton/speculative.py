@@ -15,7 +15,6 @@ from torch import Tensor
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import RowSampling
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
-from slipstream.kernels.triton.variants import Variant
 
 MAX_K = 16
 """More than so many entries of a row are found by torch."""
@@ -334,52 +333,3 @@ def accept_chains(
         outcome.emitted_RN, outcome.last_R, outcome.last_index_R, outcome.last_keys_R, outcome.out_RE, num_nodes,
         NODES=triton.next_power_of_2(num_nodes), PDL=dependent, num_warps=1, **launch_options(dependent),
     )  # fmt: skip
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships."""
-    return [*_draft_variants(), *_chain_variants()]
-
-
-def _draft_variants() -> list[Variant]:
-    """List a draft's best one and best ten, and the perturbed row."""
-    rows = {
-        "logits_ptr": "*bf16", "ids_ptr": "*i64", "temperature_ptr": "*fp32", "seed_ptr": "*i64",
-        "position_ptr": "*i64",
-    }  # fmt: skip
-    block = {**rows, "value_ptr": "*fp32", "entry_ptr": "*i32", "sums_ptr": "*fp32", "V": "i32", "stride": "i32"}
-    final = {
-        "value_ptr": "*fp32", "entry_ptr": "*i32", "sums_ptr": "*fp32", "ids_ptr": "*i64", "out_value_ptr": "*fp32",
-        "out_entry_ptr": "*i64", "copy_ptr": "*i64", "num_blocks": "i32", "copy_stride": "i32",
-    }  # fmt: skip
-    shipped = []
-    for k, tokens in ((1, True), (10, False)):
-        fixed = {"K": k, "SUMS": not tokens, "PDL": False}
-        shipped += [
-            Variant(f"best {k}, blocks", _best_of_block_kernel, block, {"BLOCK": _BLOCK, **fixed}, 8, 2),
-            Variant(f"best {k}, rows", _best_of_all_kernel, final,
-                    {"BLOCKS": 64 * triton.next_power_of_2(k), "TOKENS": tokens, **fixed}, 4, 2),
-        ]  # fmt: skip
-    several = {name: kind for name, kind in block.items() if name != "sums_ptr"}
-    taken = {"BLOCK": _BLOCK, "TAKEN": _TAKEN, "PDL": False}
-    shipped.append(Variant("best 1, several blocks", _best_of_blocks_kernel, several, taken, 8, 2))
-    perturbed = {**rows, "out_ptr": "*fp32", "V": "i32", "stride": "i32"}
-    return [*shipped, Variant("perturb", _perturb_kernel, perturbed, {"BLOCK": _BLOCK, "PDL": False}, 8, 2)]
-
-
-def _chain_variants() -> list[Variant]:
-    """List the bookkeeping of chains of three drafted tokens."""
-    whole = ("committed", "root", "active", "seed")
-    place = {f"{name}_ptr": "*i64" for name in whole} | {
-        "temperature_ptr": "*fp32", "pages_ptr": "*i32", "chain_ptr": "*i64", "index_ptr": "*i64", "slots_ptr": "*i64",
-        "position_ptr": "*i64", "temperatures_ptr": "*fp32", "seeds_ptr": "*i64", "node_index_ptr": "*i64",
-        "node_slots_ptr": "*i64", "node_position_ptr": "*i64", "kv_lens_ptr": "*i32", "num_nodes": "i32",
-        "page_size": "i32", "pages_stride": "i32",
-    }  # fmt: skip
-    names = (*whole, "until", "chain", "chosen", "thresholds", "emitted", "last", "last_index", "out")
-    accept = {f"{name}_ptr": "*i64" for name in names}
-    accept |= {"last_keys_ptr": "*i32", "num_nodes": "i32"}
-    return [
-        Variant("places of chains", _place_kernel, place, {"NODES": 4, "PDL": False}, 1, 2),
-        Variant("accepted chains", _accept_kernel, accept, {"NODES": 4, "PDL": False}, 1, 2),
-    ]  # fmt: skip

@@ -28,12 +28,10 @@ from slipstream.kernels.triton.attention.hopper_launch import (
 from slipstream.kernels.triton.attention.prefill import prefill_kernel
 from slipstream.kernels.triton.attention.split_kv import splits_kernel
 from slipstream.kernels.triton.attention.tile import (
-    DESCRIPTION,
     SPLITS_IN_GROUP,
 )
 from slipstream.kernels.triton.launch import launch_options
-from slipstream.kernels.triton.tuning import AttentionConfig, read_tuning
-from slipstream.kernels.triton.variants import Variant
+from slipstream.kernels.triton.tuning import AttentionConfig
 
 _LOG2E = 1.4426950408889634
 _NARROW_ROWS = 16
@@ -251,62 +249,3 @@ def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str,
     if whole and config.group_registers and not wide:
         options["maxnreg"] = config.group_registers
     return options
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships: narrow and wide tiles, merged by several programs or by one; of groups the wider heads alone."""
-    config = read_tuning(architecture).attention
-    pointers = {
-        "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i32",
-        "lens_ptr": "*i32", "pages_ptr": "*i32", "index_ptr": "*i64", "ancestors_ptr": "*i64",
-    }  # fmt: skip
-    shared = {"sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32", "maxima_ptr": "*fp32"}
-    numbers = {
-        "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32"
-    }  # fmt: skip
-    split = {**pointers, **shared, **numbers, "num_splits": "i32"}
-    even = {**pointers, **shared, **{name: kind for name, kind in numbers.items() if name != "window"}}
-    even["num_results"] = "i32"
-    kinds = (  # rows, kernel, its arguments, whether programs take groups, whether a tile has one query
-        (_NARROW_ROWS, splits_kernel, split, False, False),
-        (_NARROW_ROWS, splits_kernel, split, False, True),
-        (_NARROW_ROWS, splits_kernel, split, True, False),
-        (_NARROW_ROWS, splits_kernel, split, True, True),
-        (_NARROW_ROWS, even_kernel, even, True, False),
-        (_NARROW_ROWS, even_kernel, even, True, True),
-        (config.rows_wide, splits_kernel, split, True, False),
-        (config.rows_wide, prefill_kernel, {**pointers, **numbers}, True, False),
-    )
-    shipped = []
-    for rows, kernel, signature, whole, one in kinds:
-        serial = kernel is prefill_kernel
-        divisible = tuple(name for name in signature if name.endswith("_ptr") and name not in DESCRIPTION)
-        divisible += ("slot_stride",)
-        for heads, groups, width in ((32, 8, 128),) if whole and not serial else ((32, 8, 128), (9, 3, 64)):
-            repeats = heads // groups
-            constants = {
-                "HEADS": heads, "GROUPS": groups, "WIDTH": width, "D": width, "ROWS": rows,
-                "TOKENS": rows // repeats, "REQUESTS": 64, "SPLIT": config.split, "BLOCK": config.block,
-                "PAGE": 16, "IN_GROUP": SPLITS_IN_GROUP, "HAS_WINDOW": False, "PDL": False,
-            }  # fmt: skip
-            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            if not serial:
-                constants |= {"WHOLE": whole, "ONE": True, "EARLY": True, "MAXIMA": True}
-                constants |= _early_options(config, 2 * width, whole)
-                constants["COMPACT"] = _compact_rows(config, repeats, rows) if one else 0
-                options = _split_options(config, rows, whole)
-            if kernel is even_kernel:
-                options = _even_options(config, 1 if one else rows // repeats, rows // repeats)
-                constants["QUERIES"] = options.pop("QUERIES")
-            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            registers = options.pop("maxnreg", 0)
-            taken = ", all groups" if kernel is even_kernel else ", groups" if whole else ""
-            how = ", serial" if serial else f"{taken}{', one query' if one else ''}"
-            name = f"attention {rows} rows, heads of {width}{how}"
-            shipped.append(
-                Variant(
-                    name, kernel, signature, constants, **options, matrix="bf16", divisible=divisible,
-                    registers=registers,
-                )
-            )  # fmt: skip
-    return shipped

@@ -24,7 +24,6 @@ from slipstream.kernels.triton.attention.tile import (
     nothing,
 )
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
-from slipstream.kernels.triton.variants import Variant
 
 _LOG2E = 1.4426950408889634
 _ROWS, _BLOCK = 16, 64
@@ -105,19 +104,3 @@ def attention(
         PDL=dependent, num_warps=4, num_stages=2, **launch_options(dependent, instruction),
     )  # fmt: skip
     return out
-
-
-def variants(architecture: str) -> list[Variant]:
-    """Return the kernel as gpt-oss's layers run it: 64 heads of 64, eight of them to a key."""
-    signature = {
-        "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "sinks_ptr": "*fp32", "out_ptr": "*bf16",
-        "starts_ptr": "*i32", "lens_ptr": "*i32", "pages_ptr": "*i32", "index_ptr": "*i64", "ancestors_ptr": "*i64",
-        "num_requests": "i32", "slot_stride": "i32", "pages_stride": "i32", "scale": "fp32", "window": "i32",
-        "chunk": "i32",
-    }  # fmt: skip
-    constants = {
-        "HEADS": 64, "GROUPS": 8, "WIDTH": 64, "D": 64, "ROWS": _ROWS, "TOKENS": 2, "REQUESTS": 64, "BLOCK": _BLOCK,
-        "PAGE": 16, "PDL": False,
-    }  # fmt: skip
-    divisible = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "slot_stride")
-    return [Variant("attention with sinks", sight_kernel, signature, constants, 4, 2, "bf16", divisible)]

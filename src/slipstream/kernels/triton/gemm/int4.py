@@ -28,8 +28,6 @@ from slipstream.kernels.triton.gemm.split_k import (
     weight_rows,
 )
 from slipstream.kernels.triton.launch import arrived_last, launch_options, show_copies, wait_for_inputs
-from slipstream.kernels.triton.tuning import LinearConfig, read_tuning
-from slipstream.kernels.triton.variants import Matrix, Variant
 from slipstream.quant.formats.nibbles import unpack_signed
 
 _LARGEST_HALF = 128
@@ -179,43 +177,3 @@ def multiply_nibbles(
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships: per channel and in groups with rows as they are, per channel with rows of codes, and MXFP4."""
-    tuning = read_tuning(architecture)
-    shipped = []
-    for name, half, grouped in (
-        ("int4_per_channel", 128, False),
-        ("int4_group 32", 32, True),
-        ("int4_group 128", 128, True),
-        ("w4a8", 128, False),
-        ("int4_fp8", 128, False),
-        ("mxfp4", 32, True),
-    ):
-        narrow = tuning.linear_config(name.split()[0], 4096, 4096, 0.5)
-        many = tuning.many_config(name.split()[0], narrow)
-        shipped += [_variant(name, *tiles, half, grouped) for tiles in ((narrow, 16), (many, 64))]
-    return shipped
-
-
-def _variant(name: str, config: LinearConfig, rows: int, half: int, grouped: bool) -> Variant:
-    whole, mx = name == "w4a8", name == "mxfp4"
-    signature = {
-        "x_ptr": "*i8" if whole else "*bf16", "w_ptr": "*i8", "x_scale_ptr": "*fp32",
-        "w_scale_ptr": "*u8" if mx else "*fp32",
-        "bias_ptr": "*bf16", "residual_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*i32" if whole else "*fp32",
-        "counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "residual_stride": "i32",
-        "y_stride": "i32",
-    }  # fmt: skip
-    constants = {
-        "BLOCK_M": rows, "BLOCK_N": config.block_n, "HALF": half, "SPLITS": config.split_k, "SERIAL": rows == 64,
-        "EVEN": True, "GROUPED": grouped, "WHOLE": whole, "MX": mx, "ROW_SCALES": name in ("w4a8", "int4_fp8"),
-        "STREAM": rows == 16, "SILU": rows == 64, "HAS_BIAS": False, "HAS_RESIDUAL": rows != 64, "PDL": False,
-    }  # fmt: skip
-    divisible = tuple(arg for arg in signature if arg != "M")
-    matrix: Matrix = "int8" if whole else "bf16"
-    return Variant(
-        f"{name} {rows} rows", _nibble_kernel, signature, constants, config.num_warps, config.num_stages, matrix,
-        divisible,
-    )  # fmt: skip

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
-from slipstream.kernels.triton.variants import Variant
 
 GROUP = tl.constexpr(32)
 _BLOCK = 1024
@@ -86,12 +85,3 @@ def round_rows(x_TD: Tensor, dependent: bool) -> Tensor:
         x_TD, out_TD, width, x_TD.stride(0), BLOCK=_BLOCK, PDL=dependent, num_warps=4, **launch_options(dependent)
     )
     return out_TD
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships: rows in the models' type."""
-    signature = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32", "x_stride": "i32"}
-    return [
-        Variant("round to MXFP4", _round_kernel, signature, {"BLOCK": _BLOCK, "PDL": False}, 4, 2,
-                divisible=tuple(signature))
-    ]  # fmt: skip

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
-from slipstream.kernels.triton.variants import Variant
 
 Codes = Literal["fp8", "int8"]
 _WIDEST = 16384  # numbers of a row that a program holds at once
@@ -96,19 +95,3 @@ def quantize_rows(
 def _num_warps(block: int) -> int:
     """Return as many warps as give a thread 32 numbers at most."""
     return min(max(block // 1024, 4), 16)
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships: both kinds of codes and FP8 in a wider type, rows of an 8B model and of its feed-forward."""
-    kinds = {"fp8": "*fp8e4nv", "int8": "*i8", "fp8 as bf16": "*bf16"}
-    return [
-        Variant(
-            f"quantize {kind}, rows up to {block}",
-            _quantize_kernel,
-            {"x_ptr": "*bf16", "static_ptr": "*fp32", "codes_ptr": pointer, "scale_ptr": "*fp32", "width": "i32",
-             "x_stride": "i32"},
-            {"BLOCK": block, "WHOLE": True, "CODES": kind.split()[0], "STATIC": False, "PDL": False},
-            _num_warps(block), 2, divisible=("x_ptr", "codes_ptr", "width", "x_stride"),
-        )
-        for kind, pointer in kinds.items() for block in (4096, _WIDEST)
-    ]  # fmt: skip

@@ -10,8 +10,7 @@ from slipstream.kernels.triton.gemm.split_k import Epilogue, Launch, Rows, parti
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.norm import SQUARED
 from slipstream.kernels.triton.rope import RopeWrite
-from slipstream.kernels.triton.tuning import CHAIN_ROWS, LinearConfig, Tuning, read_tuning
-from slipstream.kernels.triton.variants import Matrix, Variant
+from slipstream.kernels.triton.tuning import LinearConfig
 
 MOST_ROWS = 16
 """The token tile these products have; from 17 rows on those for many rows are faster."""
@@ -168,93 +167,3 @@ def _lines_ahead(config: LinearConfig, columns_left: int, itemsize: int) -> int:
     """Return how many lines of a row to ask for, within the stretch: a power of two."""
     most = max(columns_left * itemsize // _LINE_BYTES, 0)
     return min(config.ahead, 1 << (most.bit_length() - 1)) if most else 0
-
-
-_POINTERS = {"dense": "*bf16", "fp8": "*fp8e4nv"}
-_MATRIX: dict[str, Matrix] = {"dense": "bf16", "fp8": "fp8"}
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships where weights go first: products that end in each way, with and without a norm before them."""
-    tuning = read_tuning(architecture)
-    if not tuning.weights_first:
-        return []
-    shipped = []
-    for kind, shape, end, norm, codes, leaves in (
-        ("dense", (6144, 4096), "rope", True, "none", "none"),
-        ("dense", (4096, 4096), "plain", False, "none", "squares"),
-        ("dense", (28672, 4096), "silu", True, "none", "none"),
-        ("dense", (4096, 14336), "plain", False, "none", "squares"),
-        ("fp8", (6144, 4096), "rope", False, "none", "none"),
-        ("fp8", (28672, 4096), "silu", False, "none", "none"),
-        ("fp8", (4096, 14336), "plain", False, "none", "none"),
-        ("fp8", (6144, 4096), "rope", True, "norm", "none"),
-        ("fp8", (4096, 4096), "plain", False, "maxima", "squares"),
-        ("fp8", (28672, 4096), "silu", True, "norm", "maxima"),
-        ("fp8", (4096, 14336), "plain", False, "maxima", "squares"),
-    ):
-        itemsize = 2 if kind == "dense" else 1
-        config = tuning.linear_config(kind, *shape, itemsize)
-        few = tuning.few_config(f"{kind}:{shape[0]}:{shape[1]}", config)
-        for tiles, whose in ((config, ""), (few, ", few rows")) if few != config else ((config, ""),):
-            fitted = tuning.fitted(tiles, MOST_ROWS, itemsize, staged_rows=False)
-            parts = 256 if not norm or whose else shape[1] // SQUARED  # as many as tiles of 16 leave
-            for rows in _rows_compiled(tuning, kind, codes, fitted, few != config and not whose):
-                counted = f", codes of {rows} rows" if codes != "none" else ", one row" if rows == 1 else ""
-                name = f"narrow {kind}, {end}{', norm' if norm else ''}{counted}, {shape[0]} x {shape[1]}{whose}"
-                folds: dict[str, bool | int | str] = {
-                    "END": end, "NORM": norm, "CODES": codes, "LEAVES": leaves, "HAS_RESIDUAL": end == "plain",
-                    "ROWS": rows, "KNOWN": rows, "SQUARED": shape[1] // parts, "PARTS": parts,
-                    "LEVELS": parts.bit_length() - 1,
-                }  # fmt: skip
-                shipped.append(_variant(name, kind, fitted, folds))
-                if end == "rope" and kind == "dense" and rows > 1 and not whose:
-                    shipped.append(_variant(f"{name}, tables in BF16", kind, fitted, folds, "*bf16"))
-    return shipped
-
-
-def _rows_compiled(
-    tuning: Tuning, kind: str, codes: str, config: LinearConfig, most: bool
-) -> tuple[int, ...]:  # fmt: skip
-    """Return the numbers of rows that a step of what ships may read; `most`: but for those that have other tiles."""
-    if codes != "none":
-        folded = _holding(tuning.fold_codes if codes == "maxima" else tuning.fold_norm_codes)
-        if most and folded <= CHAIN_ROWS:
-            return ()
-        rows = (1, folded)[most or folded == 1 :]
-        return (MOST_ROWS // config.split_k,) if config.side else rows
-    if config.side:
-        return (MOST_ROWS // config.split_k,)
-    return (1, MOST_ROWS) if kind == "dense" and not most else (MOST_ROWS,)
-
-
-def _variant(
-    name: str, kind: str, config: LinearConfig, folds: dict[str, bool | int | str], tables: str = "*fp32"
-) -> Variant:
-    """Return a product that ships.
-
-    Args:
-        tables: the type of a rotation's cosines and sines; that of the model where all of it was converted.
-    """
-    code = _POINTERS[kind]
-    pointers = {
-        "x_ptr": code if folds["CODES"] == "none" else "*bf16", "w_ptr": code, "x_scale_ptr": "*fp32",
-        "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "residual_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*fp32",
-        "counter_ptr": "*i32", "norm_ptr": "*bf16", "left_ptr": "*fp32", "leave_ptr": "*fp32", "keys_ptr": "*bf16",
-        "values_ptr": "*bf16", "slots_ptr": "*i64", "positions_ptr": "*i64", "cos_ptr": tables, "sin_ptr": tables,
-    }  # fmt: skip
-    strides = ("N", "K", "num_parts", "x_stride", "residual_stride", "y_stride", "slot_stride")
-    signature = {**pointers, "M": "i32", "steps": "i32", **dict.fromkeys(strides, "i32"), "eps": "fp32"}
-    twice = kind == "fp8" and config.block_k > _FP8_COLUMNS
-    constants = {
-        "BLOCK_M": MOST_ROWS, "BLOCK_N": config.block_n, "TAKEN": config.taken,
-        "BLOCK_K": _FP8_COLUMNS if twice else config.block_k, "TWICE": twice,
-        "SPLITS": 1 if config.side else config.split_k, "SIDE": config.split_k if config.side else 1,
-        "LEFT_LEVELS": _levels(config), "EVEN_K": True, "KIND": kind, "HAS_BIAS": False, "HEADS": 32, "GROUPS": 8,
-        "HALF": 64, "AHEAD": config.ahead,
-        "STAGED": (config.num_stages - 1) * config.block_k, "PDL": False, **folds,
-    }  # fmt: skip
-    divisible = (*pointers, *strides)
-    return Variant(
-        name, narrow_kernel, signature, constants, config.num_warps, config.num_stages, _MATRIX[kind], divisible
-    )

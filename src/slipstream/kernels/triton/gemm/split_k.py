@@ -8,7 +8,7 @@ that share an output tile. Either way a number is the same sum, whatever the num
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM108
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.launch import arrived_last, launch_options, prefetch, show_copies, wait_for_inputs
 from slipstream.kernels.triton.rope import RopeWrite
-from slipstream.kernels.triton.tuning import LinearConfig, read_tuning
-from slipstream.kernels.triton.variants import Matrix, Variant
+from slipstream.kernels.triton.tuning import LinearConfig
 
 
 @triton.jit
@@ -320,46 +319,3 @@ def partial_sums(launch: Launch, grid: tuple[int, int, int], y: Tensor, whole: b
     assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"
     size = grid[0] * grid[1] * grid[2] * launch.config.block_n * launch.block_m
     return torch.empty(size, dtype=torch.int32 if whole else torch.float32, device=y.device)
-
-
-_POINTERS = {"dense": "*bf16", "int8": "*i8", "fp8": "*fp8e4nv", "fp8_upcast": "*fp8e4nv"}
-_MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp8_upcast": "bf16"}
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships: each format with its tiles by rule, narrow and wide, split and with the SiLU of an MLP."""
-    tuning = read_tuning(architecture)
-    shipped = []
-    for kind in ("dense", "int8", "fp8" if tuning.fp8_dot else "fp8_upcast"):
-        itemsize = 2 if kind == "dense" else 1
-        narrow = tuning.linear_config(kind, 4096, 4096, itemsize)
-        wide = tuning.wide_config(kind, narrow)
-        shipped += [
-            _variant(f"linear {kind} 16 rows", kind, tuning.fitted(narrow, 16, itemsize), 16, silu=False),
-            _variant(f"linear {kind} 64 rows", kind, tuning.fitted(narrow, 64, itemsize), 64, silu=True),
-            _variant(f"linear {kind} 128 rows", kind, wide, 128, silu=True),
-            _variant(f"linear {kind} 128 rows, split", kind, wide, 128, silu=False),
-        ]
-        if wide.num_warps >= 8 and kind != "fp8":
-            shipped.append(_variant(f"linear {kind} 256 rows", kind, replace(wide, split_k=1), 256, silu=True))
-    return shipped
-
-
-def _variant(name: str, kind: str, config: LinearConfig, block_m: int, *, silu: bool) -> Variant:
-    code = _POINTERS[kind]
-    signature = {
-        "x_ptr": code, "w_ptr": code, "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
-        "residual_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*i32" if kind == "int8" else "*fp32",
-        "counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32", "steps": "i32", "x_stride": "i32",
-        "residual_stride": "i32",
-        "y_stride": "i32",
-    }  # fmt: skip
-    constants = {
-        "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.split_k,
-        "SERIAL": block_m > 64 and silu, "EVEN_K": True, "KIND": kind, "STREAM": block_m <= 64, "SILU": silu,
-        "HAS_BIAS": False, "HAS_RESIDUAL": not silu, "PDL": False,
-    }  # fmt: skip
-    divisible = tuple(arg for arg in signature if arg not in ("M", "steps"))
-    return Variant(
-        name, _linear_kernel, signature, constants, config.num_warps, config.num_stages, _MATRIX[kind], divisible
-    )

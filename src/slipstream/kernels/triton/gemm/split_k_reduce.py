@@ -17,8 +17,6 @@ from torch import Tensor
 from slipstream.kernels.triton.gemm.quantize import CODE_DTYPES, Codes, encode, row_scale
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.norm import Norm, pair_sums
-from slipstream.kernels.triton.tuning import read_tuning
-from slipstream.kernels.triton.variants import Variant
 
 _CODE_WARPS = 16  # of a program that makes codes of its row, which it goes over twice
 
@@ -137,28 +135,3 @@ def _num_warps(width: int, warps: int) -> int:
     after another.
     """
     return 4 if width <= 1024 else min(warps, int(triton.next_power_of_2(width)) // 128)
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships, at the width of an 8B model: two to eight stretches, with the norm and without."""
-    signature = {
-        "parts_ptr": "*fp32", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "hidden_ptr": "*bf16",
-        "normed_ptr": "*bf16", "width": "i32", "part_stride": "i32", "residual_stride": "i32", "eps": "fp32",
-    }  # fmt: skip
-    divisible = tuple(name for name, kind in signature.items() if kind != "fp32")
-    warps = read_tuning(architecture).add_warps
-    constants = {"BLOCK": 4096, "LEVELS": 12, "CODES": "none", "PDL": False}
-    absent = {"x_scale_ptr": None, "w_scale_ptr": None, "scale_ptr": None}
-    found = [
-        Variant(f"add {splits} stretches, norm {norm}", _add_kernel, signature,
-                {**constants, **absent, "SPLITS": splits, "NORM": norm}, _num_warps(4096, warps), 2,
-                divisible=divisible)
-        for splits, norm in ((2, True), (4, True), (8, True), (4, False))
-    ]  # fmt: skip
-    codes = {**signature, "normed_ptr": "*fp8e4nv", **dict.fromkeys(absent, "*fp32")}
-    found.append(
-        Variant("add 4 stretches of codes, norm to codes", _add_kernel, codes,
-                {**constants, "SPLITS": 4, "NORM": True, "CODES": "fp8"}, _num_warps(4096, _CODE_WARPS), 2,
-                divisible=(*divisible, *absent))
-    )  # fmt: skip
-    return found

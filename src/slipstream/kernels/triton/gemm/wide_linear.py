@@ -10,8 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from slipstream.kernels.triton.gemm.split_k import Epilogue, residual_stride
 from slipstream.kernels.triton.gemm.wide_tiles import wide_kernel
 from slipstream.kernels.triton.launch import launch_options
-from slipstream.kernels.triton.tuning import FEW_ROWS, FEWER_ROWS, WideConfig, read_tuning
-from slipstream.kernels.triton.variants import Matrix, Variant
+from slipstream.kernels.triton.tuning import WideConfig
 
 
 @dataclass(frozen=True)
@@ -177,77 +176,3 @@ def _tiles(x_TK: Tensor, num_rows: int, config: WideConfig, tma: bool) -> Any:  
     if not tma:
         return x_TK
     return TensorDescriptor(x_TK, list(x_TK.shape), [x_TK.stride(0), 1], [num_rows, config.block_k])
-
-
-_POINTERS = {"dense": "bf16", "int8": "i8", "fp8": "fp8e4nv", "fp8_upcast": "fp8e4nv"}
-_MATRIX: dict[str, Matrix] = {"dense": "bf16", "int8": "int8", "fp8": "fp8", "fp8_upcast": "bf16"}
-
-
-_GATED = ("28672:4096",)  # shapes whose outputs are gates and the rows `up`
-_PASSES = {  # rows, and whether SiLUs come of them, that what ships is compiled for: by the rows a name ends in
-    str(FEWER_ROWS): ((32, False), (32, True)),
-    str(FEW_ROWS): ((40, False), (64, True)),
-    "": ((96, False), (160, False), (160, True), (256, True)),
-}
-
-
-def _passes(name: str) -> tuple[tuple[int, bool], ...]:
-    """Return the passes that tiles of a name are for; a shape's outputs are all gated, or none is."""
-    tiles, _, few = name.partition("/")
-    shape = tiles.partition(":")[2]
-    return tuple((num_rows, silu) for num_rows, silu in _PASSES[few] if not shape or silu == (shape in _GATED))
-
-
-def variants(architecture: str) -> list[Variant]:
-    """List what ships: each format's tiles by format and by shape, for 32 to 256 rows, whole and split.
-
-    And tiles by format that leave their sums for later, and let the next kernel start at once, or settle.
-    """
-    tuning = read_tuning(architecture)
-    shipped: dict[str, Variant] = {}
-    for name, config in tuning.wide_linear.items():
-        format = name.partition(":")[0]
-        kind = "fp8_upcast" if format == "fp8" and not tuning.fp8_dot else format
-        # Tiles that stream are this kernel's only where a product has a bias.
-        for num_rows, silu in _passes(name)[-1:] if config.stream else _passes(name):
-            pieces = row_pieces(num_rows)
-            used = fitted(config, pieces, kind, silu, tuning.shared_bytes)
-            variant = _variant(f"wide {kind} {num_rows} rows", kind, used, pieces, silu=silu)
-            shipped[f"{variant.name} {used}"] = variant
-        if name in ("dense", "fp8"):
-            later = fitted(
-                replace(config, later=True), row_pieces(160), kind, silu=False, shared_bytes=tuning.shared_bytes
-            )
-            for settles in (False, True):
-                variant = _variant(f"wide {kind} 160 rows", kind, later, row_pieces(160), silu=False, settles=settles)
-                shipped[f"{variant.name} {later}"] = variant
-    return list(shipped.values())
-
-
-def _variant(
-    name: str, kind: str, config: WideConfig, pieces: tuple[int, int], *, silu: bool, settles: bool = False
-) -> Variant:
-    code, (first, second) = _POINTERS[kind], pieces
-    widths = (first, second or 16, config.block_n)
-    sources = [f"tensordesc<{code}[{n}, {config.block_k}]>" if config.tma else f"*{code}" for n in widths]
-    signature = {
-        "x_first": sources[0], "x_second": sources[1], "w_tiles": sources[2], "w_ptr": f"*{code}",
-        "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "residual_ptr": "*bf16", "y_ptr": "*bf16",
-        "partial_ptr": "*i32" if kind == "int8" else "*fp32", "counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32",
-        "steps": "i32", "x_stride": "i32", "residual_stride": "i32", "y_stride": "i32",
-    }  # fmt: skip
-    constants = {
-        "FIRST": first, "SECOND": second, "BLOCK_N": config.block_n, "PAIR": config.pair, "BLOCK_K": config.block_k,
-        "SPLITS": 1 if silu or config.later else 4, "LATER": config.later and not silu,
-        "EVEN_K": True, "TMA": config.tma, "KIND": kind, "SILU": silu, "HAS_BIAS": False,
-        "HAS_RESIDUAL": not silu and not config.later, "AHEAD": config.ahead,
-        "TOGETHER": config.together, "SETTLES": settles, "PDL": False,
-    }  # fmt: skip
-    end = ", silu" if silu else ", settles" if settles else ", later" if config.later else ", split"
-    tiles = f" {2 if config.pair else 1}x{config.block_n}{end}"
-    divisible = tuple(
-        arg for arg, type in signature.items() if arg not in ("M", "steps") and not type.startswith("tensordesc")
-    )
-    return Variant(
-        name + tiles, wide_kernel, signature, constants, config.num_warps, config.num_stages, _MATRIX[kind], divisible
-    )

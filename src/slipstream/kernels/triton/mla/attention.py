@@ -20,10 +20,8 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.launch import launch_options, prefetch, show_copies, wait_for_inputs
 from slipstream.kernels.triton.mla.merge import Pieces, merge
-from slipstream.kernels.triton.mla.merge import variants as merge_variants
 from slipstream.kernels.triton.moe.tiles import matrix_instruction, shipped
 from slipstream.kernels.triton.tuning import architecture_of
-from slipstream.kernels.triton.variants import Variant
 
 _LOG2E = 1.4426950408889634
 
@@ -254,24 +252,3 @@ def _widths(value_width: int, rope_width: int) -> dict[str, int]:
 def shipped_tiles(architecture: str) -> LatentTiles:
     """Return the tiles that ship for an architecture."""
     return LatentTiles(**shipped(architecture)["latent_attention"])
-
-
-def variants(architecture: str) -> list[Variant]:
-    """Return the kernels that run on an architecture, with the widths of Kimi-K2.5 and DeepSeek-V3."""
-    tiles = shipped_tiles(architecture)
-    signature = {
-        "q_ptr": "*bf16", "latent_ptr": "*bf16", "table_ptr": "*i32", "starts_ptr": "*i32", "lens_ptr": "*i32",
-        "index_ptr": "*i64", "ancestors_ptr": "*i64", "acc_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32",
-        "table_width": "i32", "page_size": "i32", "num_pieces": "i32", "H": "i32",
-    }  # fmt: skip
-    constants = _widths(512, 64) | {
-        "BLOCK": tiles.block, "NEAR": tiles.near, "NEAR_KEYS": tiles.near_keys, "SPLIT": tiles.split, "STRIDE": 576,
-        "AHEAD": tiles.ahead and architecture.startswith("sm_"), "PDL": False,
-    }  # fmt: skip
-    aligned = ("q_ptr", "latent_ptr", "acc_ptr", "page_size")
-    return [
-        *(Variant(f"latent attention, {rows} rows{'' if one_page else ', any page'}", partial_kernel, signature,
-                  constants | {"ROWS": rows, "ONE_PAGE": one_page}, tiles.warps, tiles.stages, "bf16", aligned)
-          for rows, one_page in ((16, True), (tiles.rows, True), (tiles.rows, False))),
-        *merge_variants(architecture, tiles.cut),
-    ]  # fmt: skip

@@ -14,7 +14,6 @@ from slipstream.kernels.triton.moe.tiles import matrix_instruction
 from slipstream.kernels.triton.norm import Norm
 from slipstream.kernels.triton.rope import Rope
 from slipstream.kernels.triton.tuning import architecture_of
-from slipstream.kernels.triton.variants import Variant
 
 _TOKENS = 16
 HEAD_TILE = 64
@@ -191,34 +190,3 @@ def heads_linear(x_THd: Tensor, weight_HNK: Tensor, rope: Rope | None, dependent
         **launch_options(dependent, matrix_instruction(architecture_of(x_THd.device))),
     )  # fmt: skip
     return out
-
-
-def variants(architecture: str) -> list[Variant]:
-    """Return the kernels that run on an architecture, with the widths of Kimi-K2.5."""
-    squeezed = {
-        "x_ptr": "*bf16", "q_norm_ptr": "*bf16", "latent_norm_ptr": "*bf16", "w_ptr": "*bf16", "q_ptr": "*bf16",
-        "latent_ptr": "*bf16", "slots_ptr": "*i64", "positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
-        "T": "i32", "N": "i32", "x_stride": "i32", "slot_stride": "i32", "q_eps": "fp32", "latent_eps": "fp32",
-    }  # fmt: skip
-    widths = {
-        "Q": 1536, "WIDTH": 512, "ROPE": 64, "BLOCK_T": _TOKENS, "BLOCK_N": _ROWS, "BLOCK_K": _COLUMNS, "BLOCK_W": 512,
-        "BLOCK_R": 64, "PDL": False,
-    }  # fmt: skip
-    written = ("x_ptr", "q_norm_ptr", "latent_norm_ptr", "w_ptr", "q_ptr", "latent_ptr", "N", "x_stride", "slot_stride")
-    heads = {
-        "x_ptr": "*bf16", "w_ptr": "*bf16", "out_ptr": "*bf16", "positions_ptr": "*i64", "cos_ptr": "*fp32",
-        "sin_ptr": "*fp32", "T": "i32", "x_stride_t": "i32", "x_stride_h": "i32", "w_stride_h": "i32",
-        "w_stride_n": "i32", "w_stride_k": "i32", "out_stride_t": "i32", "out_stride_h": "i32", "N": "i32",
-    }  # fmt: skip
-    blocks = {"BLOCK_T": _TOKENS, "BLOCK_N": HEAD_TILE, "PDL": False}
-    keys = {"K": 128, "BLOCK_K": 128, "ROPE": 64, "BLOCK_R": 64}
-    absent = ("positions_ptr", "cos_ptr", "sin_ptr")
-    values = {"K": 512, "BLOCK_K": 512, "ROPE": 0, "BLOCK_R": 1, **dict.fromkeys(absent)}
-    no_rope = {name: kind for name, kind in heads.items() if name not in absent}
-    aligned = tuple(name for name in heads if name.endswith("_ptr") or ("stride" in name and name != "w_stride_k"))
-    return [
-        Variant("latent, squeezed queries", _squeezed_kernel, squeezed, widths, 4, 4, "bf16", written),
-        Variant("latent, keys by head", _heads_kernel, heads, keys | blocks, 4, 2, "bf16", aligned),
-        Variant("latent, values by head", _heads_kernel, no_rope, values | blocks, 4, 2, "bf16",
-                tuple(name for name in aligned if name not in absent)),
-    ]  # fmt: skip

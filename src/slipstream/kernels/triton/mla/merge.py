@@ -15,7 +15,6 @@ from torch import Tensor
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.moe.tiles import matrix_instruction
 from slipstream.kernels.triton.tuning import architecture_of
-from slipstream.kernels.triton.variants import Variant
 
 _FEW_TOKENS = 32  # up to here half the values of a head to a program, to have more of them
 
@@ -141,21 +140,3 @@ def merge_values(pieces: Pieces, weight_HVc: Tensor, dependent: bool) -> Tensor:
         **pieces.constants, **launch_options(dependent, instruction),
     )  # fmt: skip
     return out
-
-
-def variants(architecture: str, cut: tuple[int, int, int]) -> list[Variant]:
-    """Return the kernels that run on an architecture, with the widths of Kimi-K2.5 and DeepSeek-V3."""
-    shared = {"acc_ptr": "*fp32", "stats_ptr": "*fp32", "index_ptr": "*i64", "out_ptr": "*bf16"}
-    merged = shared | {"num_rows": "i32", "num_pieces": "i32", "H": "i32"}
-    values = shared | {"w_ptr": "*bf16", "T": "i32", "num_pieces": "i32", "H": "i32", "V": "i32", "w_stride_h": "i32",
-                       "w_stride_v": "i32"}  # fmt: skip
-    constants = {"WIDTH": 512, "WIDTH_P": 512, "NEAR": cut[0], "NEAR_KEYS": cut[1], "SPLIT": cut[2], "PDL": False}
-    amd = matrix_instruction(architecture) > 0
-    aligned = ("acc_ptr", "out_ptr", "w_ptr", "w_stride_h", "w_stride_v", "V")
-    return [
-        Variant("latent attention, merge", merge_kernel, merged, constants | {"ROWS": 1}, 4, 2,
-                divisible=("acc_ptr", "out_ptr")),
-        *(Variant(f"latent attention, {block} values", values_kernel, values,
-                  constants | {"ROWS": 16 if amd else 8, "BLOCK_V": block}, 8, 2, "bf16", aligned)
-          for block in ((64,) if amd else (64, 128))),
-    ]  # fmt: skip

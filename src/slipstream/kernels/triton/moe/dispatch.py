@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.checkpoint.spec import SILU, Activation
-from slipstream.errors import ConfigError, KernelError
+from slipstream.errors import KernelError
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.moe import gemv
 from slipstream.kernels.triton.moe.gemv import run_words
@@ -28,9 +28,7 @@ from slipstream.kernels.triton.moe.rows import (
     quantize_kernel,
     rows_kernel,
 )
-from slipstream.kernels.triton.moe.scaled import scaled_kernel
 from slipstream.kernels.triton.moe.tiles import ExpertTiles, StageTiles, expert_tiles, matrix_instruction
-from slipstream.kernels.triton.moe.variants import variants
 from slipstream.kernels.triton.tuning import architecture_of
 from slipstream.quant.packed import ExpertWeights
 
@@ -52,7 +50,6 @@ class _Arithmetic:
     scales: str
 
 
-__all__ = ["ExpertOptions", "experts", "variants"]
 _FORMATS = {
     "dense": _Arithmetic("dense", False, "plain", None, "none"),
     "fp8_per_channel": _Arithmetic("fp8", False, "fp8", torch.float8_e4m3fn, "both"),
@@ -64,8 +61,6 @@ _FORMATS = {
     "mxfp4": _Arithmetic("mxfp4", True, "halves", None, "none"),
     "mxfp4_act": _Arithmetic("mxfp4", True, "mxfp4", torch.bfloat16, "none"),
 }
-_NATIVE = _Arithmetic("scaled", False, "mxfp4_packed", torch.uint8, "none")
-_NATIVE_ON = ("gfx950", "interpreter")
 _PROGRAMS = 1056  # of a product: eight to each of 132 processors; more would mostly find no tile of theirs
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -112,8 +107,6 @@ def experts(
     num_tokens, top_k = expert_ids_TK.shape
     architecture, arithmetic = architecture_of(x_TD.device), _arithmetic(gate_up, down)
     tiles = options.tiles or expert_tiles(architecture, gate_up.format, num_tokens * top_k)
-    if tiles.native:
-        arithmetic = _native(gate_up.format, architecture)
     run = _Run(x_TD, expert_ids_TK.contiguous(), arithmetic, options)
     plain = gate_up.bias_EN is None and down.bias_EN is None and options.activation == SILU
     if tiles.words and plain and gemv.fits(gate_up, down):
@@ -152,15 +145,6 @@ def _arithmetic(gate_up: ExpertWeights, down: ExpertWeights) -> _Arithmetic:
             f"{', '.join(sorted(_FORMATS))}. Choose the 'reference' kernels for it."
         )
     return _FORMATS[gate_up.format]
-
-
-def _native(weight_format: str, architecture: str) -> _Arithmetic:
-    if weight_format != "mxfp4_act" or architecture not in _NATIVE_ON:
-        raise ConfigError(
-            f"native=1 multiplies MXFP4 rows by MXFP4 weights as they are stored (format 'mxfp4_act', on "
-            f"{_NATIVE_ON[0]}); these are {weight_format!r} on {architecture}. Leave it out."
-        )
-    return _NATIVE
 
 
 class _Run:
@@ -222,13 +206,7 @@ class _Run:
             "num_warps": tiles.warps, "num_stages": tiles.stages, **self._launch,
         }  # fmt: skip
         scale = weight.scales.get("scale")
-        if name == "scaled":
-            del shared["FORMAT"], shared["FINAL"]
-            scaled_kernel[grid](
-                rows.codes, weight.codes, rows.scale, scale, plan.tiles, plan.pairs, out, plan.max_tiles,
-                plan.num_pairs, num_outputs, num_columns // 2, BLOCK_B=tiles.block_k // 2, **shared,
-            )  # fmt: skip
-        elif self._arithmetic.nibbles:
+        if self._arithmetic.nibbles:
             half = num_columns // 2
             group_bytes = 0 if self._arithmetic.scales != "none" or scale is None else half // scale.shape[-1]
             nibble_kernel[grid](
@@ -270,9 +248,6 @@ class _Run:
 
     def _empty_rows(self, num_rows: int, width: int) -> _Rows:
         dtype, device = self._arithmetic.input_dtype, self._x_TD.device
-        if self._arithmetic.input == "mxfp4_packed":
-            shapes = (num_rows, width // 2), (num_rows, width // 32)
-            return _Rows(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
         codes = torch.empty(num_rows, width, dtype=dtype or self._x_TD.dtype, device=device)
         if dtype is None or self._arithmetic.input == "mxfp4":
             return _Rows(codes, None)
@@ -286,4 +261,4 @@ def _block(width: int) -> int:
 
 def _assembly(tensor: Tensor) -> str:
     """Name the machine whose assembly a kernel may hold; the interpreter and AMD's compiler take the plain form."""
-    return "cuda" if tensor.is_cuda and torch.version.hip is None else "none"
+    return "cuda" if architecture_of(tensor.device).startswith("sm_") else "none"

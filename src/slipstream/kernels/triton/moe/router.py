@@ -20,7 +20,6 @@ from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.moe.rows import write_row
 from slipstream.kernels.triton.moe.tiles import matrix_instruction
 from slipstream.kernels.triton.tuning import architecture_of
-from slipstream.kernels.triton.variants import Variant
 
 _ROWS, _COLUMNS, _SPLITS = 16, 256, 7  # one way to cut sums, whatever the number of tokens
 
@@ -216,28 +215,3 @@ def route_rows(x_TD: Tensor, gate: Gate, codes: tuple[Tensor, Tensor] | None, de
 def _stages(block_t: int, architecture: str) -> int:
     """Return how many tiles of columns are in flight beside each other; AMD's shared memory holds fewer wide ones."""
     return 4 if block_t == 16 else 2 if matrix_instruction(architecture) else 3
-
-
-def variants(architecture: str) -> list[Variant]:
-    """Return the kernels that run on an architecture, for the 384 experts and the shared one of Kimi-K2.5's rank."""
-    scores = {
-        "x_ptr": "*bf16", "w_ptr": "*bf16", "shared_ptr": "*bf16", "out_ptr": "*fp32", "T": "i32", "E": "i32",
-        "N": "i32", "D": "i32",
-    }  # fmt: skip
-    blocks = {"BLOCK_E": _ROWS, "BLOCK_D": _COLUMNS, "SPLITS": _SPLITS, "PDL": False}
-    choose = {
-        "parts_ptr": "*fp32", "bias_ptr": "*fp32", "ids_ptr": "*i64", "weights_ptr": "*fp32", "x_ptr": "*bf16",
-        "codes_ptr": "*i8", "code_scale_ptr": "*fp32", "hidden_ptr": "*bf16", "T": "i32", "E": "i32", "N": "i32",
-        "D": "i32", "scale": "fp32",
-    }  # fmt: skip
-    choice = {
-        "TOP_K": 8, "NORMALISE": True, "SCORING": "sigmoid", "BIAS": "choice", "SPLITS": _SPLITS, "BLOCK": 512,
-        "SLOTS": 8, "BLOCK_D": 8192, "BLOCK_H": 256, "SHARED": True, "CODES": True, "PDL": False,
-    }  # fmt: skip
-    aligned = ("x_ptr", "w_ptr", "shared_ptr", "out_ptr", "E", "N", "D")
-    return [
-        *(Variant(f"router scores, {tokens} tokens", _scores_kernel, scores, blocks | {"BLOCK_T": tokens}, 4,
-                  _stages(tokens, architecture), "bf16", aligned) for tokens in (16, 64)),
-        Variant("router choice", _choose_kernel, choose, choice, 8, 2, divisible=("parts_ptr", "x_ptr", "codes_ptr",
-                                                                                  "E", "N", "D")),
-    ]  # fmt: skip

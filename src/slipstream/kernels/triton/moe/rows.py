@@ -11,7 +11,7 @@ stretch of the row, and the weights need no layout of their own.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.gemm.mxfp4 import GROUP, mxfp4_codes, mxfp4_rounded
+from slipstream.kernels.triton.gemm.mxfp4 import GROUP, mxfp4_rounded
 from slipstream.kernels.triton.launch import wait_for_inputs
 
 PAIRS_PER_STEP = 256
@@ -35,13 +35,9 @@ def write_row(x, row, width, codes_ptr, scale_ptr, INPUT: tl.constexpr, BLOCK: t
     """Write one row (float32 [BLOCK], zero past `width`) as a product with `INPUT` arithmetic reads it.
 
     INPUT: "plain" and "halves" keep the numbers; "int8" (halves), "fp8" and "fp8_halves" have one scale for the row,
-    "fp8_block" one for each 128 columns; "mxfp4" (halves) is rounded, its scales multiplied in; "mxfp4_packed" has two
-    codes a byte, and scales. Divisions are exact, as the reference divides, so codes are the reference's; they may be
-    stored in a wider type.
+    "fp8_block" one for each 128 columns; "mxfp4" (halves) is rounded, its scales multiplied in. Divisions are
+    exact, as the reference divides, so codes are the reference's; they may be stored in a wider type.
     """
-    if INPUT == "mxfp4_packed":
-        _write_packed(x, row, width, codes_ptr, scale_ptr, BLOCK)
-        return
     column = tl.arange(0, BLOCK)
     at = column
     if INPUT == "halves" or INPUT == "int8" or INPUT == "fp8_halves" or INPUT == "mxfp4":
@@ -69,16 +65,6 @@ def write_row(x, row, width, codes_ptr, scale_ptr, INPUT: tl.constexpr, BLOCK: t
     if INPUT == "mxfp4":
         x = tl.reshape(mxfp4_rounded(tl.reshape(x, [BLOCK // GROUP, GROUP])), [BLOCK])
     tl.store(codes_ptr + row * width + at, x.to(codes_ptr.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
-def _write_packed(x, row, width, codes_ptr, scale_ptr, BLOCK: tl.constexpr):
-    """Write one row as MXFP4 is stored: bytes of an even and an odd column, and a scale for each group."""
-    codes, stored = mxfp4_codes(tl.reshape(x, [BLOCK // GROUP, GROUP]))
-    low, high = tl.split(tl.reshape(codes, [BLOCK // 2, 2]))
-    byte, group = tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK // GROUP)
-    tl.store(codes_ptr + row * (width // 2) + byte, (low | (high << 4)).to(tl.uint8), mask=byte < width // 2)
-    tl.store(scale_ptr + row * (width // GROUP) + group, stored.to(tl.uint8), mask=group < width // GROUP)
 
 
 @triton.jit

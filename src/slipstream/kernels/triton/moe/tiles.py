@@ -32,14 +32,12 @@ class ExpertTiles:
 
     Args:
         words: whether rows are multiplied one at a time, without matrix instructions (`gemv`); for few rows.
-        native: whether "mxfp4_act" is multiplied as it is stored (`scaled`), where matrix units can.
     """
 
     block_t: int
     stage1: StageTiles
     stage2: StageTiles
     words: bool = False
-    native: bool = False
 
     def __post_init__(self) -> None:
         if self.stage2.splits != 1:
@@ -54,17 +52,15 @@ class ExpertTiles:
             stage, _, knob = name.rpartition(".")
             if name == "block_t":
                 tiles = replace(tiles, block_t=value)
-            elif name in ("words", "native"):
-                changed: dict[str, Any] = {name: bool(value)}
-                tiles = replace(tiles, **changed)
+            elif name == "words":
+                tiles = replace(tiles, words=bool(value))
             elif stage in ("stage1", "stage2") and knob in {field.name for field in fields(StageTiles)}:
-                changed = {stage: replace(getattr(tiles, stage), **{knob: value})}
+                changed: dict[str, Any] = {stage: replace(getattr(tiles, stage), **{knob: value})}
                 tiles = replace(tiles, **changed)
             else:
                 knobs = ", ".join(field.name for field in fields(StageTiles))
                 raise ConfigError(
-                    f"There is no tile setting {name!r}; there are block_t, words, native and, of stage1 and stage2, "
-                    f"{knobs}."
+                    f"There is no tile setting {name!r}; there are block_t, words and, of stage1 and stage2, {knobs}."
                 )
         return tiles
 
@@ -106,7 +102,7 @@ def shipped_tiles(architecture: str) -> dict[str, list[tuple[int, ExpertTiles]]]
 
 def _tiles(row: Mapping[str, Any]) -> ExpertTiles:
     stages = StageTiles(**row["stage1"]), StageTiles(**row["stage2"])
-    return ExpertTiles(row["block_t"], *stages, row.get("words", False), row.get("native", False))
+    return ExpertTiles(row["block_t"], *stages, row.get("words", False))
 
 
 @dataclass(frozen=True)
