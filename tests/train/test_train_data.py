@@ -11,6 +11,7 @@ import yaml
 from slipstream.errors import ConfigError, DataError
 from slipstream.train.data.conversations import ConversationSource, Shown
 from slipstream.train.data.corpus import Text, join, read_corpus, shard_paths, write_shard
+from slipstream.train.data.documents import read_documents
 from slipstream.train.data.generate import GenerationResult, GeneratorConfig
 from slipstream.train.data.make_data import Watch, make_corpus, make_eval_set
 from slipstream.train.data.mixture import DataConfig, whole_sentences
@@ -116,6 +117,27 @@ def test_tasks_without_examples_are_refused():
         ConversationSource(CharTokenizer(), DataConfig(magpie=0.5, maths=0, tasks=0.5), [], frozenset())
 
 
+def test_long_turns_quote_documents_and_keep_to_the_length_allowed(tmp_path):
+    tokenizer = CharTokenizer()
+    lines = [{"title": f"Report {i}", "text": f"Line {i} of a report says this. " * (i + 1)} for i in range(40)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    documents = read_documents([tmp_path / "d.jsonl"])
+    config = DataConfig(magpie=0.2, maths=0, documents=0.8, max_document=3000, seed=1)
+    source = ConversationSource(tokenizer, config, [], frozenset(), Shown(documents=documents))
+    asked = [tokenizer.decode(request.prompt) for request in source.take(80)]
+    quoting = [len(prompt) for prompt in asked if "of a report says" in prompt]
+    assert len(quoting) > 40, "most conversations work on documents"
+    assert max(quoting) <= 3000 and len({length // 500 for length in quoting}) > 3, "of all lengths"
+    with pytest.raises(ConfigError, match=r"files\.documents names none"):
+        ConversationSource(tokenizer, config, [], frozenset())
+
+
+def test_a_document_without_text_is_named(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"text": "Good."}\n{"title": "Bad"}')
+    with pytest.raises(DataError, match=r"d\.jsonl:2: is no document"):
+        read_documents([tmp_path / "d.jsonl"])
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
@@ -129,7 +151,7 @@ def test_a_passage_ends_with_a_sentence_if_one_is_complete(text, kept):
 
 
 def test_shares_that_exceed_all_conversations_are_refused():
-    with pytest.raises(ConfigError, match="magpie, maths, passages and tasks"):
+    with pytest.raises(ConfigError, match="magpie, maths, passages, tasks and documents"):
         DataConfig(magpie=0.6, maths=0.1, passages=0.2, tasks=0.2)
 
 

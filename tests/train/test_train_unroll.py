@@ -3,6 +3,7 @@ import torch
 
 from slipstream.kernels.training.attention import DraftAttention
 from slipstream.kernels.training.seen import Seen
+from slipstream.train.draft.objective import set_window
 from slipstream.train.draft.packing import Packer
 from slipstream.train.draft.unroll import UnrollContext, unroll
 from training import draft_step_by_step, objective_for, random_texts
@@ -17,11 +18,16 @@ def test_the_written_out_gradient_of_draft_attention_is_the_true_one():
     assert torch.autograd.gradcheck(lambda *xs: DraftAttention.apply(xs[0], bias, *xs[1:]), (q, *keys_values))
 
 
-@pytest.mark.parametrize("feedback", ["pre_norm", "post_norm"])
-@pytest.mark.parametrize("feature_norm", ["none", "per_layer"])
-def test_training_and_serving_give_the_same_draft_logits(target, feedback, feature_norm):
+@pytest.mark.parametrize(
+    ("feedback", "feature_norm", "window"),
+    [("pre_norm", "none", None), ("pre_norm", "per_layer", None), ("post_norm", "none", None),
+     ("post_norm", "per_layer", None), ("post_norm", "per_layer", 16)],
+)  # fmt: skip
+def test_training_and_serving_give_the_same_draft_logits(target, feedback, feature_norm, window):
     texts = random_texts(3, seed=1)
     objective, corpus, _ = objective_for(target, texts, feedback=feedback, feature_norm=feature_norm)
+    if window is not None:
+        set_window(objective.draft, window)
     batch = Packer(corpus, 128, 1, 4, seed=0).batch(0)
     seen = Seen(batch.text_BT)
     with torch.no_grad():

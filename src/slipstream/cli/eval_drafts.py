@@ -38,6 +38,9 @@ def drafts(
         int,
         typer.Option(min=0, help="Tokens of a request's own text, unknown to a draft, that it may propose; 0: none."),
     ] = 64,
+    by_length: Annotated[
+        bool, typer.Option("--by-length", help="Tokens a pass by the length of the prompt, too.")
+    ] = False,
     concurrency: Annotated[int, typer.Option(min=1, help="Prompts answered together, at most.")] = 8,
     kernels: options.Kernels = "auto",
 ) -> None:
@@ -75,6 +78,8 @@ def drafts(
     title = f"{len(asked)} prompt{'' if len(asked) == 1 else 's'}, {together}{shape}"
     console.print(_speeds(results, title, several=len(shapes) > 1))
     console.print(_answers(results, several=len(shapes) > 1))
+    if by_length:
+        console.print(_lengths(results, several=len(shapes) > 1))
     if any(result.num_identical != result.num_answers for result in results):
         raise typer.Exit(1)
 
@@ -136,6 +141,31 @@ def _answers(results: "list[DraftResult]", several: bool) -> Table:
             f"{result.num_identical} of {result.num_answers}",
         )
     return table
+
+
+def _lengths(results: "list[DraftResult]", several: bool) -> Table:
+    """One row a draft: tokens a pass for each bucket of prompt lengths, and how many passes that is from."""
+    drafted = [result for result in results if result.shape is not None]
+    names = sorted({name for result in drafted for name in result.by_length}, key=_first_number)
+    table = narrow_table(
+        "by the prompt's length in tokens", ("draft", *(("tree",) if several else ()), *names), ("draft",)
+    )
+    for result in drafted:
+        found = [result.by_length.get(name) for name in names]
+        table.add_row(
+            Path(result.name).name,
+            *((_shape(result),) if several else ()),
+            *(
+                f"{stats.acceptance_length:.3f} ({stats.passes - stats.prompt_passes})" if stats else "-"
+                for stats in found
+            ),
+        )
+    return table
+
+
+def _first_number(name: str) -> int:
+    """Order buckets by where they begin."""
+    return 0 if name.startswith("below") else int(name.split()[0])
 
 
 def _shape(result: "DraftResult") -> str:

@@ -1,4 +1,4 @@
-"""What each slot of packed rows may see: the slots of its own text up to itself."""
+"""What each slot of packed rows may see: the slots of its own text up to itself, or the last few of them."""
 
 from functools import cached_property
 
@@ -11,18 +11,22 @@ class Seen:
 
     Args:
         text_BT: which text of its row a slot belongs to; the slots of a text lie side by side.
+        window: how many slots are seen, the slot itself included; None shows all.
     """
 
-    def __init__(self, text_BT: Tensor) -> None:
-        self.text_BT = text_BT
+    def __init__(self, text_BT: Tensor, window: int | None = None) -> None:
+        assert window is None or window > 0, "a slot sees itself"
+        self.text_BT, self._window = text_BT, window
         self._biases: dict[torch.dtype, Tensor] = {}
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """Return 0 where slot t may see slot s (same text, s <= t) and -inf elsewhere, [B, T, T]."""
+        """Return 0 where slot t may see slot s (same text, s <= t, in the window) and -inf elsewhere, [B, T, T]."""
         if dtype not in self._biases:
             text_BT = self.text_BT
             length = text_BT.shape[1]
             causal_TT = torch.ones(length, length, dtype=torch.bool, device=text_BT.device).tril()
+            if self._window is not None:
+                causal_TT = causal_TT.triu(1 - self._window)
             seen_BTT = (text_BT[:, :, None] == text_BT[:, None, :]) & causal_TT
             bias_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=text_BT.device)
             self._biases[dtype] = bias_BTT.masked_fill_(~seen_BTT, -torch.inf)
@@ -42,15 +46,18 @@ class Seen:
 
     @cached_property
     def first_BT(self) -> Tensor:
-        """The first slot that each slot sees, its text's, in int32."""
+        """The first slot that each slot sees, its text's or its window's, in int32."""
         index_T = torch.arange(self.text_BT.shape[1], device=self.text_BT.device)
         begins_BT = torch.ones_like(self.text_BT, dtype=torch.bool)
         begins_BT[:, 1:] = self.text_BT[:, 1:] != self.text_BT[:, :-1]
-        return torch.where(begins_BT, index_T, 0).cummax(1).values.int()
+        first_BT = torch.where(begins_BT, index_T, 0).cummax(1).values
+        if self._window is not None:
+            first_BT = torch.maximum(first_BT, index_T + 1 - self._window)
+        return first_BT.int()
 
     @cached_property
     def end_BT(self) -> Tensor:
-        """The slot behind the last that sees each slot, its text's end, in int32."""
+        """A slot behind all that see each slot, its text's end, in int32."""
         index_T = torch.arange(self.text_BT.shape[1], device=self.text_BT.device)
         ends_BT = torch.ones_like(self.text_BT, dtype=torch.bool)
         ends_BT[:, :-1] = self.text_BT[:, 1:] != self.text_BT[:, :-1]

@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 from slipstream.train.data.corpus import Text
+from slipstream.train.data.documents import Document, document_turn
 from slipstream.train.data.generate import GenerationRequest, GenerationResult, loop_end
 from slipstream.train.data.mixture import DataConfig, passage_turn
 from slipstream.train.data.prompts import OPENINGS, SYSTEM_PROMPTS, Messages, normalized
@@ -60,10 +61,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Shown:
-    """Prompts shown to the target, for it to write user turns like them; without `maths`, those of the files are."""
+    """What user turns are made from: prompts for the target to imitate (`maths`, or the files'), and documents."""
 
     examples: Sequence[Messages] = ()
     maths: Sequence[Messages] = ()
+    documents: Sequence[Document] = ()
 
 
 NOTHING_SHOWN = Shown()
@@ -89,7 +91,7 @@ class ConversationSource:
         At most `window` conversations are under way at once.
         """
         self._tokenizer, self._config, self._excluded, self._window = tokenizer, config, excluded, window
-        examples, maths = shown.examples, shown.maths
+        examples, maths, self._documents = shown.examples, shown.maths, shown.documents
         samples_turns = config.sampled > 0 or config.second_turn > 0
         self._frames = [chat_frame(tokenizer, system) for system in SYSTEM_PROMPTS] if samples_turns else []
         self._openings = [tokenizer.encode(opening, add_special=False) for opening in OPENINGS]
@@ -112,7 +114,9 @@ class ConversationSource:
                 "data.tasks to 0."
             )
         if not self._file_prompts and config.sampled < 1 - 1e-9:
-            raise ConfigError("No prompt files are given, so magpie, maths, passages and tasks must add up to 1.")
+            raise ConfigError("No prompt files are given, so the shares of the other conversations must add up to 1.")
+        if config.documents > 0 and not self._documents:
+            raise ConfigError(f"data.documents is {config.documents}, and files.documents names none.")
         self._files_left = self._shuffled_files()
         self._retry: deque[GenerationRequest] = deque()
         self._passages: deque[tuple[int, Sequence[int]]] = deque(maxlen=_PASSAGES_KEPT + window)
@@ -180,6 +184,8 @@ class ConversationSource:
             return self._turn_like(self._questions, talk, _FREELY)
         if draw < config.magpie + config.maths + config.tasks:
             return self._turn_like(self._tasks, talk, _CAREFULLY)
+        if draw < config.magpie + config.maths + config.tasks + config.documents:
+            return self._document_turn(talk) or self._free_turn(talk)
         if draw < config.sampled:
             return self._passage_turn(talk) or self._free_turn(talk)
         if not self._files_left:
@@ -223,6 +229,15 @@ class ConversationSource:
         if len(ids) > self._config.max_prompt or normalized(turn) in self._excluded:
             return None
         talk.ids = ids
+        return self._answer(talk)
+
+    def _document_turn(self, talk: _Conversation) -> GenerationRequest | None:
+        """Ask for something to be done with documents; None if it came out too long, or spells a control token."""
+        turn = document_turn(self._documents, self._config.max_document, talk.rng)
+        ids = encode_prompt(self._tokenizer, [{"role": "user", "content": turn}])
+        if len(ids) > self._config.max_document or normalized(turn) in self._excluded:
+            return None
+        talk.ids, talk.more_turns = ids, 0
         return self._answer(talk)
 
     def _user(self, conversation: _Conversation, how: tuple[float, float] = _FREELY) -> GenerationRequest:

@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.errors import ConfigError, DataError
 from slipstream.train.data.conversations import MAX_TURN, WINDOW, ConversationSource, Shown, Tally
 from slipstream.train.data.corpus import Corpus, Text, read_notes, read_shard, shard_paths, write_shard
+from slipstream.train.data.documents import read_documents
 from slipstream.train.data.generate import (
     GenerationRequest,
     GenerationResult,
@@ -76,9 +77,11 @@ def _source(speaker: Speaker, recipe: Recipe, data: Path, folder: Path) -> Conve
     )
     named = [*files.exclude, *(item.file for item in files.evaluate)]
     excluded = read_excluded(data / name for name in named)
+    documents = read_documents(data / name for name in files.documents)
     _check_target(folder, speaker)
     window = WINDOW * speaker.rows(recipe.generate)
-    source = ConversationSource(speaker.tokenizer, recipe.data, prompts, excluded, Shown(examples, maths), window)
+    shown = Shown(examples, maths, documents)
+    source = ConversationSource(speaker.tokenizer, recipe.data, prompts, excluded, shown, window)
     texts: list[tuple[int, Text]] = []
     settled = 0
     for path in shard_paths(folder):
@@ -202,13 +205,15 @@ def _check_lengths(recipe: Recipe) -> None:
     data = recipe.data
     second = data.max_answer // 2 if data.second_turn > 0 else 0
     longest = data.max_prompt + second + max(data.max_answer, MAX_TURN if data.sampled > 0 or second else 0)
+    longest = max(longest, data.max_document + data.max_answer if data.documents > 0 else 0)
     for name, room in (
         ("generate.max_length", recipe.generate.max_length),
         ("train.row_length", recipe.train.row_length),
     ):
         if room < longest:
             raise ConfigError(
-                f"{name} is {room}, less than the {longest} that data.max_prompt and data.max_answer can add up to."
+                f"{name} is {room}, less than the {longest} that data.max_prompt (or max_document) and data.max_answer "
+                "can add up to."
             )
 
 

@@ -96,7 +96,8 @@ CPU_ROWS = 64
 """Texts at once on a CPU: the fastest number of 8, 16, 32 and 64 (docs/log.md)."""
 GPU_ROWS = 512
 _KV_SHARE = 0.5
-_PREFILL_TOKENS = 2048  # of one step, at most
+_PREFILL_TOKENS = 2048  # of one step, or the longest prompt's
+_PREFILL_SHARE = 8.0  # nobody waits for a token: prompts may take most of a step
 
 
 class Speaker:
@@ -161,7 +162,8 @@ def engine_config(config: GeneratorConfig, rows: int) -> EngineConfig:
         max_context=config.max_length,
         num_pages=rows * _pages(config),
         max_requests=rows,
-        max_batch_tokens=max(_PREFILL_TOKENS, rows),
+        max_batch_tokens=max(_PREFILL_TOKENS, rows, config.max_length),
+        prefill_share=_PREFILL_SHARE,
     )
 
 

@@ -20,6 +20,7 @@ from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
 from slipstream.train.data.generate import loop_end
 from slipstream.train.data.prompts import Messages
+from slipstream.train.draft.walk import length_name
 
 NGRAM = "ngram"
 NO_DRAFT = "no draft"
@@ -37,6 +38,7 @@ class DraftResult:
         shape: the trees it drafted (n-gram lookup drafts chains of their depth); None for plain decoding.
         nbytes: the size of the draft's files; 0 for n-gram lookup.
         straight: statistics of the answers that do not loop: a loop is easy to draft.
+        by_length: statistics by the prompt's length (`length_name`).
         num_identical: answers equal, token for token, to those of plain decoding.
         speeds: tokens a second, prompts included, for each group of prompts that were answered together.
     """
@@ -46,6 +48,7 @@ class DraftResult:
     nbytes: int
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     straight: AcceptanceStats = field(default_factory=AcceptanceStats)
+    by_length: dict[str, AcceptanceStats] = field(default_factory=dict)
     num_answers: int = 0
     num_looping: int = 0
     num_identical: int = 0
@@ -92,7 +95,7 @@ def compare_drafts(
             runners[index].result.speeds.append(num_tokens / (time.perf_counter() - started))
             advance(len(group))
         for index, runner in enumerate(runners):
-            _count(runner.result, answers[index], [tokens for tokens, _ in answers[0]])
+            _count(runner.result, group, answers[index], [tokens for tokens, _ in answers[0]])
     return [runner.result for runner in runners]
 
 
@@ -146,12 +149,15 @@ def _folder(name: str) -> Path | None:
     return shipped
 
 
-def _count(result: DraftResult, answers: Sequence[Answer], expected: Sequence[list[int]]) -> None:
+def _count(
+    result: DraftResult, prompts: Sequence[list[int]], answers: Sequence[Answer], expected: Sequence[list[int]]
+) -> None:
     """Add answers to a result, beside those of plain decoding."""
-    for (tokens, stats), plain in zip(answers, expected, strict=True):
+    for prompt, (tokens, stats), plain in zip(prompts, answers, expected, strict=True):
         result.num_answers += 1
         result.num_identical += tokens == plain
         result.stats.add(stats)
+        result.by_length.setdefault(length_name(len(prompt)), AcceptanceStats()).add(stats)
         if loop_end(tokens) is None:
             result.straight.add(stats)
         else:

@@ -12,12 +12,14 @@ from slipstream.kernels.training.loss import Labels, Teacher, make_narrow_teache
 from slipstream.kernels.training.ops import train_ops
 from slipstream.kernels.training.seen import Seen
 from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
-from slipstream.models.layers import Linear
+from slipstream.models.layers import Attention, Linear
 from slipstream.models.target import Target
 from slipstream.train.draft.packing import Batch
 from slipstream.train.draft.target import SplitTarget, draft_dtype
 from slipstream.train.draft.unroll import PackedContext, UnrollContext, shift_left, unroll
 from slipstream.train.draft.vocab import DraftVocab
+
+_NARROWEST = 16
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class DraftShape:
     Args:
         captured_layers: k = number of target blocks applied before the capture; None is the target's default.
         feature_norm: `per_layer` and feedback `post_norm` together are EAGLE-3.1.
+        window: how many keys the draft's attention shows, the last ones; None shows all, or keeps what a draft to start
+            from has.
         renew_vocab: of a draft to start from, choose the vocabulary again by the new data, instead of keeping it.
     """
 
@@ -35,12 +39,15 @@ class DraftShape:
     captured_layers: tuple[int, ...] | None = None
     feature_norm: str = "per_layer"
     feedback: str = "post_norm"
+    window: int | None = None
     renew_vocab: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.window is not None and self.window < _NARROWEST:
+            raise ConfigError(f"window is {self.window}; it must be at least {_NARROWEST}, as long as a chain.")
 
     def spec(self, target: ModelSpec) -> DraftSpec:
         """Return the draft's full description for a target."""
@@ -70,6 +77,7 @@ class DraftShape:
             max_position=target.max_position,
             captured_layers=captured,
             num_features=len(captured),
+            sliding_window=self.window,
             feature_norm=self.feature_norm,  # type: ignore[arg-type]  # checked above
             feedback=self.feedback,  # type: ignore[arg-type]  # checked above
         )
@@ -103,6 +111,14 @@ def new_draft(spec: DraftSpec, target: Target | SplitTarget, vocab: DraftVocab, 
     draft.share_embedding(target.embed_tokens)
     target.requires_grad_(False)
     return draft.to(device)
+
+
+def set_window(draft: Eagle3Draft, window: int) -> None:
+    """Have a draft's attention show the last `window` keys only."""
+    draft.spec = replace(draft.spec, sliding_window=window)
+    for module in draft.modules():
+        if isinstance(module, Attention):
+            module.shape = replace(module.shape, window=window)
 
 
 @torch.no_grad()

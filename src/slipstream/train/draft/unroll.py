@@ -54,6 +54,7 @@ class UnrollContext:
         self.ops = ops
         self.positions_T = positions_BT
         self._seen = seen
+        self._windowed: dict[int, Seen] = {}
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
 
@@ -66,11 +67,17 @@ class UnrollContext:
     ) -> Tensor:
         """Keep this step's keys and values, and attend as drafting would."""
         shown = sight_of(window).window
-        assert shown is None or shown >= q_BTHd.shape[1], "rows longer than the draft's window are refused earlier"
         keys, values = self._keys.setdefault(layer_index, []), self._values.setdefault(layer_index, [])
         keys.append(k_BTGd)
         values.append(v_BTGd)
-        return self.ops.draft_attention(q_BTHd, keys, values, self._seen, scale)
+        seen = self._seen if shown is None or shown >= q_BTHd.shape[1] else self._within(shown + 1 - len(keys))
+        return self.ops.draft_attention(q_BTHd, keys, values, seen, scale)
+
+    def _within(self, window: int) -> Seen:
+        """Return what is seen of the first step's keys; each later step's own takes a place in the window."""
+        if window not in self._windowed:
+            self._windowed[window] = Seen(self._seen.text_BT, window)
+        return self._windowed[window]
 
     def attend_latent(self, layer_index: int, q: Tensor, latent: Tensor, up: LatentUp) -> Tensor:
         """Keep the heads that latents stand for, and attend over those."""

@@ -4,7 +4,8 @@ Every accepted token is a token of the text, and the keys of earlier slots are t
 features, so one unrolled pass over the text tells how many drafted tokens each possible round would keep.
 """
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,8 @@ from slipstream.train.data.corpus import Array, Corpus, Text
 from slipstream.train.data.generate import loop_end
 from slipstream.train.draft.objective import Objective
 from slipstream.train.draft.unroll import UnrollContext, shift_left
+
+_BATCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,10 @@ def summarize(rounds: Sequence[int], chain: int) -> Walk:
 
 @torch.no_grad()
 def kept_tokens(objective: Objective, texts: Sequence[Text], steps: int) -> Array:
-    """Return for each slot of each text (rows padded to one length) how many drafted tokens in a row are right."""
+    """Return for each slot of each text (rows padded to one length) how many drafted tokens in a row are right.
+
+    Slots before all answers count none: nobody asks, and the head's product is most of the work of a long prompt.
+    """
     device = objective.target.embed_tokens.device
     length = -(-max(len(text.ids) for text in texts) // 64) * 64
     ids, number = np.zeros((len(texts), length), np.int64), np.full((len(texts), length), -1, np.int64)
@@ -81,10 +87,12 @@ def kept_tokens(objective: Objective, texts: Sequence[Text], steps: int) -> Arra
     right_BT = torch.ones_like(ids_BT)
     kept_BT = torch.zeros_like(ids_BT)
     draft, head = objective.draft, objective.head()
+    first = min(text.spans[0][0] for text in texts) - 1
     for step, hidden in enumerate(objective.unroll(captured, ids_BT, ctx, steps)):
-        best_BT = product_f32(hidden.normed_TD.flatten(0, 1), head).argmax(-1).view_as(ids_BT)
-        right_BT = right_BT & (draft.token_ids_V[best_BT] == shift_left(ids_BT, 2 + step))
-        kept_BT += right_BT
+        normed_BSD = hidden.normed_TD[:, first:]
+        best_BS = product_f32(normed_BSD.flatten(0, 1), head).argmax(-1).view(normed_BSD.shape[:2])
+        right_BT[:, first:] &= draft.token_ids_V[best_BS] == shift_left(ids_BT, 2 + step)[:, first:]
+        kept_BT[:, first:] += right_BT[:, first:]
     kept: Array = kept_BT.cpu().numpy()
     return kept
 
@@ -97,24 +105,51 @@ class Measured:
     loop_share: float
     walks: dict[int, Walk]
     without_loops: dict[int, Walk]
+    by_length: dict[str, dict[int, Walk]]
 
 
-def measure(objective: Objective, corpus: Corpus, chains: Sequence[int] = (3, 6), batch: int = 32) -> Measured:
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+"""Where one bucket of prompt lengths ends and the next begins, in tokens."""
+
+
+def length_name(tokens: int) -> str:
+    """Return the bucket of a prompt's length: "below 512", "512 to 1024", ..., "8192 and more"."""
+    at = bisect.bisect_right(LENGTHS, tokens)
+    if at == 0:
+        return f"below {LENGTHS[0]}"
+    return f"{LENGTHS[at - 1]} to {LENGTHS[at]}" if at < len(LENGTHS) else f"{LENGTHS[-1]} and more"
+
+
+def measure(objective: Objective, corpus: Corpus, chains: Sequence[int] = (3, 6)) -> Measured:
     """Walk an evaluation set: texts of one prompt and one greedy answer each."""
     texts = sorted((corpus.text(i) for i in range(len(corpus))), key=lambda text: len(text.ids))
     loops = [loop_end(text.ids[text.spans[0][0] :]) is not None for text in texts]
     all_rounds: dict[int, list[list[int]]] = {chain: [] for chain in chains}
-    for first in range(0, len(texts), batch):
-        some = texts[first : first + batch]
+    for some in _batches(texts):
         kept = kept_tokens(objective, some, max(chains))
         for row, text in enumerate(some):
             start, end = text.spans[0]
             for chain in chains:
                 all_rounds[chain].append(walk_rounds(kept[row].tolist(), start - 1, end, chain))
-    walks, clean = {}, {}
+    walks, clean, by_length = {}, {}, {}
+    names = [length_name(text.spans[0][0]) for text in texts]
+    for name in dict.fromkeys(names):
+        by_length[name] = {
+            chain: summarize([kept for at, text in enumerate(rounds) if names[at] == name for kept in text], chain)
+            for chain, rounds in all_rounds.items()
+        }
     for chain, rounds in all_rounds.items():
         walks[chain] = summarize([kept for text in rounds for kept in text], chain)
         clean[chain] = summarize(
             [kept for text, looped in zip(rounds, loops, strict=True) if not looped for kept in text], chain
         )
-    return Measured(len(texts), sum(loops) / max(1, len(loops)), walks, clean)
+    return Measured(len(texts), sum(loops) / max(1, len(loops)), walks, clean, by_length)
+
+
+def _batches(texts: Sequence[Text]) -> Iterator[Sequence[Text]]:
+    """Yield texts, shortest first, as many together as pad to `_BATCH_TOKENS`; one alone may be longer."""
+    start = 0
+    for end in range(1, len(texts) + 1):
+        if end == len(texts) or (end + 1 - start) * len(texts[end].ids) > _BATCH_TOKENS:
+            yield texts[start:end]
+            start = end

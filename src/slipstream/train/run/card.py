@@ -61,11 +61,16 @@ def _listed(lines: list[str]) -> str:
 def _data(stage: Record) -> str:
     corpus, files, mix = stage["corpus"], stage["recipe"]["files"], stage["recipe"]["data"]
     tasks = f", after tasks of {', '.join(files['examples'])} ({mix['tasks']:.0%})" if mix.get("tasks") else ""
+    documents = (
+        f", tasks on documents of {', '.join(files['documents'])} ({mix['documents']:.0%})"
+        if mix.get("documents")
+        else ""
+    )
     passages = f", tasks on passages of its answers ({mix['passages']:.0%})" if mix.get("passages") else ""
     return (
         f"{corpus['texts']:,} conversations, {corpus['answer_tokens']:,} answer tokens; user turns sampled from the "
         f"target freely ({mix['magpie']:.0%}) or after examples of maths questions ({mix['maths']:.0%}){tasks}"
-        f"{passages}, the rest prompts of {', '.join(files['prompts']) or 'no files'}."
+        f"{passages}{documents}, the rest prompts of {', '.join(files['prompts']) or 'no files'}."
     )
 
 
@@ -99,7 +104,16 @@ def _results(results: dict[str, dict[str, Any]]) -> str:
             for chain in found
         ]
         rows.append(" | ".join([name, str(result["texts"]), f"{result['loop_share']:.1%}", *cells]))
-    return "\n".join(f"| {row} |" for row in rows)
+    table = "\n".join(f"| {row} |" for row in rows)
+    lengths = [
+        f"{name}, by the prompt's length in tokens: "
+        + "; ".join(
+            f"{length} {' / '.join(f'{value:.3f}' for value in chains.values())}" for length, chains in of.items()
+        )
+        for name, result in results.items()
+        if len(of := result.get("by_length", {})) > 1
+    ]
+    return "\n\n".join([table, *lengths])
 
 
 def draw_curves(history: Sequence[dict[str, Any]], path: Path) -> None:  # records, hence Any

@@ -74,6 +74,7 @@ class RunRecord:
         seconds: by phase.
         started_from, averaged_with: digests of other drafts' weights; `records` has what those drafts' own say.
         stored_features: digest of the manifest of the features trained from; None with the target in the loop.
+        before: results of the draft it was started from, on the same texts.
         precision: what the target ran in and the draft's activations were in, by "target" and "draft".
     """
 
@@ -93,6 +94,7 @@ class RunRecord:
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     stored_features: str | None = None
     precision: dict[str, str] = field(default_factory=dict)
+    before: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def write_draft(folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record: RunRecord) -> None:
@@ -137,6 +139,10 @@ def result_record(measured: Measured) -> dict[str, Any]:
                 "acceptance_length_without_loops": round(measured.without_loops[chain].acceptance_length, 4),
             }
             for chain, walk in measured.walks.items()
+        },
+        "by_length": {
+            name: {str(chain): round(walk.acceptance_length, 4) for chain, walk in walks.items()}
+            for name, walks in measured.by_length.items()
         },
     }
 

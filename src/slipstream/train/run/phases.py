@@ -29,7 +29,7 @@ from slipstream.train.data.make_data import Report, Watch, make_corpus, make_eva
 from slipstream.train.data.speaker import CPU_ROWS, OpenEngine, Speaker, encode_prompt, engine_config
 from slipstream.train.draft.capture import Capture, CaptureHooks, moved, wanted_manifest
 from slipstream.train.draft.features import FeatureStore
-from slipstream.train.draft.objective import Emphasis, Objective, new_draft, renew_vocab
+from slipstream.train.draft.objective import Emphasis, Objective, new_draft, renew_vocab, set_window
 from slipstream.train.draft.packing import Packer
 from slipstream.train.draft.target import (
     SplitTarget,
@@ -121,6 +121,7 @@ class TrainingRun:
                 raise ConfigError("train.target_dtype is float16, whose range is not checked with --tp; say bfloat16.")
             check_range(model, encode_prompt(self.speaker.tokenizer, [{"role": "user", "content": "Hello!"}]))
         self.stored_features: str | None = None
+        self.before: dict[str, Measured] = {}
         # The ranks of a split target run passes, not steps of their own.
         self.world = World.join(device) if self._split is None else World(device=device)
         self.timings = Timings()
@@ -177,6 +178,8 @@ class TrainingRun:
         draft = load_draft(open_checkpoint(init_from), self._part, torch.float32)
         if draft.lm_head is model.lm_head:
             draft.lm_head = _own_head(model.lm_head)
+        if self.recipe.draft.window is not None:
+            set_window(draft, self.recipe.draft.window)
         if self.recipe.draft.renew_vocab:
             renew_vocab(draft, model, self.vocab(corpus))
         draft.requires_grad_(True)
@@ -278,6 +281,7 @@ class TrainingRun:
             averaged_with=output.lineage.averaged_with,
             records=output.lineage.records,
             stored_features=self.stored_features,
+            before={name: result_record(measured) for name, measured in self.before.items()},
             precision={
                 "target": dtype_name(self.speaker.model.embed_tokens.dtype),
                 "draft": dtype_name(draft_dtype(self.device)),

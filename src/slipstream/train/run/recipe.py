@@ -114,6 +114,7 @@ class Files:
         prompts: answered by the target, and trained on.
         maths: questions shown to the target, for it to write others like them (`data.maths`); by default `prompts`.
         examples: shown to the target, for it to write user turns like them (`data.tasks`).
+        documents: what long user turns are made from (`data.documents`).
         exclude: never trained on.
         evaluate: measured on.
     """
@@ -121,6 +122,7 @@ class Files:
     prompts: tuple[str, ...] = ()
     maths: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
+    documents: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     evaluate: tuple[EvalSet, ...] = ()
 
