@@ -1,5 +1,6 @@
 """The command line: help that teaches, sentences for mistakes, and the embedded model at work."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_a_users_mistake_is_a_sentence_and_no_traceback(arguments, words):
     assert "error:" in result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_doctor_says_which_kernels_a_gpu_that_is_not_here_would_run():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "slipstream", "doctor", "--kernels", "--arch"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"COLUMNS": "120"}
+    said = subprocess.run([*command, "sm_90"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert "hopper_gemv" in said and "persistent_ws" in said and "split_kv" in said
+    refused = subprocess.run([*command, "sm_70"], env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0 and "no architecture 'sm_70'" in refused.stderr
 
 
 def test_doctor_says_what_runs_here():

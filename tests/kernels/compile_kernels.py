@@ -28,7 +28,7 @@ from slipstream.kernels.training.triton_variants import Variant
 from slipstream.kernels.training.triton_variants import variants as training_variants
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.record import META, Recorded, recording, target_of
-from slipstream.kernels.triton.tuning import read_tuning
+from slipstream.kernels.triton.tuning import has_fp8, read_tuning
 from slipstream.models.fused.survey import Workload, hollow_target, hollow_weight, meta_context
 
 LLAMA = ModelSpec("LlamaForCausalLM", 128256, 4096, 14336, 2, 32, 8, 128, 1e-5, RopeSpec(5e5, 128), 16384, False)
@@ -47,11 +47,11 @@ MATRIX = {  # what a product looks like in each assembly
 def passes(ops: TritonOps, few: bool) -> Iterator[None]:
     """Run everything that launches kernels, pass by pass; `few` is a choice that launches every kernel."""
     yield from _dense_passes(ops, few)
-    for format in ("w4a8", "mxfp4_act") if few else FORMATS:
+    for format in _with_fp8(("w4a8", "mxfp4_act") if few else FORMATS, ops):
         weight = ops.prepare(hollow_weight(format, 4096, 4096))
         for rows in (4,) if few else (1, 4, 40, 300):
             yield ops.packed_linear(torch.empty(rows, 4096, dtype=torch.bfloat16, device=META), weight)
-    for format in ("w4a8", "fp8_block") if few else EXPERTS:
+    for format in _with_fp8(("w4a8", "fp8_block") if few else EXPERTS, ops):
         target = build_target(replace(rank_of("kimi-k2.5", 8).target, num_layers=2), format, 8192, META)
         for requests, nodes in ((1, 4), (40, 4)) if few else ((1, 1), (1, 4), (8, 4), (40, 4)):
             yield _run(ops, target, Workload(requests, nodes))
@@ -65,6 +65,8 @@ def passes(ops: TritonOps, few: bool) -> Iterator[None]:
 def _dense_passes(ops: TritonOps, few: bool) -> Iterator[None]:
     batches = ((1, 1), (1, 4), (8, 1), (8, 4), (40, 1), (40, 4), (64, 4), (12, 6), (1, 512))
     for spec, weights in ((LLAMA, "dense"), (LLAMA, "fp8_per_channel"), (SMOLLM, "dense"), (QWEN, "dense")):
+        if weights != "dense" and not has_fp8(ops.fused.architecture):
+            continue
         target = hollow_target(spec, ops, weights)
         for requests, nodes in batches:
             if few and (spec is not LLAMA or (requests, nodes) in ((8, 1), (40, 1), (64, 4))):
@@ -74,6 +76,11 @@ def _dense_passes(ops: TritonOps, few: bool) -> Iterator[None]:
     target, context = hollow_target(QWEN, ops), meta_context(ops, hollow_target(QWEN, ops), Workload(8, 4))
     ending = Ending(torch.empty(8, dtype=torch.int64, device=META), meta_context(ops, target, Workload(8, 1)).batch)
     yield target(torch.empty(32, dtype=torch.int64, device=META), replace(context, ending=ending))
+
+
+def _with_fp8(formats, ops) -> list[str]:
+    """Return formats that an architecture has types for."""
+    return [format for format in formats if "fp8" not in format or has_fp8(ops.fused.architecture)]
 
 
 def _run(ops, target, workload) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from triton_samples import compiled_by
 
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10}
+PORTABLE = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
 SPILLS = {  # bytes of stack on sm_90, vector registers on AMD's
     "sm_90": {"attention.windowed:sight_kernel": 256, "gemm.wide_streams:stream_kernel": 192},
     "gfx942": {"gemm.wide_tiles:wide_kernel": 2},
@@ -67,6 +68,14 @@ def test_every_kernel_links_fits_and_hardly_spills(architecture, level, capsys):
         assert row["spills"] <= most, row
         # Pointers and settings outnumber AMD's scalar registers; they spill to vector registers, not to memory.
         assert not row["scalar_spills"] or row["name"].startswith("sampling"), row
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("architecture", PORTABLE)
+def test_portable_kernels_compile_and_fit_where_nothing_was_measured(architecture):
+    for row in compiled(architecture):
+        assert row["bytes"] > 0 and row["matrix_found"], row
+        assert row["shared"] <= PORTABLE[architecture] or row["name"].startswith(("mla", "moe", "training")), row
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -3,18 +3,36 @@
 import platform
 import shutil
 import sys
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from slipstream.errors import ConfigError
 
-def doctor() -> None:
+
+def doctor(
+    kernels: Annotated[bool, typer.Option("--kernels", help="Which GPU kernels a pass launches.")] = False,
+    arch: Annotated[str | None, typer.Option(help="With --kernels: a GPU that need not be here (sm_90, ...).")] = None,
+    model: Annotated[str | None, typer.Option(help="With --kernels: a checkpoint's folder; Llama-3.1-8B.")] = None,
+    batch: Annotated[str | None, typer.Option(help="With --kernels: requests x nodes, as in 12x6.")] = None,
+    max_keys: Annotated[int, typer.Option(min=1, help="With --kernels: no request has more keys.")] = 4096,
+) -> None:
     """Show what this machine can run: Python, torch, kernels, GPUs, the embedded model and its draft.
 
     Example:
       slipstream doctor
+      slipstream doctor --kernels --arch sm_90 --batch 12x6
     """
+    if kernels:
+        from slipstream.cli.kernel_map import print_kernel_map
+
+        print_kernel_map(arch, model, batch, max_keys)
+        return
+    if arch or model or batch:
+        raise ConfigError("--arch, --model and --batch say what --kernels is to show; add --kernels.")
     table = Table(title="slipstream doctor", title_justify="left")
     table.add_column("what", style="bold")
     table.add_column("state")

@@ -28,7 +28,7 @@ from slipstream.kernels.triton.moe import router
 from slipstream.kernels.triton.moe.dispatch import ExpertOptions, experts
 from slipstream.kernels.triton.moe.tiles import MoeOptions, expert_tiles
 from slipstream.kernels.triton.norm import Norm
-from slipstream.kernels.triton.tuning import Tuning, architecture_of, read_tuning
+from slipstream.kernels.triton.tuning import Tuning, architecture_of, check_architecture, read_tuning
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class TritonOps:
         if device.type == "cpu" and not triton.knobs.runtime.interpret:
             raise KernelError("The Triton kernels run on a GPU; on a CPU choose 'auto', 'cpu' or 'reference'.")
         self._device = device
+        check_architecture(architecture_of(device))
         self._tuning = tuning or read_tuning(architecture_of(device))
         self._products = Products(self._tuning, device)
         self._dependent = self._tuning.dependent_launch
@@ -77,9 +78,10 @@ class TritonOps:
     @property
     def promise(self) -> str:
         """Say what these kernels are made for, and for which weights it does not hold."""
+        tiles = "tiles as measured" if self._tuning.measured else "portable kernels, tiles by arithmetic"
         return (
-            f"Triton kernels ({self._tuning.architecture}): made so that a row's bits depend on its own inputs only, "
-            "not on the number of rows, the batch or the page size; weights in formats they do not know are "
+            f"Triton kernels ({self._tuning.architecture}, {tiles}): made so that a row's bits depend on its own "
+            "inputs only, not on the number of rows, the batch or the page size; weights in formats they do not know are "
             "multiplied by torch, which promises nothing"
         )
 

@@ -20,7 +20,9 @@ from slipstream.errors import KernelError
 
 META = torch.device("meta")
 _AMD = ("gfx942", "gfx950")
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", *_AMD)
+_PROCESSORS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
+ARCHITECTURES = tuple(_PROCESSORS)
+"""What launches can be recorded for, as A100, L40S, H200, B200, RTX 6000, MI300X and MI355X have processors."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def recording(architecture: str) -> Iterator[list[Recorded]]:
         )
 
     amd = architecture in _AMD
+    properties = SimpleNamespace(gcnArchName=architecture, multi_processor_count=_PROCESSORS[architecture])
     capability = (9, 0) if amd else divmod(int(architecture.removeprefix("sm_")), 10)
     before = driver._active
     driver.set_active(here)
@@ -77,7 +80,7 @@ def recording(architecture: str) -> Iterator[list[Recorded]]:
             patch.object(JITFunction, "_do_compile", record),
             patch("torch.version.hip", "recorded" if amd else None),
             patch("torch.cuda.get_device_capability", lambda device=None: capability),
-            patch("torch.cuda.get_device_properties", lambda device=None: SimpleNamespace(gcnArchName=architecture)),
+            patch("torch.cuda.get_device_properties", lambda device=None: properties),
         ):
             yield launches
     finally:

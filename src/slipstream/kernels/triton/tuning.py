@@ -19,6 +19,8 @@ CHAIN_ROWS = 4
 """Up to so many rows, a chain's or fewer, a pass may have tiles of its own."""
 FEWER_ROWS, FEW_ROWS = 32, 64
 """Up to so many rows a token tile is narrow, and what is best for hundreds is not for them."""
+_SHARED_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
+"""What a program may have of shared memory, on architectures that have no file: stages are as many as fit."""
 Json = dict[str, Any]
 """A parsed configuration file; its fields are checked when the dataclasses below are built."""
 
@@ -172,6 +174,7 @@ class Tuning:
         fold_rows: up to so many rows, norms and rotations are part of those products.
         fold_codes: up to so many rows, those with FP8 weights make the codes of their rows, where no norm is between.
         fold_norm_codes: up to so many rows, at most 8, they make them of rows that have their norm to come.
+        measured: whether an architecture has a file; without one portable kernels run, with tiles by arithmetic.
     """
 
     architecture: str
@@ -193,6 +196,7 @@ class Tuning:
     fold_rows: int = 0
     fold_codes: int = 0
     fold_norm_codes: int = 0
+    measured: bool = True
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
         """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""
@@ -273,7 +277,7 @@ def read_tuning(architecture: str) -> Tuning:
     """Return what is known of an architecture; one without a file gets the rule."""
     file = resources.files("slipstream.kernels.triton") / "configs" / f"{architecture}.json"
     if not file.is_file():
-        return Tuning(architecture)
+        return Tuning(architecture, shared_bytes=_SHARED_BYTES.get(architecture, 0), measured=False)
     return parse_tuning(architecture, json.loads(file.read_text(encoding="utf-8")))
 
 
@@ -293,6 +297,21 @@ def parse_tuning(architecture: str, data: Json) -> Tuning:
         )
     except TypeError as error:
         raise KernelError(f"configs/{architecture}.json has a field this version does not know: {error}.") from error
+
+
+def has_fp8(architecture: str) -> bool:
+    """Tell whether a GPU's instructions know E4M3: NVIDIA's do from sm_89 on."""
+    return architecture not in ("sm_80", "sm_86", "sm_87")
+
+
+def check_architecture(architecture: str) -> None:
+    """Refuse GPUs that the kernels do not compile for."""
+    too_old = architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) < 80
+    if too_old or (architecture.startswith("gfx") and architecture not in ("gfx942", "gfx950")):
+        raise KernelError(
+            f"The Triton kernels are for NVIDIA GPUs from sm_80 (A100) on and for AMD's gfx942 and gfx950; this one is "
+            f"{architecture}. Choose the 'reference' kernels, which are torch's."
+        )
 
 
 def architecture_of(device: torch.device) -> str:

@@ -77,7 +77,12 @@ def flow_fits(
 def prefill_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, page_size: int) -> bool:
     """Tell whether prompts' queries attend by the warp-specialised kernel: types, widths, pages that TMA can copy."""
     keys, values, width = layer.keys_SGd, layer.values_SGd, q_THd.shape[2]
-    fits = config.flow_programs > 0 and q_THd.is_cuda and config.split == config.block == 64 and width in (64, 128)
+    fits = (
+        config.flow_programs > 0
+        and q_THd.device.type != "cpu"
+        and config.split == config.block == 64
+        and width in (64, 128)
+    )
     fits = fits and q_THd.dtype == keys.dtype == values.dtype and q_THd.dtype in (torch.bfloat16, torch.float16)
     fits = fits and page_size >= _LEAST_BOX_ROWS and q_THd.shape[1] // keys.shape[1] <= _CONSUMER_ROWS
     fits = fits and keys.stride() == values.stride() and keys.stride()[1:] == (width, 1) and keys.stride(0) % 8 == 0

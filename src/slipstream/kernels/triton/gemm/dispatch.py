@@ -14,7 +14,7 @@ from slipstream.kernels.triton.gemm.split_k_reduce import Stretches
 from slipstream.kernels.triton.gemm.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
 from slipstream.kernels.triton.norm import SQUARED
 from slipstream.kernels.triton.rope import RopeWrite
-from slipstream.kernels.triton.tuning import CHAIN_ROWS, LinearConfig, Tuning
+from slipstream.kernels.triton.tuning import CHAIN_ROWS, LinearConfig, Tuning, has_fp8
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.scheme import by_row
 
@@ -34,6 +34,7 @@ _INPUTS: dict[str, Codes | None] = {
 }
 """Formats these kernels multiply, and the codes their rows are turned into; see `_widened_rows` for the others."""
 _NIBBLES = ("w4a8", "int4_per_channel", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act")
+_NEED_FP8 = (*_FP8, "int4_fp8")
 _GROUPED = ("int4_group", "mxfp4", "mxfp4_act")
 _DENSE = (torch.bfloat16, torch.float16, torch.float32)
 _SERIAL_ABOVE = 256  # rows; from here on tiles fill the device without more programs to a tile
@@ -53,7 +54,7 @@ class Products:
 
     def prepare(self, weight: PackedWeight) -> PackedWeight:
         """Return the weight in the layout the kernels read, or as it is if they do not know its format."""
-        if weight.format not in _INPUTS:
+        if weight.format not in _INPUTS or (weight.format in _NEED_FP8 and not has_fp8(self._tuning.architecture)):
             return weight
         scales = dict(weight.scales)
         codes = weight.codes.contiguous()

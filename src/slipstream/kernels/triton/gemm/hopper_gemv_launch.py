@@ -14,6 +14,8 @@ STEP_BYTES = 128
 REGISTERS = 96
 """The most a thread may have, over all warps; with 80 and with 128 products were no faster."""
 _ROOM = 16 << 10  # fast memory that prepared rows may take where they are not all needed at once
+_SHARED = 227 << 10  # bytes of shared memory that a program of an sm_90 may have
+_BARRIERS = 16  # bytes a stage, of its two mbarriers
 _MATRIX_ROWS = 64
 _MOST_BOXES = 3
 _LEAST_BOX = 8  # rows after which the order of a row's pieces in fast memory is the same again
@@ -82,9 +84,9 @@ def plan_of(
     prepared = steps if chunk == steps else 2 * chunk
     if prepared * 32 < parts * side * seg:  # sums go where the rows were
         return None
-    return LeanPlan(
-        seg, own, bn, side, mp, steps, chunk, min(chunk, 4), min(config.lean, steps * parts), end, codes
-    )  # fmt: skip
+    most = (_SHARED - prepared * bn * STEP_BYTES - 1024) // (side * seg * STEP_BYTES + _BARRIERS)
+    slots = min(config.lean, steps * parts, most)
+    return LeanPlan(seg, own, bn, side, mp, steps, chunk, min(chunk, 4), slots, end, codes) if slots >= 2 else None
 
 
 def lean_plan(

@@ -49,7 +49,7 @@ def fits(x_TK: Tensor, weight_NK: Tensor, kind: str, config: LinearConfig) -> bo
         config: the weight's own, which fixes its order of columns.
     """
     dtypes = {"dense": (torch.bfloat16, torch.float16), "fp8": (torch.float8_e4m3fn,)}.get(kind, ())
-    if weight_NK.dtype not in dtypes or x_TK.dtype != weight_NK.dtype or not x_TK.is_cuda:
+    if weight_NK.dtype not in dtypes or x_TK.dtype != weight_NK.dtype or x_TK.device.type == "cpu":
         return False
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x_TK, weight_NK))
     aligned = aligned and weight_NK.shape[0] % 16 == 0  # rows of outputs, gated or not, are stored by TMA

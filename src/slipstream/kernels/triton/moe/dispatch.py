@@ -29,7 +29,7 @@ from slipstream.kernels.triton.moe.rows import (
     rows_kernel,
 )
 from slipstream.kernels.triton.moe.tiles import ExpertTiles, StageTiles, expert_tiles, matrix_instruction
-from slipstream.kernels.triton.tuning import architecture_of
+from slipstream.kernels.triton.tuning import architecture_of, has_fp8
 from slipstream.quant.packed import ExpertWeights
 
 
@@ -107,6 +107,10 @@ def experts(
     num_tokens, top_k = expert_ids_TK.shape
     architecture, arithmetic = architecture_of(x_TD.device), _arithmetic(gate_up, down)
     tiles = options.tiles or expert_tiles(architecture, gate_up.format, num_tokens * top_k)
+    if "fp8" in gate_up.format and not has_fp8(architecture):
+        raise KernelError(
+            f"Experts of format {gate_up.format!r} need FP8 codes, which {architecture} has no types for."
+        )
     run = _Run(x_TD, expert_ids_TK.contiguous(), arithmetic, options)
     plain = gate_up.bias_EN is None and down.bias_EN is None and options.activation == SILU
     if tiles.words and plain and gemv.fits(gate_up, down):
