@@ -262,7 +262,8 @@ def main() -> None:
         found = recorded(architecture, few=not arguments.all)
         if not arguments.all:
             found = representative(found)
-        found += [_of_variant(variant, architecture) for variant in training_variants(architecture)]
+        if architecture in ("sm_90", "gfx942", "gfx950"):
+            found += [_of_variant(variant, architecture) for variant in training_variants(architecture)]
         for launch in found:
             if arguments.only in f"{launch.module}:{launch.name}":
                 row = {"name": launch.name} if arguments.list else described(launch, architecture)

@@ -81,8 +81,8 @@ class TritonOps:
         tiles = "tiles as measured" if self._tuning.measured else "portable kernels, tiles by arithmetic"
         return (
             f"Triton kernels ({self._tuning.architecture}, {tiles}): made so that a row's bits depend on its own "
-            "inputs only, not on the number of rows, the batch or the page size; weights in formats they do not know are "
-            "multiplied by torch, which promises nothing"
+            "inputs only, not on the number of rows, the batch or the page size; weights in formats they do not know "
+            "are multiplied by torch, which promises nothing"
         )
 
     @property
