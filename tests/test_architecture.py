@@ -74,6 +74,14 @@ def test_every_word_of_the_glossary_is_explained():
         assert f"**{word}**" in glossary, word
 
 
+def test_the_map_of_kernels_names_every_module_that_has_one():
+    folder, text = ROOT / "src/slipstream/kernels/triton", (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    kernels = [file for file in folder.rglob("*.py") if "_kernel(" in file.read_text(encoding="utf-8")]
+    modules = [file.relative_to(folder).with_suffix("").as_posix() for file in kernels]
+    assert len(modules) > 20
+    assert not [name for name in modules if name not in text]
+
+
 def anchors(page: Path) -> set[str]:
     """Return what a page's headings are called in links: lower case, words joined by hyphens, marks left out."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

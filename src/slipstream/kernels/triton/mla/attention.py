@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.launch import launch_options, prefetch, show_copies, wait_for_inputs
 from slipstream.kernels.triton.mla.merge import Pieces, merge
 from slipstream.kernels.triton.moe.tiles import matrix_instruction, shipped
 from slipstream.kernels.triton.tuning import architecture_of
 
+_TOO_SMALL = ("sm_86", "sm_89", "sm_120")
 _LOG2E = 1.4426950408889634
 
 
@@ -221,6 +222,11 @@ def attend_pieces(
     num_tokens, num_heads, width = q_THC.shape
     num_requests, table_width = batch.page_table_RP.shape
     architecture = architecture_of(q_THC.device)
+    if architecture in _TOO_SMALL:
+        raise KernelError(
+            f"Latent attention (MLA) needs 116 KB of shared memory, and {architecture} has 99. Choose the 'reference' "
+            "kernels for it, or another GPU."
+        )
     tiles = tiles or shipped_tiles(architecture)
     max_keys = table_width * batch.page_size if batch.max_keys is None else batch.max_keys
     num_pieces = max(1, tiles.pieces(max_keys))
