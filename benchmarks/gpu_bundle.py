@@ -23,7 +23,7 @@ from slipstream.train.data.prompts import read_prompts
 def main() -> None:
     """Write the bundle."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--questions", type=Path, required=True, action="append", help="repeatable: as many of each")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -33,7 +33,9 @@ def main() -> None:
     target = load_target(open_checkpoint(model), torch.float32, device, ops=ops)
     draft = load_draft(open_checkpoint(embedded_draft()), target, torch.bfloat16, target.spec.max_position)
     tokenizer = Tokenizer.load(model)
-    prompts = [tokenizer.encode_chat(messages) for messages in read_prompts(args.questions)[: args.count]]
+    share = -(-args.count // len(args.questions))
+    chats = [messages for path in args.questions for messages in read_prompts(path)[:share]]
+    prompts = [tokenizer.encode_chat(messages) for messages in chats[: args.count]]
     bundle = Bundle(
         target_spec=target.spec,
         target_weights=weights_of(target),

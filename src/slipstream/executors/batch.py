@@ -2,7 +2,8 @@
 
 Each row of the batch brings the tokens of its chunk, then the drafted nodes of its tree. The last token of an emitting
 chunk is the tree's root. Node i of a tree lies i places after the root in the order of keys; its rotary position is the
-root's plus its depth.
+root's plus its depth. A tree with siblings is also described path by path, each as plain decoding would have it: a
+query's keys are then those of its path, each at its position.
 
 Shape letters: T query tokens, L rows of logits.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from slipstream.executors.interface import Work
 from slipstream.executors.rows import Row
-from slipstream.models.context import QueryTokens
+from slipstream.models.context import PathTokens, QueryTokens
 from slipstream.speculation.tree import Tree
 
 
@@ -42,10 +43,11 @@ def build_batch(planned: Sequence[tuple[Row, Work]], trees: Sequence[Tree], devi
     ancestors: list[int] = []
     prompt_rows: list[bool] = []
     counts: list[int] = []
+    paths: list[PathTokens] = []
     first_rows: list[int] = []
     logit_rows: list[int] = []
     next_tree = iter(trees)
-    for row, work in planned:
+    for request, (row, work) in enumerate(planned):
         first_rows.append(len(tokens))
         start, end = row.num_committed, row.num_committed + work.num_tokens
         tokens += row.tokens[start:end]
@@ -62,13 +64,24 @@ def build_batch(planned: Sequence[tuple[Row, Work]], trees: Sequence[Tree], devi
             ancestors += tree.bits[1:]
             prompt_rows += [False] * (len(tree.tokens) - 1)
             logit_rows += range(root, len(tokens))
+            first, *others = tree.paths()
+            paths.append(PathTokens(request, work.num_tokens - 1 + len(first)))
+            paths += [PathTokens(request, len(path), _moved(tree, path, end - 1)) for path in others]
+        else:
+            paths.append(PathTokens(request, work.num_tokens))
         counts.append(len(tokens) - first_rows[-1])
     index_T, positions_T, ancestors_T = (
         torch.tensor(values, dtype=torch.int64, device=device) for values in (index, positions, ancestors)
     )
     return Batch(
         torch.tensor(tokens, dtype=torch.int64, device=device),
-        QueryTokens(counts, index_T, positions_T, ancestors_T, prompt_rows),
+        QueryTokens(counts, index_T, positions_T, ancestors_T, prompt_rows, paths if len(paths) > len(counts) else ()),
         first_rows,
         torch.tensor(logit_rows, dtype=torch.int64, device=device),
     )
+
+
+def _moved(tree: Tree, path: range, root: int) -> list[tuple[int, int]]:
+    """Return, for nodes that a path's last query sees elsewhere than at their own place, position and place."""
+    nodes = enumerate(tree.ancestors(path[-1]), start=1)
+    return [(root + depth, root + node) for depth, node in nodes if node != depth]

@@ -142,7 +142,7 @@ class EagerExecutor:
         if not planned:
             return outputs
         emitting = [row for row, work in planned if work.emits]
-        tree_batch = self._propose(planned)
+        tree_batch = self._propose(planned).in_preorder()
         trees = tree_batch.unpack()
         phase = _phase(planned, trees)
         if phase == "verify":

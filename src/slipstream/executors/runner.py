@@ -1,6 +1,7 @@
 """Runs the target: one pass over a batch, logits for the rows that need them, and keys moved to where they stay."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class Runner:
     def forward(self, batch: Batch, pages: Sequence[Sequence[int]]) -> Hidden:
         """Run the target over a batch, writing its keys."""
         table_RP = page_table(pages, batch.token_ids_T.device)
-        ctx = paged_context(self._ops, self._kv, table_RP, batch.queries)
+        queries = batch.queries if self._ops.places_matter else replace(batch.queries, paths=())
+        ctx = paged_context(self._ops, self._kv, table_RP, queries)
         hidden: Hidden = self._model(batch.token_ids_T, ctx, self._captured_layers)
         return hidden
 

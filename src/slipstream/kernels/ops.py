@@ -110,6 +110,14 @@ class Ops(Protocol):
         ...
 
     @property
+    def places_matter(self) -> bool:
+        """Tell whether a query's bits depend on where among a request's keys those it sees lie.
+
+        Then the paths of a tree are given as requests of their own, each with its keys where plain decoding has them.
+        """
+        ...
+
+    @property
     def capturable(self) -> bool:
         """Tell whether a pass can be captured in a CUDA graph: no operation asks the host for a value."""
         ...

@@ -188,6 +188,21 @@ def _part(batch: AttentionBatch, rows: list[int]) -> _Part:
 
 
 @dataclass(frozen=True)
+class PathTokens:
+    """Query tokens, one after another, that go on from each other: a request's own, or a path of its draft tree.
+
+    Args:
+        count: how many.
+        moved: where a key they see does not lie at its position on their path: position, and index among the request's
+            keys.
+    """
+
+    request: int
+    count: int
+    moved: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
 class QueryTokens:
     """The query tokens of R requests in order: how many each has, and three values for each token (int64 [T]).
 
@@ -195,6 +210,7 @@ class QueryTokens:
 
     Args:
         prompt_rows: for each token, whether it belongs to its request's prompt; empty if none does.
+        paths: all tokens again, path by path, where a tree has siblings and each path is to be a request of its own.
     """
 
     counts: Sequence[int]
@@ -202,6 +218,7 @@ class QueryTokens:
     positions_T: Tensor
     ancestors_T: Tensor
     prompt_rows: Sequence[bool] = ()
+    paths: Sequence[PathTokens] = ()
 
 
 def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTokens) -> PagedContext:
@@ -213,6 +230,9 @@ def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTo
     row_T = torch.repeat_interleave(torch.arange(len(queries.counts), device=device), counts_R)
     index_T, ancestors_T = queries.kv_index_T.contiguous(), queries.ancestors_T.contiguous()
     slots_T = page_table_RP[row_T, index_T // kv.page_size].long() * kv.page_size + index_T % kv.page_size
+    if queries.paths:
+        batch = _batch_by_path(page_table_RP, queries, kv.page_size)
+        return PagedContext(ops, queries.positions_T.contiguous(), slots_T, batch, kv, queries.prompt_rows)
     batch = AttentionBatch(
         query_starts_R1=starts_R1.int(),
         kv_lens_R=(index_T[starts_R1[1:] - 1] + 1).int(),
@@ -224,6 +244,34 @@ def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTo
         max_keys=page_table_RP.shape[1] * kv.page_size,
     )
     return PagedContext(ops, queries.positions_T.contiguous(), slots_T, batch, kv, queries.prompt_rows)
+
+
+def _batch_by_path(page_table_RP: Tensor, queries: QueryTokens, page_size: int) -> AttentionBatch:
+    """Return attention in which every path of a tree is a request of its own, its keys found slot by slot.
+
+    A sum's bits depend on where in it each key comes. Paths share all slots but those of their nodes, so nothing is
+    copied: a page of one slot can lie anywhere.
+    """
+    device, paths = page_table_RP.device, queries.paths
+    offset_O = torch.arange(page_size, dtype=torch.int32, device=device)
+    slots_RK = (page_table_RP[:, :, None] * page_size + offset_O).flatten(1)
+    table_PK = slots_RK[torch.tensor([path.request for path in paths], device=device)]
+    moved = [(place, path.request, *move) for place, path in enumerate(paths) for move in path.moved]
+    place_M, request_M, position_M, index_M = torch.tensor(moved, device=device).T
+    table_PK[place_M, position_M] = slots_RK[request_M, index_M]
+    counts_P = torch.tensor([path.count for path in paths], dtype=torch.int32, device=device)
+    starts_P1 = torch.nn.functional.pad(counts_P.cumsum(0, dtype=torch.int32), (1, 0))
+    position_T = queries.positions_T.contiguous()
+    return AttentionBatch(
+        query_starts_R1=starts_P1,
+        kv_lens_R=(position_T[starts_P1[1:].long() - 1] + 1).int(),
+        page_table_RP=table_PK,
+        kv_index_T=position_T,
+        ancestors_T=torch.full_like(position_T, -1),
+        page_size=1,
+        max_queries=max(path.count for path in paths),
+        max_keys=table_PK.shape[1],
+    )
 
 
 def page_table(pages: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 Shape letters: R requests, N nodes of a tree with its root (node 0), in an order where parents come before children.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -160,6 +161,23 @@ class TreeBatch:
         parents_RN = self.parents_RN[:, :num_nodes].where(kept_RN, torch.full_like(self.parents_RN[:, :num_nodes], -1))
         return TreeBatch(self.tokens_RN[:, :num_nodes], parents_RN, sizes_R)
 
+    def in_preorder(self) -> "TreeBatch":
+        """Return the same trees with each node's descendants right behind it, siblings in their order.
+
+        A path then goes on from the node before, or begins anew at a sibling.
+        """
+        before_N = torch.arange(-1, self.tokens_RN.shape[1] - 1, device=self.tokens_RN.device)
+        if not bool(((self.parents_RN != before_N) & self.valid_RN).any()):
+            return self
+        trees = []
+        for size, tokens, parents in zip(
+            self.sizes_R.tolist(), self.tokens_RN.tolist(), self.parents_RN.tolist(), strict=True
+        ):
+            order = _preorder(parents[:size])
+            place = {node: index for index, node in enumerate(order)}
+            trees.append(([tokens[node] for node in order], [place.get(parents[node], -1) for node in order]))
+        return TreeBatch.pack(trees, self.tokens_RN.device)
+
     def unpack(self) -> list["Tree"]:
         """Return the trees as plain values, without padding."""
         columns = zip(self.sizes_R.tolist(), self.tokens_RN.tolist(), self.parents_RN.tolist(), strict=True)
@@ -196,12 +214,39 @@ class Tree:
             node = self.parents[node]
         return tuple(reversed(tokens))
 
+    def paths(self) -> list[range]:
+        """Return the nodes of a tree in preorder as stretches, each of which goes on from node to node.
+
+        The first begins at the root; each of the others hangs from an earlier node.
+        """
+        begins = [node for node, parent in enumerate(self.parents) if node == 0 or parent != node - 1]
+        return [range(first, end) for first, end in itertools.pairwise([*begins, len(self.tokens)])]
+
+    def ancestors(self, node: int) -> list[int]:
+        """Return the nodes on the way from the root's child to a node, itself included."""
+        nodes = []
+        while node > 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
     def nodes_by_depth(self) -> list[int]:
         """Return how many nodes were drafted at each depth, from the root's children on."""
         counts = [0] * max(self.depths)
         for depth in self.depths[1:]:
             counts[depth - 1] += 1
         return counts
+
+
+def _preorder(parents: Sequence[int]) -> list[int]:
+    children: list[list[int]] = [[] for _ in parents]
+    for node in range(len(parents) - 1, 0, -1):
+        children[parents[node]].append(node)
+    order, left = [], [0]
+    while left:
+        order.append(left.pop())
+        left += children[order[-1]]
+    return order
 
 
 def _widen(values_RN: Tensor, num_nodes: int, fill: int) -> Tensor:

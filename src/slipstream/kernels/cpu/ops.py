@@ -56,6 +56,7 @@ class CpuOps:
     """Kernels for inference on a CPU: every output has one order of accumulation, whatever shares the pass."""
 
     name = "cpu"
+    places_matter = False  # a sum runs over the keys that are seen
     capturable = False
 
     def __init__(self, threads: int, isa: Isa | None = None) -> None:

@@ -24,6 +24,7 @@ class ReferenceOps:
     """Plain torch; differentiable where training needs it (linear, norm, silu_mul, rotate)."""
 
     name = "reference"
+    places_matter = True
     capturable = False  # attention and the rule look at lengths and temperatures on the host
 
     def __init__(self, device: torch.device) -> None:

@@ -55,6 +55,7 @@ class TritonOps:
     """
 
     name = "triton"
+    places_matter = True
     capturable = True
 
     def __init__(self, device: torch.device, tuning: Tuning | None = None, moe: MoeOptions | None = None) -> None:

@@ -1,0 +1,122 @@
+"""Trees on a GPU: every answer must be plain decoding's, its tokens and the bits of their log probabilities.
+
+    python benchmarks/gpu_bundle.py --questions A --questions B --count 400 --out trees.pt        # here
+    PYTHONPATH=src:benchmarks python benchmarks/gpu_trees.py --bundle trees.pt --tokens 32          # on the GPU
+    PYTHONPATH=src:benchmarks:tests python benchmarks/gpu_trees.py --latent --tokens 32             # a tiny Kimi
+
+Each shape answers all prompts in float32 and in BF16, greedily and at temperature 0.8 in turns, in batches of 64, and
+is compared with plain decoding of the same type.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from gpu_models import TINY, random_target, read_bundle
+from slipstream.checkpoint.spec import MlaSpec
+from slipstream.engine.build import build_engine
+from slipstream.engine.config import EngineConfig
+from slipstream.kernels import select
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.target import Target
+from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
+
+STATIC = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0))
+SHAPES = {
+    "(5, 4, 16)": TreeShape(depth=5, width=4, budget=16),
+    "(7, 8, 32)": TreeShape(depth=7, width=8, budget=32),
+    "static": TreeShape(paths=STATIC),
+}
+Answers = list[list[tuple[int, float]]]
+
+
+def answers(
+    target: Target, draft: Eagle3Draft | None, shape: TreeShape | None, prompts: list[list[int]], tokens: int
+) -> tuple[Answers, float, float]:
+    """Return every answer's tokens with their log probabilities, the tokens a pass, and the seconds."""
+    device = target.embed_tokens.device
+    context = max(map(len, prompts)) + tokens + 64
+    config = EngineConfig(max_context=context, max_requests=64, max_batch_tokens=4096, cuda_graphs="off")
+    engine = build_engine(target, draft, shape, config, select(device))
+    started = time.perf_counter()
+    ids = {}
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=tokens, logprobs=0, temperature=0.8 * (index % 2))
+        ids[engine.add(prompt, params, index)] = index
+    said: Answers = [[] for _ in prompts]
+    while engine.has_work:
+        for emission in engine.step():
+            if emission.error is not None:
+                raise emission.error
+            for token in emission.tokens:
+                assert token.logprob is not None
+                said[ids[emission.request_id]].append((token.token_id, token.logprob.logprob))
+    return said, engine.stats.acceptance.acceptance_length, time.perf_counter() - started
+
+
+def compare(name: str, target: Target, draft: Eagle3Draft, prompts: list[list[int]], tokens: int) -> int:
+    """Print how many answers are the same with each shape; return how many are not."""
+    plain, _, seconds = answers(target, None, None, prompts, tokens)
+    print(f"{name}: plain {seconds:.1f} s", flush=True)
+    wrong = 0
+    for label, shape in SHAPES.items():
+        drafted, length, seconds = answers(target, draft, shape, prompts, tokens)
+        same_tokens = sum([t for t, _ in a] == [t for t, _ in b] for a, b in zip(drafted, plain, strict=True))
+        same_bits = sum(a == b for a, b in zip(drafted, plain, strict=True))
+        wrong += len(prompts) - same_bits
+        print(
+            f"{name} {label}: tokens equal {same_tokens} of {len(prompts)}, log probabilities too {same_bits}, "
+            f"{length:.2f} tokens a pass, {seconds:.1f} s",
+            flush=True,
+        )
+    return wrong
+
+
+def tiny_kimi(dtype: torch.dtype, device: torch.device) -> tuple[Target, Eagle3Draft]:
+    """Return a random target with latent attention that often repeats a token, and a draft that foresees it."""
+    import dataclasses
+
+    from tiny import follower_draft
+
+    mla = MlaSpec(48, 64, 32, 16, 32, 48**-0.5)
+    spec = dataclasses.replace(TINY, hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=48, vocab_size=61, mla=mla)
+    target = random_target(dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, rotary_dim=16)), dtype, device)
+    target.lm_head.weight.copy_(target.embed_tokens.weight)
+    draft = follower_draft(target, hidden_size=64, target_hidden_size=64)
+    return target, draft.to(device, dtype)
+
+
+def main() -> int:
+    """Compare; exit status 1 if any answer differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path)
+    parser.add_argument("--latent", action="store_true")
+    parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    args = parser.parse_args()
+    device, wrong = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0
+    with torch.inference_mode():
+        for name in args.dtypes.split(","):
+            dtype = getattr(torch, name)
+            if args.bundle is not None:
+                bundle, target, draft = read_bundle(args.bundle, dtype, device)
+                prompts = [prompt[-256:] for prompt in bundle.prompts[: args.count]]
+                wrong += compare(f"embedded {name}", target, draft, prompts, args.tokens)
+            if args.latent:
+                target, draft = tiny_kimi(dtype, device)
+                generator = torch.Generator().manual_seed(0)
+                prompts = [
+                    torch.randint(0, 61, (5 + index % 40,), generator=generator).tolist() for index in range(args.count)
+                ]
+                wrong += compare(f"latent {name}", target, draft, prompts, args.tokens)
+    print(f"{wrong} answers differ")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
