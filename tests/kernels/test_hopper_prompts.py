@@ -1,4 +1,4 @@
-"""Passes of many rows on Hopper: its GEMM and its attention compile, fit any shape, and have the portable bits.
+"""Passes of many rows on Hopper: its GEMM fits any shape, and it and its attention have the portable kernels' bits.
 
 Triton's interpreter knows no warps of several kinds, so the bits are compared on a GPU only.
 """
@@ -9,8 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-
-from triton_samples import compiled_by
 
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
@@ -33,15 +31,6 @@ SHAPES = {  # outputs, inputs, whether gated, whether with a residual
     "few outputs": (576, 1536, False, True),
     "few columns": (960, 576, False, False),
 }
-
-
-def test_kernels_of_many_rows_fit_hardly_spill_and_fold_nothing():
-    rows = compiled_by("compile_hopper_prompts.py")
-    assert len(rows) == 7
-    for row in rows:
-        most = 144 if "128, 8 of keys" in row["name"] else 0  # bytes of stack; by Triton 3.6 it is 8
-        assert row["shared"] <= 227 << 10 and row["spills"] <= most, row
-        assert row["matrix"] and row["loads"] and not row["folded"], row
 
 
 @pytest.mark.parametrize("kind", ["dense", "fp8"])
@@ -83,14 +72,15 @@ def test_a_gemm_of_many_rows_has_the_portable_kernels_bits(shape, format):
 @on_hopper
 @pytest.mark.parametrize("page", [8, 16, 64, 256])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (40, 8, 128), (28, 4, 128), (16, 16, 64)])
-def test_prompts_attend_as_the_portable_kernel_does_whatever_unwritten_slots_hold(heads, page):
+@pytest.mark.parametrize("scattered", [False, True], ids=["pages in order", "pages scattered"])
+def test_prompts_attend_as_the_portable_kernel_does_whatever_unwritten_slots_hold(heads, page, scattered):
     (num_heads, num_groups, width), device = heads, torch.device("cuda")
     torch.manual_seed(page)
     counts, starts = [70, 300, 1, 513, 4], [0, 128, 77, 1000, 15]
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     num_pages = [-(-end // page) for end in ends]
     cache = [torch.randn(sum(num_pages) * page, num_groups, width, device=device).bfloat16() for _ in range(2)]
-    order = torch.randperm(sum(num_pages)).split(num_pages)
+    order = (torch.randperm(sum(num_pages)) if scattered else torch.arange(sum(num_pages))).split(num_pages)
     table = torch.zeros(len(counts), max(num_pages), dtype=torch.int32)
     for row, pages, end in zip(table, order, ends, strict=True):
         row[: len(pages)] = pages
