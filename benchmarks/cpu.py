@@ -4,8 +4,10 @@
 
 The embedded model decodes greedily: our engine from the GGUF as stored, plain and with the shipped EAGLE-3 draft;
 llama.cpp from the same file and from Q4_0 and Q8_0 made of it; vLLM's CPU build, plain and with the same draft;
-transformers in float32. Every program is loaded once in a process (but for ours and transformers, an environment) of
-its own, with as many threads, is given the same token ids and asked for as many tokens; in every round each takes its
+transformers in float32. Given a draft that llama.cpp can compute (--llama-draft; not the shipped one, which is of
+EAGLE-3.1), its own EAGLE-3 decodes the same file with it at batch 1, and so does our engine. Every program is loaded
+once in a process (but for ours and transformers, an environment) of its own, with as many threads, is given the same
+token ids and asked for as many tokens; in every round each takes its
 turn, so that what else the machine does falls on all. llama.cpp is compiled and vLLM installed on first use.
 
 Decoding speed leaves out the prompts: the clock runs from when every answer of the batch has its first token until the
@@ -32,10 +34,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peers.arms import PLAIN, Arm, Decoded, Limits, Models, all_arms, decoded, start
 from peers.tables import Point, Results, Turn, aims_table
 from slipstream.bench.hardware import find_hardware
+from slipstream.bench.peers.environments import environments_dir
 from slipstream.bench.peers.process import Peer, PeerError
-from slipstream.checkpoint.embedded import embedded_draft
+from slipstream.checkpoint.draft_gguf import write_gguf_draft
+from slipstream.checkpoint.embedded import GGUF_FILE, embedded_draft
 from slipstream.checkpoint.embedded_folder import embedded_folder
+from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.cli.peers import draft_for_vllm
+from slipstream.records.store import sha256_of
 from slipstream.train.data.prompts import read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +61,11 @@ def main() -> int:
     os.sched_setaffinity(0, cpus)  # inherited by every peer
     limits = Limits(len(cpus), CONTEXT, max(point.batch for point in POINTS))
     wanted = ["slipstream", *(args.peers.split(",") if args.peers else [])]
-    arms = [arm for arm in all_arms(_models(), limits, args.depths, args.vllm_dtypes) if arm.program in wanted]
+    arms = [
+        arm
+        for arm in all_arms(_models(args.llama_draft), limits, args.depths, args.vllm_dtypes)
+        if arm.program in wanted
+    ]
     with ExitStack() as stack:
         peers = _load(console, stack, arms)
         engine = peers[PLAIN]
@@ -79,11 +89,17 @@ def main() -> int:
     return 0
 
 
-def _models() -> Models:
-    shipped = embedded_draft()
+def _models(llama_draft: Path | None) -> Models:
+    shipped, folder = embedded_draft(), embedded_folder()
     if shipped is None:
         sys.exit("This copy of slipstream ships no draft for the embedded model.")
-    return Models(embedded_folder(), shipped, draft_for_vllm())
+    older = None
+    if llama_draft is not None:
+        file = environments_dir() / "models" / f"{llama_draft.name}-{sha256_of([str(llama_draft.resolve())])[:8]}.gguf"
+        file.unlink(missing_ok=True)
+        write_gguf_draft(open_checkpoint(llama_draft), folder / GGUF_FILE, file)
+        older = llama_draft, file
+    return Models(folder, shipped, draft_for_vllm(), older)
 
 
 def _load(console: Console, stack: ExitStack, arms: list[Arm]) -> dict[str, Peer]:
@@ -134,6 +150,9 @@ def _rounds(
                 groups = [asked[i : i + point.batch] for i in range(0, len(asked), point.batch)]
                 ours: list[list[int]] = []
                 for arm in present:
+                    if arm.alone and point.batch > 1:
+                        bar.advance(task, number >= 0)
+                        continue
                     bar.update(task, description=f"round {number + 1}: {point}, {arm.name}")
                     time.sleep(SETTLE_S)
                     done = _turn(peers[arm.name], groups, 8 if number < 0 else args.tokens)
@@ -188,6 +207,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="llama,vllm,transformers", help="who to measure beside, comma-separated")
     parser.add_argument("--gsm8k", type=Path, default=QUESTIONS, help="questions; a few of our own by default")
+    parser.add_argument(
+        "--llama-draft", type=Path, help="a draft for llama.cpp, trained with draft.feature_norm=none and "
+        "draft.feedback=pre_norm; it and our engine decode with it at batch 1",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=2, help="prompts a round at batch 1")

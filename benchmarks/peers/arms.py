@@ -24,6 +24,7 @@ class Arm:
     Args:
         python: returns the interpreter to run it with, installing what it needs.
         weight_bytes: what a token has to read at least; None leaves it to the worker to say.
+        alone: it answers one prompt at a time, and takes no part where there are more.
     """
 
     name: str
@@ -33,15 +34,22 @@ class Arm:
     python: Callable[[], Path] = lambda: Path(sys.executable)
     environ: dict[str, str] = field(default_factory=dict)
     weight_bytes: int | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True)
 class Models:
-    """What is decoded: the target as a folder (with its GGUF inside), the draft as it ships and in vLLM's dialect."""
+    """What is decoded: the target as a folder (with its GGUF inside), the draft as it ships and in vLLM's dialect.
+
+    Args:
+        older_draft: an EAGLE-3 draft without what EAGLE-3.1 added, which llama.cpp does not compute: a folder and the
+            same as a GGUF. None: llama.cpp decodes without one.
+    """
 
     folder: Path
     draft: Path
     draft_for_vllm: Path
+    older_draft: tuple[Path, Path] | None = None
 
     @property
     def gguf(self) -> str:
@@ -81,6 +89,17 @@ def all_arms(models: Models, limits: Limits, depths: Sequence[int], vllm_dtypes:
     theirs = {"model": models.gguf, "made": str(models.draft_for_vllm.parent), **threads, "context": limits.context}
     for name, format in ((SAME_FILE, ""), ("llama.cpp Q4_0", "Q4_0"), ("llama.cpp Q8_0", "Q8_0")):
         yield Arm(name, "llama", llama_worker_file(), {**theirs, "format": format}, llama_python, omp)
+
+    if models.older_draft is not None:
+        folder, file = models.older_draft
+        settings = {**ours, "draft": str(folder), "depth": 0}
+        yield Arm("slipstream EAGLE-3, llama.cpp's draft", "slipstream", engine, settings, environ=omp)
+        program = environments.environments_dir() / "llama/bin" / environments.LLAMA_DRAFTS
+        drafted = {"program": str(program), "model": models.gguf, "draft": str(file), "depth": 3, **threads}
+        yield Arm(
+            "llama.cpp EAGLE-3 K=3", "llama", HERE / "llama_draft_worker.py",
+            {**drafted, "context": limits.context}, llama_python, omp, alone=True,
+        )  # fmt: skip
 
     def vllm_python() -> Path:
         return environments.vllm_environment() / "python"
