@@ -37,7 +37,7 @@ test-nodes: $(VENV)/.ready
 
 # Everything one client could do to the others, against a server on this machine: minutes. ATTACK="--tp 3", say, to choose.
 attack: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.attack $(ATTACK)
+	$(BIN)/python -m tests.attack $(ATTACK)
 
 # Other projects' clients (openai, anthropic, litellm, langchain, ...) against our server: installs them, minutes.
 peers-clients: $(VENV)/.ready

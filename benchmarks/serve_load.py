@@ -18,10 +18,10 @@ import time
 from collections import Counter
 from typing import Any
 
-from benchmarks.attack.watch import Prober, Wait, memory_mib
-from benchmarks.attack.wire import request
 from benchmarks.serve_client import Answer, Json, metrics, post, server, stream
 from benchmarks.serve_offline import Choice, offline_texts
+from tests.attack.watch import Prober, Wait, memory_mib
+from tests.attack.wire import request
 
 PATH = "/v1/completions"
 TOPICS = ("rain", "bridges", "bread", "the moon", "chess", "rivers", "glass", "trains")

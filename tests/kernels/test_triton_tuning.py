@@ -17,7 +17,7 @@ def changed(kind: type, *required: object) -> object:
 
 def test_what_a_sweep_writes_is_read_again_with_every_field(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    from gpu_tune import starting_tuning, write_tuning
+    from tune_products import starting_tuning, write_tuning
 
     linear = {"fp8:4096:4096": changed(LinearConfig, 64, 256, 4, 4, 3)}
     tuning = dataclasses.replace(

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.attack.campaign import Row
-from benchmarks.attack.ending import check_log
-from benchmarks.attack.table import report
-from benchmarks.attack.watch import Prober
+from tests.attack.campaign import Row
+from tests.attack.ending import check_log
+from tests.attack.table import report
+from tests.attack.watch import Prober
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.embedded
 def test_a_short_attack_on_a_server_of_the_embedded_model_breaks_nothing():
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "benchmarks.attack", "--short"]
+    command = [sys.executable, "-m", "tests.attack", "--short"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -23,7 +23,7 @@ from slipstream.kernels.triton.mla.merge import Pieces, merge
 from slipstream.kernels.triton.moe.tiles import matrix_instruction, shipped
 from slipstream.kernels.triton.tuning import architecture_of
 
-_TOO_SMALL = ("sm_86", "sm_89", "sm_120")
+_TOO_SMALL = ("sm_86", "sm_89", "sm_100", "sm_120")
 _LOG2E = 1.4426950408889634
 
 
@@ -224,8 +224,8 @@ def attend_pieces(
     architecture = architecture_of(q_THC.device)
     if architecture in _TOO_SMALL:
         raise KernelError(
-            f"Latent attention (MLA) needs 116 KB of shared memory, and {architecture} has 99. Choose the 'reference' "
-            "kernels for it, or another GPU."
+            f"The tiles of latent attention (MLA) do not fit the shared memory of {architecture} yet. Choose the "
+            "'reference' kernels for it."
         )
     tiles = tiles or shipped_tiles(architecture)
     max_keys = table_width * batch.page_size if batch.max_keys is None else batch.max_keys

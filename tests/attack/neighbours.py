@@ -4,8 +4,9 @@ import asyncio
 import time
 from typing import Any
 
-from benchmarks.attack.wire import Reply, Violation, Wire
 from benchmarks.serve_client import Json
+
+from tests.attack.wire import Reply, Violation, Wire
 
 _SCHEMA = {
     "type": "object",

@@ -4,8 +4,8 @@ import asyncio
 import json
 from typing import Any
 
-from benchmarks.attack.kinds import CHAT, COMPLETIONS, Attack, post, require
-from benchmarks.attack.wire import Wire
+from tests.attack.kinds import CHAT, COMPLETIONS, Attack, post, require
+from tests.attack.wire import Wire
 
 Schema = dict[str, Any] | bool
 _HONEST: Schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

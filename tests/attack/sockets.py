@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.attack.kinds import ANY, COMPLETIONS, NO_ANSWER, Attack, raw, require
-from benchmarks.attack.wire import Reply, Wire, request
+from tests.attack.kinds import ANY, COMPLETIONS, NO_ANSWER, Attack, raw, require
+from tests.attack.wire import Reply, Wire, request
 
 _STREAM: dict[str, Any] = {"prompt": "x", "max_tokens": 48, "ignore_eos": True, "stream": True, "seed": 1}
 _SMALL = b'{"prompt": "x", "max_tokens": 1}'

@@ -5,8 +5,8 @@ import json
 import random
 from typing import Any
 
-from benchmarks.attack.kinds import ANY, CHAT, COMPLETIONS, Attack
-from benchmarks.attack.wire import Wire
+from tests.attack.kinds import ANY, CHAT, COMPLETIONS, Attack
+from tests.attack.wire import Wire
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5}}, "required": ["a"]}
 _FORM = {"type": "json_schema", "json_schema": {"name": "s", "schema": _SCHEMA, "strict": True}}

@@ -6,9 +6,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from benchmarks.attack.heads import FORGED
-from benchmarks.attack.kinds import COMPLETIONS, require
-from benchmarks.attack.wire import Reply, Wire
+from tests.attack.heads import FORGED
+from tests.attack.kinds import COMPLETIONS, require
+from tests.attack.wire import Reply, Wire
 
 _CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
 _MAX_LOG_BYTES = 20 << 20

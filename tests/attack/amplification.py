@@ -4,8 +4,8 @@ import gzip
 import json
 from typing import Any
 
-from benchmarks.attack.kinds import CHAT, COMPLETIONS, NO_ANSWER, REFUSED, Attack, post, raw, require
-from benchmarks.attack.wire import Wire, request
+from tests.attack.kinds import CHAT, COMPLETIONS, NO_ANSWER, REFUSED, Attack, post, raw, require
+from tests.attack.wire import Wire, request
 
 _MEGABYTE = 1 << 20
 _TOKENIZE = "/tokenize"

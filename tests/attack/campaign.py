@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.attack.hosted import HostedServer
-from benchmarks.attack.kinds import NO_ANSWER, Attack, require
-from benchmarks.attack.neighbours import Neighbours, ordinary_requests, quiet_texts
-from benchmarks.attack.sockets import SilentReaders
-from benchmarks.attack.watch import Wait, memory_mib
-from benchmarks.attack.wire import Violation, Wire
 from benchmarks.serve_client import metrics
+
+from tests.attack.hosted import HostedServer
+from tests.attack.kinds import NO_ANSWER, Attack, require
+from tests.attack.neighbours import Neighbours, ordinary_requests, quiet_texts
+from tests.attack.sockets import SilentReaders
+from tests.attack.watch import Wait, memory_mib
+from tests.attack.wire import Violation, Wire
 
 MAX_HANG_S = 2.0
 MAX_GROWTH = 1.10

@@ -8,8 +8,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.attack.watch import memory_mib
 from benchmarks.serve_client import Hosting, server
+
+from tests.attack.watch import memory_mib
 
 MAX_FILES = 256
 _SAMPLE_S = 0.25

@@ -1,6 +1,6 @@
 """Time whole decoder layers of a few rows on this GPU, kernels in their order, and choose tiles by that.
 
-    PYTHONPATH=src python benchmarks/gpu_layer.py --out out/configs [--seconds 110] [--only llama,fp8,smollm] [--check]
+    PYTHONPATH=src python benchmarks/tune.py --out out/configs [--seconds 110] [--only llama,fp8,smollm] [--check]
 
 A product timed alone does not show what it costs in a step, where the kernels around it overlap with it. Here a graph
 holds the layers of a model with cold weights; first the ways to run it are compared, then each product's tiles are
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from gpu_models import LLAMA_8B, SMOLLM_135M, filled_cache, random_target
-from gpu_tune import Shape, bits_differ, copies_of, replayed_us, write_tuning
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.gemm.dispatch import Products
@@ -31,6 +30,7 @@ from slipstream.models.context import PagedContext, QueryTokens, paged_context
 from slipstream.models.layers import Linear
 from slipstream.models.target import Target
 from slipstream.quant.packed import PackedWeight
+from tune_products import Shape, bits_differ, copies_of, replayed_us, write_tuning
 
 PAGE = 16
 BATCHES = (1, 8)

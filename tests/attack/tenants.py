@@ -2,8 +2,8 @@
 
 import json
 
-from benchmarks.attack.kinds import ANY, COMPLETIONS, REFUSED, Attack, post, require
-from benchmarks.attack.wire import Reply, Wire
+from tests.attack.kinds import ANY, COMPLETIONS, REFUSED, Attack, post, require
+from tests.attack.wire import Reply, Wire
 
 _ADMIN = "/admin/speculation"
 _HIT = 250

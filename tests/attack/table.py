@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 
-from benchmarks.attack.campaign import Row
+from tests.attack.campaign import Row
 
 _WIDTH = 80
 _SHOWN_PER_GROUP = 40

@@ -1,9 +1,9 @@
 """Attack a server on this machine and report what broke; exit status 1 if anything did.
 
-    python -m benchmarks.attack                      # minutes: the embedded model and its draft
-    python -m benchmarks.attack --short              # seconds: one or two attacks of each kind
-    python -m benchmarks.attack --tp 3               # a model over ranks (the embedded one has 9 heads)
-    python -m benchmarks.attack --device cuda
+    python -m tests.attack                      # minutes: the embedded model and its draft
+    python -m tests.attack --short              # seconds: one or two attacks of each kind
+    python -m tests.attack --tp 3               # a model over ranks (the embedded one has 9 heads)
+    python -m tests.attack --device cuda
 
 The server is a process of its own with 256 descriptors. Beside the attack honest clients ask for texts known
 beforehand, /health is asked 20 times a second from another process, and memory is watched.
@@ -17,17 +17,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.attack import amplification, heads, mutations, sampling, schemas, sockets, tenants
-from benchmarks.attack.campaign import Campaign, Row, vocabulary
-from benchmarks.attack.ending import check_log, drain
-from benchmarks.attack.hosted import HostedServer
-from benchmarks.attack.kinds import Attack
-from benchmarks.attack.neighbours import PLAIN
-from benchmarks.attack.table import report
-from benchmarks.attack.watch import Prober
-from benchmarks.attack.wire import Violation, Wire
 from benchmarks.serve_client import free_port
 from benchmarks.serve_offline import Choice, offline_texts
+
+from tests.attack import amplification, heads, mutations, sampling, schemas, sockets, tenants
+from tests.attack.campaign import Campaign, Row, vocabulary
+from tests.attack.ending import check_log, drain
+from tests.attack.hosted import HostedServer
+from tests.attack.kinds import Attack
+from tests.attack.neighbours import PLAIN
+from tests.attack.table import report
+from tests.attack.watch import Prober
+from tests.attack.wire import Violation, Wire
 
 
 def groups(options: argparse.Namespace) -> dict[str, list[Attack]]:
@@ -101,7 +102,8 @@ def _drain_s(options: argparse.Namespace) -> float:
 
 def _say(options: argparse.Namespace, line: str) -> None:
     if not options.short:
-        print(line, file=sys.stderr, flush=True)
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def main() -> int:
@@ -123,8 +125,8 @@ def main() -> int:
     expected = [] if options.short else offline_texts(PLAIN, choice)
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(attack(options, options.log or Path(folder) / "server.log", expected))
-    print(report(rows))
-    print(f"seed {options.seed}, {time.monotonic() - started:.0f} s")
+    sys.stdout.write(report(rows) + "\n")
+    sys.stdout.write(f"seed {options.seed}, {time.monotonic() - started:.0f} s\n")
     return 1 if any(row.violations for row in rows) else 0
 
 

@@ -1,6 +1,6 @@
 """Find the tiles of the Triton products and of attention on this GPU, and write them as a configuration file.
 
-    PYTHONPATH=src python -m benchmarks.gpu_tune --out out/configs [--seconds 150] [--only ...]
+    PYTHONPATH=src python -m benchmarks.tune_products --out out/configs [--seconds 150] [--only ...]
 
 Products are timed inside CUDA graphs that walk over copies of the weight too large for the L2 cache; percentages are
 of the read bandwidth measured first. A configuration counts only if a row's bits are the same for 1 to 300 rows. One

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.attack.wire import Violation, Wire
+from tests.attack.wire import Violation, Wire
 
 Send = Callable[[Wire], Awaitable[Sequence[int]]]
 Body = dict[str, Any] | bytes

@@ -1,7 +1,7 @@
 """Heads of requests: hosts, paths, methods and lengths that two programs might read in two ways."""
 
-from benchmarks.attack.kinds import ANY, COMPLETIONS, NO_ANSWER, REFUSED, Attack, raw, require
-from benchmarks.attack.wire import Wire, request
+from tests.attack.kinds import ANY, COMPLETIONS, NO_ANSWER, REFUSED, Attack, raw, require
+from tests.attack.wire import Wire, request
 
 _SMALL = b'{"prompt": "x", "max_tokens": 1}'
 _NOT_HERE = frozenset({400, 403, 421, NO_ANSWER})
