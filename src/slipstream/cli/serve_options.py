@@ -120,6 +120,10 @@ EarlierTokens = Annotated[
     int,
     typer.Option(help="Tokens of earlier answers that may be copied too; timing may tell what others were answered."),
 ]
+AdaptiveDepth = Annotated[
+    bool,
+    typer.Option(help="On a GPU: each step's chains are as long as pays, up to --depth; every length is captured."),
+]
 SimulatedAcceptance = Annotated[
     str | None, typer.Option(help="Measurements only: keep drafted tokens by these rates, such as 0.8,0.6,0.4.")
 ]

@@ -88,7 +88,8 @@ def build_other_rank(
 def _executor(runner: Runner, drafter: Drafter, config: EngineConfig) -> Executor:
     """Return what runs steps fastest on this device."""
     if config.captures(runner.device.type) and GraphExecutor.supports(runner, drafter):
-        return GraphExecutor(runner, drafter, config.max_requests, config.max_context)
+        adapts = config.adaptive_depth
+        return GraphExecutor(runner, drafter, config.max_requests, config.max_context, adapts=adapts)
     if NativeExecutor.supports(runner, drafter):
         return NativeExecutor(runner, drafter, config.max_requests)
     return EagerExecutor(runner, drafter, config.max_requests)

@@ -37,6 +37,8 @@ class EngineConfig:
             the length of chains is chosen step by step (nobody asked for a shape), none elsewhere. On a CPU only.
         earlier_tokens: tokens of earlier answers, the latest, that requests may copy from as well; 0: none. How fast an
             answer comes may then tell what others were answered.
+        adaptive_depth: on a GPU, let each step's chains be as long as pays by measured costs and what was kept, up to
+            the tree's depth, or drop drafts; every length is captured before the first request.
         cuda_graphs: run decoding as steps captured in CUDA graphs, with the host one step behind. "auto" does so on a
             GPU; "on" without one runs the same steps uncaptured, for tests. The tokens are the same either way.
     """
@@ -53,6 +55,7 @@ class EngineConfig:
     borrowed_tokens: int = 64
     copied_tokens: int | None = None
     earlier_tokens: int = 0
+    adaptive_depth: bool = False
     cuda_graphs: CudaGraphs = "auto"
 
     def __post_init__(self) -> None:

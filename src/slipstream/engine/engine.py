@@ -182,6 +182,10 @@ class Engine:
             self._scheduler.start_over()
         self._scheduler.set_needs(draft_needs(self.drafter))
 
+    def explain_drafting(self) -> dict[str, object]:
+        """Say what decides how far is drafted, and what it knows; nothing where nothing does."""
+        return self._executor.explain()
+
     def simulate_acceptance(self, rates: Sequence[float]) -> None:
         """Keep drafted tokens by these rates from the next step on, whatever the target says; () ends it.
 

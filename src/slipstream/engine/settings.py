@@ -40,6 +40,7 @@ class Settings(TypedDict, total=False):
     borrowed_tokens: int
     copied_tokens: int | None
     earlier_tokens: int
+    adaptive_depth: bool
     cuda_graphs: CudaGraphs
     tp: int
     ep: int

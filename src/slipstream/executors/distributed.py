@@ -121,6 +121,10 @@ class LeadingExecutor:
         """Call back, from another thread, when a rank is lost."""
         self._leader.when_lost(callback)
 
+    def explain(self) -> dict[str, object]:
+        """Say what decides how far is drafted."""
+        return self._own.explain()
+
     def hurry(self) -> None:
         """Do nothing: a call runs one step."""
 

@@ -20,6 +20,7 @@ from slipstream.kernels import one_pool
 from slipstream.models.target import Hidden
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.drafter import Drafter, Observed
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.grammar import draft_along
 from slipstream.speculation.simulate import simulate, simulated_counts
 from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
@@ -107,6 +108,10 @@ class EagerExecutor:
     def collect(self) -> StepOutput:
         """Return what came of the step."""
         return self._outputs.pop(0)
+
+    def explain(self) -> dict[str, object]:
+        """Say what decides how far is drafted, and what it knows; nothing where nothing does."""
+        return self._drafter.explain() if isinstance(self._drafter, Eagle3Drafter) else {}
 
     def reshape(self, shape: TreeShape) -> bool:
         """Draft trees of another shape; every row goes on."""

@@ -190,6 +190,10 @@ class Executor(Protocol):
         """What drafts."""
         ...
 
+    def explain(self) -> dict[str, object]:
+        """Say what decides how far is drafted, and what it knows; nothing where nothing does."""
+        ...
+
     @property
     def lookahead(self) -> int:
         """How many submitted steps it can hold unread while the next is submitted."""

@@ -57,6 +57,7 @@ def describe(engine: Engine) -> Json:
         "tree": None if shape is None else {"depth": shape.depth, "width": shape.width, "budget": shape.budget},
         "tree_description": "none" if shape is None else str(shape),
         "simulated_acceptance": list(engine.simulated_acceptance),
+        "drafting": engine.explain_drafting(),
         "statistics": speculation_json(engine.stats.acceptance, engine.simulated_acceptance),
     }
 

@@ -370,6 +370,23 @@ class ChainController:
         floor = math.log(_EDGES[lowest]) if _EDGES[lowest] > 0 else -math.inf
         return Cut(floor, costs.drafted.level_s.value * rate / _GOES_ON, least)
 
+    def explain(self, num_requests: int) -> dict[str, object]:
+        """Say what is known of batches of this size and what follows from it; nothing before it was learned."""
+        costs = self._costs.get(_size_class(num_requests))
+        if costs is None or costs.passes < _LEARNING_PASSES:
+            return {}
+        cut = self.cut(num_requests)
+        return {
+            "chosen": "no drafts" if costs.resting else "chains as long as they pay",
+            "gain_in_tokens_a_request": round(costs.gain(num_requests), 3),
+            "row_ms": round(1e3 * costs.row_s, 3),
+            "level_ms": round(1e3 * costs.drafted.level_s.value, 3),
+            "plain_pass_ms": round(1e3 * costs.plain_s(num_requests), 3),
+            "tokens_a_second": round(costs.rate(num_requests), 1),
+            "least_confidence": round(math.exp(cut.floor), 3) if cut.floor < math.inf else None,
+            "least_chance_of_a_copy": round(cut.least, 3),
+        }
+
     def chance(self, confidence: float) -> float:
         """Return how often nodes of about this confidence are kept.
 

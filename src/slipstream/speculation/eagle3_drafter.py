@@ -305,6 +305,10 @@ class Eagle3Drafter:
         feedback_1D = torch.zeros(1, self._draft.spec.hidden_size, dtype=table.dtype, device=table.device)
         self.resume({request_id: length}, feedback_1D, self._draft.logits(feedback_1D, self._ops))
 
+    def explain(self) -> dict[str, object]:
+        """Say how far drafting pays by what was learned; nothing where every tree has the whole shape."""
+        return {} if self._pace is None else self._pace.explain()
+
     def reshape(self, shape: TreeShape) -> None:
         """Grow trees of another shape, from now on in full and with nothing copied beside them."""
         with torch.inference_mode():

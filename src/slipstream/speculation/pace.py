@@ -33,6 +33,10 @@ class Pace:
         self._num_requests = num_requests
         return self._controller.reach(num_requests, depth)
 
+    def explain(self) -> dict[str, object]:
+        """Say what the controller knows of the size of batch that ran last."""
+        return self._controller.explain(max(self._num_requests, 1))
+
     def drafted(self, request_ids: Sequence[int], scores: Sequence[Sequence[float]], counts: Sequence[int]) -> None:
         """Note what was drafted for each request: cumulative scores, and how many nodes are to be checked."""
         self._drafted_at = self._clock()

@@ -8,6 +8,7 @@ prompt, trees) run eagerly, alone.
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -25,17 +26,22 @@ from slipstream.executors.runner import Runner
 from slipstream.executors.stopwatch import Lap
 from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.lengths import REST, Choice, LengthController
 from slipstream.speculation.simulate import thresholds
 from slipstream.speculation.tree import Tree, TreeShape
 
 _MOST_DRAFTED = 15
 """Chains are captured up to this length."""
+_LENGTHS = (1, 3, 5, 7)
+"""What is chosen among, up to the drafter's own length: each is captured for every batch size."""
 
 
 class GraphExecutor(EagerExecutor):
     """Runs decoding rows ahead of the host; one step at work, one being read."""
 
-    def __init__(self, runner: Runner, drafter: Drafter, num_rows: int, max_context: int) -> None:
+    def __init__(
+        self, runner: Runner, drafter: Drafter, num_rows: int, max_context: int, *, adapts: bool = False
+    ) -> None:
         super().__init__(runner, drafter, num_rows + 1)  # the last slot is nobody's
         eagle = drafter if isinstance(drafter, Eagle3Drafter) else None
         self._models = StepModels(
@@ -57,6 +63,15 @@ class GraphExecutor(EagerExecutor):
         self._free = list(range(num_rows))
         self._sent: dict[int, int] = {}  # tokens of each row whose computing was begun
         self._masked = False
+        self._adapts, self._lengths = adapts, self._controller(adapts)
+        self._late: set[int] = set()  # rows whose draft has not followed their text
+
+    def _controller(self, adapts: bool) -> LengthController | None:
+        """Return what chooses among lengths up to the drafter's; None where they are always the same."""
+        longest = self._chain_length
+        if not adapts or not longest:
+            return None
+        return LengthController([*(length for length in _LENGTHS if length < longest), longest])
 
     @staticmethod
     def supports(runner: Runner, drafter: Drafter) -> bool:
@@ -86,6 +101,7 @@ class GraphExecutor(EagerExecutor):
         """Draft trees of another shape; rows start over where chains become trees, or trees chains."""
         before = self._chain_length
         self._drafter.reshape(shape)
+        self._lengths = self._controller(self._adapts)
         return (before is None) != (self._chain_length is None)
 
     def reset(self) -> None:
@@ -97,13 +113,27 @@ class GraphExecutor(EagerExecutor):
         self._free = list(range(len(self._state.active_R) - 1))
         self._places.clear()
         self._sent.clear()
+        self._late.clear()
 
     def warm_up(self) -> list[str]:
         """Capture what decoding can need with the present tree, before the first request."""
         if self._chain_length is None:
             return []
         with torch.inference_mode():
-            return self._prepared.warm_up(self._chain_length)
+            longest = self._chain_length
+            fixed = [REST, Choice(longest, follows=True)] if longest else [REST]
+            return self._prepared.warm_up(fixed if self._lengths is None else self._lengths.choices)
+
+    def explain(self) -> dict[str, object]:
+        """Say what the last step drafted, and what each choice would have given."""
+        told = None if self._lengths is None else self._lengths.last
+        if told is None:
+            return super().explain()
+        return {
+            "chosen": str(told.chosen),
+            "tokens_a_second": {str(choice): round(rate, 1) for choice, rate in told.rates.items()},
+            "chances": [round(chance, 3) for chance in told.chances],
+        }
 
     def costs(self, num_decoding: int) -> StepCosts | None:
         """Return what a step of so many decoding rows costs, as it was measured at the start."""
@@ -149,6 +179,7 @@ class GraphExecutor(EagerExecutor):
         """Follow the changes of the batch, on the device too."""
         for left in step.left:
             self._sent.pop(left.row, None)
+            self._late.discard(left.row)
             place = self._places.pop(left.row, None)
             if place is not None:
                 self._state.unload(place)
@@ -177,7 +208,7 @@ class GraphExecutor(EagerExecutor):
 
     def _drafts_until(self, row: Row, num_drafted: int) -> int:
         """Return the length from which a drafted token could not be emitted any more; 0 if the row never drafts."""
-        if not row.joined.speculate or not num_drafted:
+        if not row.joined.speculate or not num_drafted or row.number in self._late:
             return 0
         return min(row.joined.num_prompt + row.joined.params.max_tokens - 2, self._max_context - num_drafted)
 
@@ -229,8 +260,10 @@ class GraphExecutor(EagerExecutor):
         lap.mark("verify")
         launches.choose()
         length = kind.num_drafted
-        flight.rows = [Decoding(row, self._places[row.number], self._drafts_until(row, length)) for row in decoding]
+        until = self._chain_length or 0 if length else 0
+        flight.rows = [Decoding(row, self._places[row.number], self._drafts_until(row, until)) for row in decoding]
         flight.num_drafted = length
+        flight.learn = None if self._lengths is None else self._lengths.learn
         flight.out = Arrival((launches.step.out_RE,))
         if any(row.joined.params.logprobs is not None for row in decoding):
             assert launches.step.sampled is not None, "it was chosen when it was made ready"
@@ -248,10 +281,32 @@ class GraphExecutor(EagerExecutor):
                 self._state.move(place, self._places[number])
                 heapq.heappush(self._free, place)
         assert self._chain_length is not None
-        num_drafted = self._chain_length if any(row.joined.speculate for row in decoding) else 0
-        ahead = (len(self._flights) + 1) * (num_drafted + 1)
+        ahead = (len(self._flights) + 1) * (self._chain_length + 1)
         longest = max(len(self._rows[number].tokens) for number in self._places) + ahead
-        return StepKind(size, num_drafted, self._prepared.max_keys(longest))
+        kind = self._chosen(decoding, StepKind(size, 0, self._prepared.max_keys(longest)))
+        if not kind.extends:
+            for row in decoding:
+                if row.joined.speculate and self._chain_length and row.number not in self._late:
+                    self._late.add(row.number)
+                    self._state.stop_drafting(self._places[row.number])
+        return kind
+
+    def _chosen(self, decoding: Sequence[Row], plain: StepKind) -> StepKind:
+        """Return the step with as many drafted tokens as pay; `plain` has none."""
+        drafting = [row for row in decoding if row.joined.speculate]
+        whole = replace(plain, num_drafted=self._chain_length or 0)
+        if not drafting or self._lengths is None:
+            return whole if drafting else plain
+        kinds = {
+            choice: replace(plain, num_drafted=choice.length, follows=choice.follows and not choice.length)
+            for choice in self._lengths.choices
+        }
+        measured = {choice: self._prepared.seconds(kind) for choice, kind in kinds.items()}
+        seconds = {choice: taken for choice, taken in measured.items() if taken is not None}
+        if not seconds:  # nothing is measured where nothing is captured
+            return whole
+        fresh = sum(row.number not in self._late for row in drafting)
+        return kinds[self._lengths.choose(len(decoding), fresh, seconds)]
 
     def _simulate(self, rates: tuple[float, ...]) -> None:
         """Let rates decide what is kept of drafts, or the target again."""

@@ -1,6 +1,6 @@
 """A step between its launch and the moment the host reads it: who takes part, and what is on its way."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,11 @@ class Decoding(NamedTuple):
     place: int
     drafts_until: int
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the row drafts in the step that is to be read next."""
+        return len(self.row.tokens) - 1 < self.drafts_until and goes_on(self.row)
+
 
 @dataclass
 class Flight:
@@ -27,6 +32,7 @@ class Flight:
     Args:
         order: the rows' places in the step, which outputs keep.
         unmasked: what went wrong with masks of grammars, by row and node.
+        learn: is told how many tokens were drafted, and how many of each row's were kept.
         finished: what has been read.
     """
 
@@ -39,6 +45,7 @@ class Flight:
     parts: list[tuple[Row, Work]] = field(default_factory=list)
     first: Arrival | None = None
     unmasked: dict[tuple[int, int], Exception] = field(default_factory=dict)
+    learn: Callable[[int, Sequence[int]], None] | None = None
     finished: list[RowOutput] = field(default_factory=list)
 
     def land(self) -> None:
@@ -47,6 +54,8 @@ class Flight:
             (out_RE,) = self.out.wait()
             outputs = out_RE.tolist()
             sampled = None if self.logprobs is None else read(self.logprobs)
+            if self.learn is not None:
+                self.learn(self.num_drafted, [outputs[one.place][0] - 1 for one in self.rows if one.drafts])
             decoded = [
                 self._decoded(decoding, outputs[decoding.place], sampled)
                 for decoding in self.rows

@@ -19,6 +19,7 @@ from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
 from slipstream.executors.cuda_graph.transfer import Arrival, download
 from slipstream.executors.interface import StepCosts
 from slipstream.kernels import CompiledOps
+from slipstream.speculation.lengths import Choice
 
 _LONG_PROMPTS = (640, 2048, 8192)
 """Lengths of prompts between which the kernels for long ones change."""
@@ -94,12 +95,18 @@ class Prepared:
 
         Steps over long contexts read so many keys that a pass of their own costs prompts little more.
         """
-        same = kind.num_drafted > 0 or self._models.draft is None
+        same = kind.extends or self._models.draft is None
         return bool(self._sizes) and same and kind.max_keys == self._bounds[0]
 
     def costs(self, kind: StepKind) -> StepCosts | None:
-        """Return what such a step costs; None where it was not measured."""
-        return self._costs.get(kind)
+        """Return what such a step costs; None where it was not measured with prompts beside it."""
+        costs = self._costs.get(kind)
+        return costs if costs is not None and costs.beside_s else None
+
+    def seconds(self, kind: StepKind) -> float | None:
+        """Return what such a step takes alone; None where it was not measured."""
+        costs = self._costs.get(kind)
+        return None if costs is None else costs.step_s
 
     def step(self, kind: StepKind) -> StepLaunches:
         """Return a kind of step."""
@@ -111,7 +118,7 @@ class Prepared:
                     step.draft()
                     step.verify()
                 choose = self._capturer.capture(step.choose)
-                extend = self._capturer.capture(step.extend) if kind.num_drafted else None
+                extend = self._capturer.capture(step.extend) if kind.extends else None
             self._steps[kind] = StepLaunches(step, draft, verify, choose, extend)
         return self._steps[kind]
 
@@ -135,15 +142,15 @@ class Prepared:
             self._padded[size] = PromptLaunches(prompts, compute, choose, extend)
         return self._padded[size]
 
-    def warm_up(self, num_drafted: int) -> list[str]:
-        """Make ready all that chains of one length can need; return what that took, in sentences."""
+    def warm_up(self, choices: Sequence[Choice]) -> list[str]:
+        """Make ready all that chains of some lengths can need; return what that took, in sentences."""
         on_gpu = self._models.device.type == "cuda"
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
         kinds = [
-            StepKind(num_rows, length, max_keys)
+            StepKind(num_rows, choice.length, max_keys, choice.follows and not choice.length)
             for max_keys in self._bounds
             for num_rows in reversed(self._buckets)  # the largest first: the others fit the memory it took
-            for length in sorted({0, num_drafted})
+            for choice in choices
         ]
         started = time.perf_counter()
         self._compile(kinds)
@@ -163,17 +170,18 @@ class Prepared:
         return [
             f"graphs: kernels ready in {compiled_s:.1f} s; {self._capturer.count} graphs captured in "
             f"{self._capturer.seconds:.1f} s, {taken_mib:.0f} MiB",
-            *(_said(kind, costs) for kind, costs in itertools.islice(self._costs.items(), 1)),
+            *itertools.islice((_said(kind, costs) for kind, costs in self._costs.items() if costs.beside_s), 1),
         ]
 
     def _measure(self) -> None:
-        """Find out what steps cost with prompts beside them. Prompts that are nobody's take the time of anybody's."""
+        """Find out what steps cost, alone and with prompts beside them.
+
+        Prompts that are nobody's take the time of anybody's; contexts are short, so what attention adds is left out.
+        """
         with self._nobody_there():
             length = min(_LONG_PROMPTS[1], self._max_context)
             prompt_s = seconds_of([lambda: self._pretend_prompts(length, 1)]) / length
             for kind, launches in self._steps.items():
-                if not self.mixes(kind):
-                    continue
                 rest = [launches.draft, launches.choose, *([launches.extend] if launches.extend else [])]
                 step_s, beside_s = seconds_of([*rest, launches.verify]), {}
                 for size, verify in launches.mixed.items():
@@ -204,7 +212,7 @@ class Prepared:
                 step.draft()
                 step.verify()
                 step.choose()
-                if kind.num_drafted:
+                if kind.extends:
                     step.extend()
                 for size in self._sizes if self.mixes(kind) else ():
                     Mixed(models, step, PaddedPrompts(models, buffers, size)).verify()

@@ -103,6 +103,10 @@ class BatchState:
             at = cells.to(device, non_blocking=True)
             self.rows.pages_RP.view(-1).index_copy_(0, at, pages.to(device, non_blocking=True))
 
+    def stop_drafting(self, place: int) -> None:
+        """Let nothing that is drafted for a place be kept: its draft has not followed its text."""
+        self.rows.drafts_until_R[place].fill_(0)
+
     def unload(self, place: int) -> None:
         """Let a place be nobody's."""
         self.active_R[place].fill_(0)

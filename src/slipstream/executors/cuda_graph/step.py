@@ -39,11 +39,18 @@ class StepKind:
 
     Args:
         max_keys: no row has more keys by the end of the step.
+        follows: the draft is run over what a step without drafts emits, too.
     """
 
     num_rows: int
     num_drafted: int
     max_keys: int
+    follows: bool = False
+
+    @property
+    def extends(self) -> bool:
+        """Whether the draft is run over what the step emits."""
+        return self.num_drafted > 0 or self.follows
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class Step:
     def verify(self) -> None:
         """Run the target over roots and chains."""
         models = self._models
-        captured_layers = models.captured_layers if self.kind.num_drafted else ()
+        captured_layers = models.captured_layers if self.kind.extends else ()
         ctx = self.context(models.target_kv)
         self.hidden = models.target(self._places.chain_RN.flatten(), ctx, captured_layers)
 
