@@ -11,7 +11,8 @@ from slipstream.engine.config import EngineConfig
 from slipstream.kernels import Cut
 from slipstream.kernels.cpu.library import LIBRARY_PATH
 from slipstream.kernels.cpu.ops import CpuOps
-from slipstream.speculation.controller import ChainController, DraftedChain, DraftedPass
+from slipstream.speculation.controller import ChainController
+from slipstream.speculation.outcomes import DraftedChain, DraftedPass
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape

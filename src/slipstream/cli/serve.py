@@ -126,13 +126,9 @@ def serve(
     from slipstream.serve.server import serve as run
 
     set_up_logs(log_level, log_json)
-    sglang = flags.SglangFlags(
-        speculative_algorithm,
-        speculative_draft_model_path,
-        speculative_num_steps,
-        speculative_eagle_topk,
-        speculative_num_draft_tokens,
-    )
+    algorithm, path = speculative_algorithm, speculative_draft_model_path
+    counts = speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens
+    sglang = flags.SglangFlags(algorithm, path, *counts)
     own = flags.own_speculation(draft, depth, width, budget, simulated_acceptance)
     wanted = flags.first_named(own, flags.sglang_speculation(sglang), flags.vllm_speculation(speculative_config))
     engine = EngineConfig(

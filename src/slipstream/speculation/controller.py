@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.kernels import Cut
+from slipstream.speculation.outcomes import DraftedChain, DraftedPass
 
 _EDGES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _HOPES = tuple(math.sqrt((low + high) / 2) for low, high in itertools.pairwise((*_EDGES, 1.0)))
@@ -43,89 +44,6 @@ _MANY_FLOORS, _MANY_DEPTH = (math.log(0.3), math.log(0.6)), 2
 _BELOW = math.log(0.5)  # how far below the floor one looks at times: of what is never checked nothing is known
 _LEAST_CHANCE = 0.02  # of a copied token, below which it is not worth the arithmetic
 _MIN_VARIANCE = 0.05  # of rows, below which a slope would be noise
-
-
-@dataclass(frozen=True)
-class Beyond:
-    """What copying had to do with a request's round.
-
-    Args:
-        checked: copied nodes, beyond the chain's.
-        foretold: tokens that were kept and that copying alone would have had.
-        kept: drafted tokens that were kept, whoever drafted them.
-    """
-
-    checked: int
-    foretold: int
-    kept: int
-
-
-@dataclass(frozen=True)
-class DraftedChain:
-    """One request's chain in a round: the cumulative log-probability of every drafted token, how many of them were
-    checked, and how many of those kept; and what was copied beside it, if anything was.
-    """
-
-    scores: Sequence[float]
-    checked: int
-    kept: int
-    beyond: Beyond | None = None
-
-    @property
-    def copied(self) -> int:
-        """Nodes checked beyond the chain's."""
-        return 0 if self.beyond is None else self.beyond.checked
-
-
-@dataclass(frozen=True)
-class DraftedPass:
-    """One round of drafting and checking, with nothing else in it (no prompt).
-
-    Args:
-        levels: how many levels the draft ran over.
-        draft_s: what proposing took.
-        check_s: from the proposal to the target's verdict.
-        round_s: the whole round.
-        follow_s: what letting the draft follow took.
-    """
-
-    chains: Sequence[DraftedChain]
-    levels: int
-    draft_s: float
-    check_s: float
-    round_s: float
-    follow_s: float = 0.0
-
-    @property
-    def rows(self) -> int:
-        """Nodes the target checked, roots included."""
-        return sum(1 + chain.checked + chain.copied for chain in self.chains)
-
-    @property
-    def emitted(self) -> int:
-        """Tokens it gave out."""
-        return sum(1 + (chain.kept if chain.beyond is None else chain.beyond.kept) for chain in self.chains)
-
-    def within(self, cut: Cut) -> tuple[int, int, int]:
-        """Return how many levels would have run, tokens been checked and been kept, had chains been cut so.
-
-        What copying would have had anyway is nothing that the draft gained.
-        """
-        floor = math.exp(cut.floor)
-        levels, worth = 0, cut.need
-        while levels < self.levels and worth >= cut.need:
-            scores = [chain.scores[levels] for chain in self.chains if levels < len(chain.scores)]
-            above = [math.exp(score) - floor for score in scores if score >= cut.floor]
-            worth = sum(above) if above else -1.0
-            levels += 1
-        counts = [
-            sum(score >= cut.floor for score in chain.scores[: min(levels, chain.checked)]) for chain in self.chains
-        ]
-        kept = (
-            max(min(chain.kept, count) - (0 if chain.beyond is None else chain.beyond.foretold), 0)
-            for chain, count in zip(self.chains, counts, strict=True)
-        )
-        return levels, sum(counts), sum(kept)
 
 
 @dataclass(frozen=True)

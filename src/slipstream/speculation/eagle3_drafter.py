@@ -18,13 +18,14 @@ from slipstream.kernels import Borrowed, ChainOps, ChainStart, CopyText, Cut, Fo
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.borrowed import Borrowers
-from slipstream.speculation.controller import Beyond, DraftedChain, Reach
+from slipstream.speculation.controller import Reach
 from slipstream.speculation.copying import Copier
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.grow import Candidates, grow
 from slipstream.speculation.late import LatePages, LateRun
 from slipstream.speculation.levels import Levels, LevelsStart
 from slipstream.speculation.merge import Guess, add_copies
+from slipstream.speculation.outcomes import Beyond, DraftedChain
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape
 

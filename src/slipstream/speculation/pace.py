@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.speculation.controller import ChainController, DraftedChain, DraftedPass, Reach
+from slipstream.speculation.controller import ChainController, Reach
+from slipstream.speculation.outcomes import DraftedChain, DraftedPass
 
 Seconds = tuple[float, float, float]
 """What drafting, checking and following took."""

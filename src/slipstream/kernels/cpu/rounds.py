@@ -111,11 +111,7 @@ class RoundsCall:
         late = (0 if follower is None else follower.late for follower in start.followers)
         self._late = (c_int32 * requests)(*late)
         capacity = max((f.capacity for f in start.followers if f is not None), default=0)
-        self._scores = (c_float * (rounds * requests * depth))()
-        self._drafted = (c_int64 * (rounds * requests * nodes))()
-        self._parents = (c_int32 * (rounds * requests * nodes))()
-        self._guessed, self._checked, self._kept, self._foretold = ((c_int32 * (rounds * requests))() for _ in range(4))
-        self._emitted = (c_int64 * (rounds * requests * (nodes + 1)))()
+        outputs = self._outputs(rounds * requests)
         self._scored = not start.sampling.scored_slots.isdisjoint(start.slots)
         places = len(self._emitted) if self._scored else 0
         self._logprob, self._top_logprobs = torch.empty(places), torch.empty(places, MAX_TOP)
@@ -123,16 +119,6 @@ class RoundsCall:
         scored = (part.data_ptr() for part in (self._logprob, self._top_ids, self._top_logprobs))
         self._seconds = (c_double * (3 * rounds))()
         self._ran = (c_int32 * 1)()
-        outputs: tuple[ctypes.Array[Any], ...] = (
-            self._scores,
-            self._drafted,
-            self._parents,
-            self._guessed,
-            self._checked,
-            self._kept,
-            self._foretold,
-            self._emitted,
-        )
         self.native = NativeRounds(
             *(ctypes.addressof(array) for array in self._inputs),
             None if onward.hurry is None else onward.hurry.address,
@@ -163,6 +149,15 @@ class RoundsCall:
             rounds,
         )
         self._start = start
+
+    def _outputs(self, places: int) -> "tuple[ctypes.Array[Any], ...]":
+        """Make room for what the call leaves for each request in each round; return it in the library's order."""
+        self._scores = (c_float * (places * self._depth))()
+        self._drafted, self._parents = (c_int64 * (places * self._nodes))(), (c_int32 * (places * self._nodes))()
+        self._guessed, self._checked, self._kept, self._foretold = ((c_int32 * places)() for _ in range(4))
+        self._emitted = (c_int64 * (places * (self._nodes + 1)))()
+        counts = (self._guessed, self._checked, self._kept, self._foretold)
+        return self._scores, self._drafted, self._parents, *counts, self._emitted
 
     def fill_masks(self, fill: MaskFiller, number: int, words_MW: Tensor) -> Sequence[Sequence[int]] | None:
         """Let masks be made for a round, which is drafted."""

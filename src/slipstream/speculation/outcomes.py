@@ -1,0 +1,90 @@
+"""What came of a round of drafting and checking, as plain values: what controllers learn from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.kernels import Cut
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What copying had to do with a request's round.
+
+    Args:
+        checked: copied nodes, beyond the chain's.
+        foretold: tokens that were kept and that copying alone would have had.
+        kept: drafted tokens that were kept, whoever drafted them.
+    """
+
+    checked: int
+    foretold: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class DraftedChain:
+    """One request's chain in a round: the cumulative log-probability of every drafted token, how many of them were
+    checked, and how many of those kept; and what was copied beside it, if anything was.
+    """
+
+    scores: Sequence[float]
+    checked: int
+    kept: int
+    beyond: Beyond | None = None
+
+    @property
+    def copied(self) -> int:
+        """Nodes checked beyond the chain's."""
+        return 0 if self.beyond is None else self.beyond.checked
+
+
+@dataclass(frozen=True)
+class DraftedPass:
+    """One round of drafting and checking, with nothing else in it (no prompt).
+
+    Args:
+        levels: how many levels the draft ran over.
+        draft_s: what proposing took.
+        check_s: from the proposal to the target's verdict.
+        round_s: the whole round.
+        follow_s: what letting the draft follow took.
+    """
+
+    chains: Sequence[DraftedChain]
+    levels: int
+    draft_s: float
+    check_s: float
+    round_s: float
+    follow_s: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Nodes the target checked, roots included."""
+        return sum(1 + chain.checked + chain.copied for chain in self.chains)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens it gave out."""
+        return sum(1 + (chain.kept if chain.beyond is None else chain.beyond.kept) for chain in self.chains)
+
+    def within(self, cut: Cut) -> tuple[int, int, int]:
+        """Return how many levels would have run, tokens been checked and been kept, had chains been cut so.
+
+        What copying would have had anyway is nothing that the draft gained.
+        """
+        floor = math.exp(cut.floor)
+        levels, worth = 0, cut.need
+        while levels < self.levels and worth >= cut.need:
+            scores = [chain.scores[levels] for chain in self.chains if levels < len(chain.scores)]
+            above = [math.exp(score) - floor for score in scores if score >= cut.floor]
+            worth = sum(above) if above else -1.0
+            levels += 1
+        counts = [
+            sum(score >= cut.floor for score in chain.scores[: min(levels, chain.checked)]) for chain in self.chains
+        ]
+        kept = (
+            max(min(chain.kept, count) - (0 if chain.beyond is None else chain.beyond.foretold), 0)
+            for chain, count in zip(self.chains, counts, strict=True)
+        )
+        return levels, sum(counts), sum(kept)
