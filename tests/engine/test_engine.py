@@ -207,8 +207,11 @@ def test_chains_and_trees_over_a_sliding_window_give_the_tokens_of_plain_decodin
     params = [SamplingParams(max_tokens=20, temperature=0.0), SamplingParams(max_tokens=20, top_p=0.9)]
     prompts = [list(range(1, 12)), [5, 9, 2]]
     expected = run(engine_of(target, page_size=page_size), prompts, params, [0, 1])
+    bounded = follower_draft(target)
+    bounded.see_last(4)
+    assert bounded.spec == follower_draft(target, sliding_window=4).spec
     for shape in (TreeShape.chain(3), TreeShape(depth=4, width=3, budget=12)):
-        for draft in (tiny_draft(target), follower_draft(target), follower_draft(target, sliding_window=4)):
+        for draft in (tiny_draft(target), follower_draft(target), bounded):
             engine = engine_of(target, draft, shape, page_size=page_size)
             assert run(engine, prompts, params, [0, 1]) == expected
 

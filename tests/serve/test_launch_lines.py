@@ -40,6 +40,7 @@ def settled(line, *more):
         ("m --kv-cache-dtype fp8_e4m3", "m --kv-cache-dtype fp8"),
         ("m --kv-cache-dtype=bfloat16", "m --kv-cache-dtype auto"),
         ("m --speculative-draft-kv-cache-dtype fp8", "m --draft-kv-cache-dtype fp8"),
+        ("m --speculative-draft-sliding-window 2048", "m --draft-window 2048"),
         ("m -pp 2 --dist-init-addr h:5", "m --pipeline-parallel-size 2 --dist-init-addr h:5"),
         ("m --no-trust-remote-code --no-enable-lora -O3 -cc.mode 3", "m"),
         ("m --no-such-flag 3 --nor-this", "m --no-such-flag 3 --nor-this"),

@@ -3,7 +3,6 @@ import torch
 
 from slipstream.kernels.training.attention import DraftAttention
 from slipstream.kernels.training.seen import Seen
-from slipstream.train.draft.objective import set_window
 from slipstream.train.draft.packing import Packer
 from slipstream.train.draft.unroll import UnrollContext, unroll
 from training import draft_step_by_step, objective_for, random_texts
@@ -27,7 +26,7 @@ def test_training_and_serving_give_the_same_draft_logits(target, feedback, featu
     texts = random_texts(3, seed=1)
     objective, corpus, _ = objective_for(target, texts, feedback=feedback, feature_norm=feature_norm)
     if window is not None:
-        set_window(objective.draft, window)
+        objective.draft.see_last(window)
     batch = Packer(corpus, 128, 1, 4, seed=0).batch(0)
     seen = Seen(batch.text_BT)
     with torch.no_grad():

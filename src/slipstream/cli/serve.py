@@ -41,6 +41,7 @@ def serve(
     draft_kv_cache_dtype: o.DraftKvCacheDtype = None,
     prefill_share: o.PrefillShare = 0.5,
     prefix_cache: o.PrefixCache = True,
+    draft_window: o.DraftWindow = None,
     borrowed_tokens: o.BorrowedTokens = 64,
     copied_tokens: o.CopiedTokens = None,
     earlier_tokens: o.EarlierTokens = 0,
@@ -159,6 +160,7 @@ def serve(
         engine=engine,
         topology=flags.topology(tp, ep, enable_expert_parallel, draft_tp, wanted),
         hosts=Hosts(nnodes, node_rank, rendezvous),
+        draft_window=draft_window,
     )
     names = tuple(served_model_name or [str(options.model)])  # "auto" is "embedded" by now
     config = ServeConfig(

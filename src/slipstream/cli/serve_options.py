@@ -108,6 +108,10 @@ KernelSettings = Annotated[
     Path | None,
     typer.Option(help="A YAML file: kernels (a path by name) and experts (tile shapes); no answer depends on either."),
 ]
+DraftWindow = Annotated[
+    int | None,
+    typer.Option(min=1, help="The draft attends to the last so many tokens; by default as it was trained."),
+]
 BorrowedTokens = Annotated[
     int,
     typer.Option(help="On a CPU: tokens of a request's own text, unknown to the draft, that it may propose; 0: none."),

@@ -65,6 +65,7 @@ class LoadOptions:
         model: a folder, a .gguf file, a hub id, or "embedded" ("auto" means the same).
         draft: a draft's folder or hub id, "ngram", "none", or "auto" (the draft that ships for the embedded model,
             and none for any other; "embedded" means the same).
+        draft_window: how many of the last tokens the draft attends to; None: as it was trained.
         tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
@@ -95,13 +96,14 @@ class LoadOptions:
     engine: EngineConfig = field(default_factory=EngineConfig)
     topology: Topology = field(default_factory=Topology)
     hosts: Hosts = field(default_factory=Hosts)
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         if is_embedded(self.model):
             object.__setattr__(self, "model", EMBEDDED)
         if str(self.draft) == EMBEDDED:
             object.__setattr__(self, "draft", "auto")
-        for name in ("max_context", "max_requests", "max_batch_tokens"):
+        for name in ("max_context", "max_requests", "max_batch_tokens", "draft_window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
@@ -371,6 +373,10 @@ def _draft(
     if wanted == "ngram":
         return "ngram", f"n-gram lookup, {TreeShape.chain((options.tree or TreeShape()).depth)}"
     draft = read_draft(wanted, target, dtype if options.dtype != "auto" else None, ops, options.topology)
+    if options.draft_window is not None:
+        if draft.spec.mla is not None:
+            raise ConfigError("draft_window is given, and this draft attends over latents, which have no window.")
+        draft.see_last(options.draft_window)
     shape = str(options.tree or default_shape(draft, ops))
     if options.tree is None and paces(draft, ops):
         shape += " at most, ended where going on would not pay"

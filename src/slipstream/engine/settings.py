@@ -37,6 +37,7 @@ class Settings(TypedDict, total=False):
     kv_cache_dtype: KvCacheDtype
     draft_kv_cache_dtype: KvCacheDtype | None
     prefix_cache: bool
+    draft_window: int | None
     borrowed_tokens: int
     copied_tokens: int | None
     earlier_tokens: int

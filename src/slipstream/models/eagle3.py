@@ -3,7 +3,7 @@
 Slot t pairs the target's features at position t with the token at t + 1 and predicts the token at t + 2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,13 @@ class Eagle3Draft(nn.Module):
     def share_embedding(self, embedding: Embedding) -> None:
         """Use the target's table of embeddings."""
         self.embed_tokens = embedding
+
+    def see_last(self, window: int) -> None:
+        """Have attention see the last `window` keys only; latents (MLA) have no windows."""
+        self.spec = replace(self.spec, sliding_window=window)
+        for layer in self.layers:
+            assert isinstance(layer.self_attn, Attention), "only attention by head has windows"
+            layer.self_attn.shape = replace(layer.self_attn.shape, window=window)
 
     def fuse(self, features: tuple[Tensor, ...], ops: Ops) -> Tensor:
         """Turn the target's captured states at each position into the draft's input hidden state."""

@@ -12,7 +12,7 @@ from slipstream.kernels.training.loss import Labels, Teacher, make_narrow_teache
 from slipstream.kernels.training.ops import train_ops
 from slipstream.kernels.training.seen import Seen
 from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
-from slipstream.models.layers import Attention, Linear
+from slipstream.models.layers import Linear
 from slipstream.models.target import Target
 from slipstream.train.draft.packing import Batch
 from slipstream.train.draft.target import SplitTarget, draft_dtype
@@ -111,14 +111,6 @@ def new_draft(spec: DraftSpec, target: Target | SplitTarget, vocab: DraftVocab, 
     draft.share_embedding(target.embed_tokens)
     target.requires_grad_(False)
     return draft.to(device)
-
-
-def set_window(draft: Eagle3Draft, window: int) -> None:
-    """Have a draft's attention show the last `window` keys only."""
-    draft.spec = replace(draft.spec, sliding_window=window)
-    for module in draft.modules():
-        if isinstance(module, Attention):
-            module.shape = replace(module.shape, window=window)
 
 
 @torch.no_grad()

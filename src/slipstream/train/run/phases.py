@@ -29,7 +29,7 @@ from slipstream.train.data.make_data import Report, Watch, make_corpus, make_eva
 from slipstream.train.data.speaker import CPU_ROWS, OpenEngine, Speaker, encode_prompt, engine_config
 from slipstream.train.draft.capture import Capture, CaptureHooks, moved, wanted_manifest
 from slipstream.train.draft.features import FeatureStore
-from slipstream.train.draft.objective import Emphasis, Objective, new_draft, renew_vocab, set_window
+from slipstream.train.draft.objective import Emphasis, Objective, new_draft, renew_vocab
 from slipstream.train.draft.packing import Packer
 from slipstream.train.draft.target import (
     SplitTarget,
@@ -179,7 +179,7 @@ class TrainingRun:
         if draft.lm_head is model.lm_head:
             draft.lm_head = _own_head(model.lm_head)
         if self.recipe.draft.window is not None:
-            set_window(draft, self.recipe.draft.window)
+            draft.see_last(self.recipe.draft.window)
         if self.recipe.draft.renew_vocab:
             renew_vocab(draft, model, self.vocab(corpus))
         draft.requires_grad_(True)
