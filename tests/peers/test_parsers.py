@@ -85,16 +85,18 @@ def explanation(case: Transcript, our: Json, place: str, found: dict[str, Json |
         return None
     if who == "vllm" and their is not None and any(name.strip().startswith("[") for name, _ in their["calls"]):
         return "vLLM reads the lists that older Mistrals write as a function named [; SGLang is followed"
-    if case.family == "llama3_json" and case.shape == "text and calls" and place == "vllm whole":
+    if case.family == "llama3_json" and case.shape.endswith(("calls", "cut off")) and place == "vllm whole":
         if same(our, found["vllm stream"]) and their is not None and from_the_first_brace(case, their):
             return "vLLM's whole answers look for calls inside text; its streams and SGLang do not, and are followed"
         return None
-    if case.shape == "cut off" and their is not None and cut_off_alike(case, our, their):
-        return "cut off: the last call is told of as far as it came; others drop it, close it, or give text back"
-    if case.shape != "cut off" or place.endswith("whole") or whole is None or their is None:
+    if case.shape != "cut off" or their is None or whole is None:
         return None
-    if cut_off_alike(case, our, whole) and loses_letters(case, our, their):
-        return f"cut off: {who}'s stream lost letters that its whole answer has, as ours"
+    brackets = who == "sglang" and case.family.startswith("mistral")  # which its streams leave out of all text
+    if cut_off_alike(case, our, their):
+        return "cut off: the last call is told of as far as it came; others drop it, close it, or give text back"
+    lost = beside_markers(case)
+    if place.endswith("stream") and cut_off_alike(case, our, whole) and cut_off_alike(case, our, their, lost, brackets):
+        return f"cut off: {who}'s stream lost letters that came with a marker, or brackets; ours has them"
     return None
 
 
@@ -104,32 +106,63 @@ def from_the_first_brace(case: Transcript, their: Json) -> bool:
     return same(their, ours(alone, [alone.text], tokens=False) | {"content": ""})
 
 
-def loses_letters(case: Transcript, our: Json, their: Json) -> bool:
-    """Tell whether a reading has nothing that the answer does not have there: calls begin as ours, texts have gaps."""
-    calls, letters = iter(our["calls"]), iter(case.text)
-    return all(any(begins_as(call, own) for own in calls) for call in their["calls"]) and all(
-        letter in letters for letter in their["content"]
+def cut_off_alike(case: Transcript, our: Json, their: Json, lost: int = 0, brackets: bool = False) -> bool:
+    """Tell whether two readings of an answer that was cut off differ in its last call only.
+
+    Args:
+        lost: how many letters may be missing at the end of the text and of a call.
+        brackets: whether closing ones may be missing everywhere.
+    """
+    if not gives_back(case, their["content"], lost, brackets):
+        return False
+    num_told = len(their["calls"])
+    rest_is_text = all(name in their["content"] for name, _ in our["calls"][num_told:])
+    return calls_alike(our["calls"], their["calls"], lost) or (
+        (rest_is_text or num_told == 0) and normal(our)["calls"][:num_told] == normal(their)["calls"]
     )
 
 
-def begins_as(call: list[str], own: list[str]) -> bool:
-    """Tell whether a call is one of ours as far as it goes."""
-    return call[0] == own[0] and (own[1].startswith(call[1]) or _value(call[1]) == _value(own[1]))
+def gives_back(case: Transcript, content: str, lost: int, brackets: bool) -> bool:
+    """Tell whether a reading's text is what stands before the calls, and some of the answer's end; space aside."""
+    markers = FAMILIES[case.family].markers
+    cut = next((n for n in range(30, 0, -1) for m in markers if n < len(m) and case.text.endswith(m[:n])), 0)
+    found = [at for marker in markers if (at := case.text.find(marker)) >= 0]
+    before = case.text[: min(found, default=len(case.text) - cut)]
+
+    def plain(text: str) -> str:
+        for marker in markers:
+            text = text.replace(marker, "")
+        text = "".join(text.split())
+        return text.replace("]", "") if brackets else text
+
+    begin, whole, given = plain(before), plain(case.text), plain(content)
+    return any(
+        given.startswith(begin[:length]) and whole.endswith(given[length:])
+        for length in range(max(0, len(begin) - lost), len(begin) + 1)
+    )
 
 
-def cut_off_alike(case: Transcript, our: Json, their: Json) -> bool:
-    """Tell whether two readings of an answer that was cut off differ in its last call only."""
-    if not their["calls"] and begins_alike(case.text, their["content"]):
-        return True  # given back as it is, or dropped with all its calls
-    (few, many) = sorted((normal(our)["calls"], normal(their)["calls"]), key=len)
-    last = max(len(many) - 1, 0)
-    return len(many) - len(few) <= 1 and few[:last] == many[:last] and begins_alike(our["content"], their["content"])
+def calls_alike(our: list[list[str]], their: list[list[str]], lost: int) -> bool:
+    """Tell whether two lists of calls are the same up to the last, which one of them may lack."""
+    told = list(their)
+    for own in our[:-1]:
+        if told and call_alike(own, told[0], lost):
+            told.pop(0)
+        elif len(own[1]) > lost:
+            return False
+    return len(told) < 2 or (len(told) == 2 and bool(our) and call_alike(our[-1], told[0], lost))
 
 
-def begins_alike(one: str, other: str) -> bool:
-    """Tell whether one text is the beginning of the other, white space aside."""
-    one, other = "".join(one.split()), "".join(other.split())
-    return one.startswith(other) or other.startswith(one)
+def call_alike(own: list[str], told: list[str], lost: int) -> bool:
+    """Tell whether two calls are the same, but for so many letters at the end."""
+    is_beginning = own[1].startswith(told[1]) and len(own[1]) - len(told[1]) <= lost
+    return own[0] == told[0] and (is_beginning or _value(own[1]) == _value(told[1]))
+
+
+def beside_markers(case: Transcript) -> int:
+    """Return the most letters that a step with a marker has."""
+    markers = set(FAMILIES[case.family].markers)
+    return max((len("".join(step)) for step in case.steps if not markers.isdisjoint(step)), default=0)
 
 
 def opens(case: Transcript) -> bool:
