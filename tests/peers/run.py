@@ -9,6 +9,7 @@ run that was broken off goes on with --resume.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import itertools
@@ -34,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER_S = 3600  # for the tests of one folder
 TEST_S = 120
+INTERRUPT_S = 60
 _REFUSAL = re.compile(r"\bError code: \d|\bHTTPError: [45]\d\d|\bassert [45]\d\d == 200\b|\b[45]\d\d != 200\b")
 
 
@@ -118,11 +120,17 @@ def run_with_plugin(suite: Suite, source: Path, out: Path, tests: Sequence[str])
     command += ["--slipstream-out", str(out), *tests]
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env = {**os.environ, **offline, "PYTHONPATH": str(HERE)}
-    with subprocess.Popen(command, cwd=source, env=env) as process:
+    command += [part for test in suite.endless for part in ("--deselect", test)]
+    with subprocess.Popen(command, cwd=source, env=env, start_new_session=True) as process:
         try:
             process.wait(FOLDER_S)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # pytest ends the server it has started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(INTERRUPT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what does not listen, and what was left behind
 
 
 def main() -> None:
