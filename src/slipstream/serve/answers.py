@@ -270,7 +270,7 @@ class AnswerWriter:
                 message.add(part)
             choice["message"] = message_json(message, wants.reasoning)
         choice["logprobs"] = self._logprobs(tally, tokens, scored if wants.echo else None)
-        choice["finish_reason"] = None if last is None else _finish(last.finish_reason, tally.called)
+        choice["finish_reason"] = None if last is None else _finish(last.finish_reason, tally)
         if last is not None:
             choice |= _stops(tally.job, last, self._tokenizer.eos_token_ids)
         if wants.token_ids or not wants.stream:
@@ -380,9 +380,10 @@ def _opening(index: int) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _finish(reason: FinishReason | None, called: bool) -> str:
+def _finish(reason: FinishReason | None, tally: Tally) -> str:
     if reason is FinishReason.LENGTH:
         return "length"
     if reason is FinishReason.ABORT:
         return "abort"  # SGLang's word
-    return "tool_calls" if called else "stop"
+    # As at OpenAI (and in vLLM): a call that the request itself named is no reason to end.
+    return "tool_calls" if tally.called and not tally.job.form.named else "stop"

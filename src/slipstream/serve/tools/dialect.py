@@ -73,7 +73,8 @@ class Dialect:
         reasoning = self.reasoning if separate else None
         markers = {*(() if family is None else family.markers), *_reasoning_markers(reasoning)}
         tokens = {text: token_id for text, token_id in self.tokens.items() if text in markers}
-        return AnswerForm(family, reasoning, begins == "inside", choice.tools, choice.max_calls, tokens)
+        inside = begins == "inside"
+        return AnswerForm(family, reasoning, inside, choice.tools, choice.max_calls, tokens, named=choice.named)
 
     def constraint(self, wanted: Constraint | None, choice: Choice, begins: Opening) -> Constraint | None:
         """Return what an answer must follow: calls where they are forced, reasoning before what a client wants."""

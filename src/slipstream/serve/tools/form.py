@@ -20,6 +20,7 @@ class AnswerForm:
         inside: whether it begins inside its reasoning.
         tokens: the markers that are tokens of the model, by their text.
         whole_reasoning: a stream tells of its reasoning when that is over.
+        named: the request named the tool that is called, so that a call is no choice of the model's.
     """
 
     family: Family | None = None
@@ -29,6 +30,7 @@ class AnswerForm:
     max_calls: int | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)
     whole_reasoning: bool = False
+    named: bool = False
 
     def parser(self) -> AnswerParser:
         """Return a fresh parser."""

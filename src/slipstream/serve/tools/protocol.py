@@ -73,11 +73,13 @@ class Choice:
         mode: `required` demands a call, `none` forbids any.
         tools: those that may be called.
         max_calls: None for any number.
+        named: the request itself named the one tool that is to be called.
     """
 
     mode: Literal["none", "auto", "required"] = "none"
     tools: tuple[Tool, ...] = ()
     max_calls: int | None = None
+    named: bool = False
 
 
 def choice_of(raw_tools: Sequence[Json] | None, wanted: str | Json | None, parallel: bool | None) -> Choice:
@@ -96,7 +98,7 @@ def choice_of(raw_tools: Sequence[Json] | None, wanted: str | Json | None, paral
         return _by_mode(wanted, tools, max_calls)
     if wanted.get("type") == "allowed_tools":
         return _allowed(wanted.get("allowed_tools"), tools, max_calls)
-    return Choice("required", (_named(wanted, tools),), 1)
+    return Choice("required", (_named(wanted, tools),), 1, named=True)
 
 
 def tool_of(raw: Json, place: int) -> Tool:
