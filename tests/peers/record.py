@@ -13,6 +13,13 @@ class Recorder:
         self._extra = extra
         self._outcomes: dict[str, dict[str, str]] = {}
 
+    def pytest_collectreport(self, report: Any) -> None:
+        """Take in that a file cannot be read: its tests would be missing without a word."""
+        if report.failed:
+            why = str(report.longrepr).strip().splitlines()
+            self._outcomes[report.nodeid] = {"outcome": "failed", "when": "collect", "why": why[-1] if why else ""}
+            self.pytest_runtest_logfinish()
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Take in the report of a test's set-up, call or end."""
         name = report.nodeid

@@ -115,6 +115,7 @@ def run_with_plugin(suite: Suite, source: Path, out: Path, tests: Sequence[str])
     home = out.parent / "hub"
     hub.fill(home, hub.names_in(source / place for place in suite.models_in), embedded_folder())
     command = [str(python_of(suite.client)), "-P", "-m", "pytest", "-p", suite.plugin, "-p", "no:cacheprovider"]
+    command += ["-c", os.devnull]  # not our own settings, which pytest finds by the paths below
     command += ["--rootdir", ".", "--timeout", str(TEST_S), "-q", "--tb=short", "--continue-on-collection-errors"]
     command += ["--slipstream-python", sys.executable, "--slipstream-source", str(ROOT / "src")]
     command += ["--slipstream-out", str(out), *tests]

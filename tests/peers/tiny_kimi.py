@@ -2,9 +2,9 @@
 
 It has the published architecture and names. Its blocks add nothing, so that a token's successor depends on that token
 alone. Every token has a score of its own, and scores are so far apart that whatever is sampled an answer under a schema
-ends: a string is closed before anything is added to it, an array or object as soon as it may be (at once, where it has
-just been opened: one that holds others of its kind would otherwise go on for ever), and a value that ends by itself
-(null, true, a digit) is preferred to one that has to be closed.
+ends: a thought or answer that may end does, a string is closed before anything is added to it, an array or object as
+soon as it may be (at once, where it has just been opened: one that holds others of its kind would otherwise go on for
+ever), and a value that ends by itself (null, true, a digit) is preferred to one that has to be closed.
 """
 
 import json
@@ -17,11 +17,12 @@ from tests.tiny_moe import BY_HEAD, LIGHTSEEK, as_kimi, deepseek, draft_shapes, 
 from slipstream.checkpoint.tokenizer import Tokenizer
 
 CONTEXT = 8192
-_QUOTE, _CLOSES, _SEPARATES, _WORD, _DIGIT, _OPENS, _SPACES = 45.0, 35.0, 28.0, 25.0, 20.0, 15.0, -10.0
+_ENDS, _QUOTE, _CLOSES, _SEPARATES, _WORD, _DIGIT, _OPENS, _SPACES = 55.0, 45.0, 35.0, 28.0, 25.0, 20.0, 15.0, -10.0
 _CLOSES_AT_ONCE = 30.0  # added for what closes an array or object, right after what opens one
 _SCORES = {
+    **dict.fromkeys(("</think>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>"), _ENDS),
     '"': _QUOTE,
-    **dict.fromkeys(("}", "]", "</think>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>"), _CLOSES),
+    **dict.fromkeys("}]", _CLOSES),
     **dict.fromkeys((",", ":"), _SEPARATES),
     **{word[:length]: _WORD for word in ("null", "true", "false") for length in range(1, len(word) + 1)},
     **dict.fromkeys("0123456789", _DIGIT),
