@@ -142,6 +142,7 @@ def test_the_tokenizer_comes_from_the_metadata(tmp_path):
         ("qwen2", PRETOKENIZE_REGEX),
         ("llama-bpe", TikTokenConverter.__init__.__defaults__[1]),
         ("gpt-4o", GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]),
+        ("glm4", TikTokenConverter.__init__.__defaults__[1]),
     ],
 )
 def test_named_pre_tokenizers_split_as_transformers_does(tmp_path, pre, pattern):
@@ -151,6 +152,20 @@ def test_named_pre_tokenizers_split_as_transformers_does(tmp_path, pre, pattern)
     )
     text = "I'M here, 12345 times!!\r\n\n  def f(x):\n\treturn 日本語 🙂 don't"
     assert built.tokenizer.pre_tokenizer.pre_tokenize_str(text) == reference.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("deepseek-v3", ["abc", " ", "123", "45", " ", "日本語", "x", ".y", "\n\n"]),
+        ("kimi-k2", ["abc", " ", "123", "45", " ", "日本語", "x", ".y", "\n\n"]),
+    ],
+)
+def test_pre_tokenizers_of_deepseek_and_kimi_cut_numbers_and_han_from_words(tmp_path, pre, pieces):
+    built = gguf_tokenizer(GgufReader(write_gguf(tmp_path / "m.gguf", pre=pre)))
+    text = "".join(pieces)
+    cut = [text[slice(*span)] for _, span in built.tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert cut == pieces
 
 
 def test_a_tokenizer_that_cannot_be_built_is_refused(tmp_path):

@@ -1,16 +1,19 @@
 """Families as their publishers quantize them: the numbers of the dequantized model, or within the format's rounding."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.checkpoint.fields import Fields
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_target
 from slipstream.models.moe import Experts
 from slipstream.quant.formats import mxfp4
 from slipstream.quant.scheme import dequantize
+from slipstream.quant.word_columns import awq_layout, gptq_layout
 from tiny_families import folder_of, some_tokens, tiny
 from tiny_moe import passes, quantized, save, tensors_of, write
 
@@ -89,6 +92,21 @@ def as_awq_or_gptq(kind: str, folder, out):
     quantization = {"quant_method": kind, "bits": 4, "group_size": GROUP, **own}
     quantized_config = {**config, "quantization_config": quantization}
     return write(out / "stored", quantized_config, stored), write(out / "decoded", config, decoded)
+
+
+def test_words_of_awq_and_gptq_hold_codes_as_their_writers_put_them():
+    # AutoAWQ packs the codes 0 to 7 into 0x75316420; AutoGPTQ stores the zero point 8 of symmetric layers as 7.
+    columns, group = 8, 8
+    awq = awq_layout(Fields({"group_size": group}, Path("config.json")))
+    word = torch.full((columns, 1), 0x75316420, dtype=torch.int32)
+    zeros, scales = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 8)
+    packed = awq.pack({"qweight": word, "qzeros": zeros, "scales": scales}, 8, columns)
+    assert dequantize(packed)[:, 0].tolist() == list(range(8))
+    gptq = gptq_layout(Fields({"group_size": group, "sym": True}, Path("config.json")))
+    word = torch.full((1, 8), 0x76543210, dtype=torch.int32)
+    zeros = torch.full((1, 1), 0x77777777, dtype=torch.int32)
+    packed = gptq.pack({"qweight": word, "qzeros": zeros, "scales": scales}, 8, columns)
+    assert dequantize(packed)[0].tolist() == [float(code - 8) for code in range(8)]
 
 
 @pytest.mark.parametrize(("kind", "format"), [("awq", set()), ("gptq", {"int4_group"})])

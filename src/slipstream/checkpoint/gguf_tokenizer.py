@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.gguf_file import GgufReader
+from slipstream.checkpoint.tiktoken_file import KIMI_SPLIT
 from slipstream.errors import CheckpointError
 
 LONGEST_TOKEN = 4096
@@ -23,6 +24,13 @@ _O200K_SPLIT = (  # of GPT-4o and gpt-oss: words by case, their contractions wit
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK_SPLITS = (  # of DeepSeek-V3: numbers, then runs of Chinese and Japanese, then words
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_WHOLE_FIRST = ("llama-bpe", "gpt-4o", "glm4", "kimi-k2")  # a word that is a token is not merged from its parts
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -50,7 +58,7 @@ def gguf_tokenizer(reader: GgufReader) -> GgufTokenizer:
             models.BPE(
                 vocab={token: i for i, token in enumerate(tokens)},
                 merges=merges,
-                ignore_merges=pre in ("llama-bpe", "gpt-4o"),
+                ignore_merges=pre in _WHOLE_FIRST,
             )
         )
     except Exception as error:  # tokenizers raises nothing narrower
@@ -126,9 +134,9 @@ def _digits_then_byte_level() -> list[pre_tokenizers.PreTokenizer]:
     return [pre_tokenizers.Digits(individual_digits=True), *_byte_level()]
 
 
-def _split_by(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
+def _split_by(*patterns: str) -> list[pre_tokenizers.PreTokenizer]:
     return [
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
 
@@ -140,4 +148,8 @@ _PRE_TOKENIZERS: dict[str, Callable[[], list[pre_tokenizers.PreTokenizer]]] = {
     "llama-bpe": lambda: _split_by(_LLAMA3_SPLIT),
     "qwen2": lambda: _split_by(_QWEN2_SPLIT),
     "gpt-4o": lambda: _split_by(_O200K_SPLIT),
+    "chatglm-bpe": lambda: _split_by(_LLAMA3_SPLIT),
+    "glm4": lambda: _split_by(_LLAMA3_SPLIT),
+    "deepseek-v3": lambda: _split_by(*_DEEPSEEK_SPLITS),
+    "kimi-k2": lambda: _split_by(KIMI_SPLIT),
 }
