@@ -29,12 +29,13 @@ from gpu_measure import end_requests, measure_steps, pass_bytes, pass_ms, read_b
 from gpu_models import LLAMA_8B, TINY, engine_of, pack_fp8, random_draft, random_target, target_models
 from gpu_profile import STEPS, kernel_shares, report
 from gpu_smollm import EmbeddedPair, embedded_pair, lossless, speed
-from slipstream.engine.config import EngineConfig
+from slipstream.engine.config import EngineConfig, KvCacheDtype
+from slipstream.engine.memory import kv_dtypes
 from slipstream.kernels import KERNEL_CHOICES, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
 
-SECTIONS = ("vllm", "decode", "eagle3", "verify", "fp8", "smollm", "lossless")
+SECTIONS = ("vllm", "decode", "eagle3", "verify", "kv_fp8", "fp8", "smollm", "lossless")
 NUM_DRAFTED = 3
 LENGTH = 2.88  # the acceptance length that is simulated
 PAGE_SIZE = 16
@@ -127,7 +128,7 @@ def main() -> int:
     run.bandwidth = read_bandwidth(device, run.sizes.bandwidth_bytes)
     print(f"read bandwidth R: {run.bandwidth / 1e12:.3f} TB/s", flush=True)
     with torch.inference_mode():
-        if {"decode", "eagle3", "verify", "fp8"} & set(args.only):
+        if {"decode", "eagle3", "verify", "kv_fp8", "fp8"} & set(args.only):
             guarded(run, "llama", lambda: llama(run))
         if {"smollm", "lossless"} & set(args.only):
             guarded(run, "smollm", lambda: smollm(run))
@@ -190,6 +191,8 @@ def llama(run: Run) -> None:
         guarded(run, "eagle3", lambda: points(run, "eagle3", "EAGLE-3 K=3", target, draft))
     if "verify" in run.args.only:
         guarded(run, "verify", lambda: verify(run, target))
+    if "kv_fp8" in run.args.only:
+        guarded(run, "kv_fp8", lambda: kv_fp8(run, target))
     if "fp8" in run.args.only:
         pack_fp8(target, run.ops)
         guarded(run, "fp8", lambda: points(run, "fp8", "FP8 plain", target, None))
@@ -208,7 +211,27 @@ def points(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft
             free_memory(run.device)
 
 
-def point(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft | None, size: tuple[int, int]) -> Row:
+def kv_fp8(run: Run, target: Target) -> None:
+    """Measure plain decoding of the largest batch at the longest context, with keys as computed and in FP8."""
+    size = (run.sizes.batches[-1], run.sizes.contexts[-1])
+    for what, keys in (("keys as computed", "auto"), ("FP8 keys", "fp8")):
+        if run.late():
+            return
+        run.add(point(run, "kv_fp8", what, target, None, size, keys))
+        free_memory(run.device)
+    before, after = run.rows[-2:]
+    print(f"  FP8 keys: {before.ms / after.ms:.3f}x as fast", flush=True)
+
+
+def point(
+    run: Run,
+    section: str,
+    what: str,
+    target: Target,
+    draft: Eagle3Draft | None,
+    size: tuple[int, int],
+    keys: KvCacheDtype = "auto",
+) -> Row:
     """Measure one batch at one context."""
     batch, context = size
     num_drafted = NUM_DRAFTED if draft is not None else 0
@@ -224,6 +247,7 @@ def point(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft 
         max_requests=batch,
         prefix_cache=False,
         cuda_graphs="on",
+        kv_cache_dtype=keys,
     )
     engine = engine_of(target, draft, run.ops, config, num_drafted)
     engine.simulate_acceptance(acceptance_rates() if num_drafted else ())
@@ -241,7 +265,7 @@ def point(run: Run, section: str, what: str, target: Target, draft: Eagle3Draft 
     measured = min(found, key=lambda one: one.step_ms)
     per_request = measured.tokens_per_step / batch
     mean_context = context + per_request * (warm + steps / 2)
-    nbytes = pass_bytes(target, batch, mean_context)
+    nbytes = pass_bytes(target, batch, mean_context, kv_dtypes(target, config)[0])
     note = f"runs {', '.join(f'{one.step_ms:.3f}' for one in found)} ms"
     if draft is not None:
         nbytes = step_bytes(target, draft, batch, mean_context, num_drafted)

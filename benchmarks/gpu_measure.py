@@ -73,9 +73,9 @@ def linear_bytes(model: nn.Module) -> int:
     return sum(m.weight.nbytes if m.weight is not None else m.packed.nbytes for m in found.values())
 
 
-def pass_bytes(target: Target, batch: int, context: float) -> float:
+def pass_bytes(target: Target, batch: int, context: float, keys: torch.dtype | None = None) -> float:
     """Return what one pass of the target must read: its linear layers once, and every request's keys and values."""
-    return linear_bytes(target) + batch * context * target.kv_shape.bytes_per_token(target.embed_tokens.dtype)
+    return linear_bytes(target) + batch * context * target.kv_shape.bytes_per_token(keys or target.embed_tokens.dtype)
 
 
 def step_bytes(target: Target, draft: Eagle3Draft, batch: int, context: float, num_drafted: int) -> float:

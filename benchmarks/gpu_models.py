@@ -13,6 +13,7 @@ from torch import nn
 from slipstream.checkpoint.spec import DraftSpec, ModelSpec, RopeSpec
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.memory import kv_dtypes
 from slipstream.executors.cuda_graph.executor import GraphExecutor
 from slipstream.executors.cuda_graph.state import StepModels
 from slipstream.executors.eager import EagerExecutor
@@ -131,14 +132,16 @@ def engine_of(target: Target, draft: Eagle3Draft | None, ops: Ops, config: Engin
     shape = TreeShape.chain(num_drafted or 1)
     num_pages = config.resolve_num_pages(num_drafted) + config.spare_pages(table.device.type)
 
-    def cache(kv_shape: KvShape) -> KvCache:
-        return filled_cache(kv_shape, num_pages, config.page_size, table.dtype, table.device)
+    dtypes = kv_dtypes(target, config)
+
+    def cache(kv_shape: KvShape, dtype: torch.dtype) -> KvCache:
+        return filled_cache(kv_shape, num_pages, config.page_size, dtype, table.device)
 
     drafter: Drafter = NoDrafter(table.device)
     if draft is not None:
         layers = draft.spec.captured_layers or target.spec.default_captured_layers()
-        drafter = Eagle3Drafter(draft, cache(draft.kv_shape), shape, layers, ops)
-    runner = Runner(target, cache(target.kv_shape), ops, drafter.captured_layers)
+        drafter = Eagle3Drafter(draft, cache(draft.kv_shape, dtypes[1]), shape, layers, ops)
+    runner = Runner(target, cache(target.kv_shape, dtypes[0]), ops, drafter.captured_layers)
     executor: Executor = EagerExecutor(runner, drafter, config.max_requests)
     if config.captures(table.device.type):
         executor = GraphExecutor(runner, drafter, config.max_requests, config.max_context)
@@ -149,8 +152,13 @@ def filled_cache(shape: KvShape, num_pages: int, page_size: int, dtype: torch.dt
     """Return a cache of random keys and values: zeros would draw less power than real ones do."""
     kv = KvCache.allocate(shape, num_pages, page_size, dtype, device)
     for layer in kv.layers:
-        layer.keys_SGd.normal_()
-        layer.values_SGd.normal_()
+        for part, scales_SG in zip((layer.keys_SGd, layer.values_SGd), layer.scales or (None, None), strict=True):
+            if scales_SG is None:
+                part.normal_()
+                continue
+            for rows in part.split(1 << 16):
+                rows.copy_((100 * torch.randn(rows.shape, device=device)).clamp(-448, 448))
+            scales_SG.fill_(127 - 6)
     return kv
 
 

@@ -138,6 +138,9 @@ class FakeEngine:
         del params
         assert not any(not 0 <= token < self.vocab_size for token in prompt)
 
+    def rest(self) -> None:
+        """Do nothing: there is no device."""
+
     def hurry(self) -> None:
         """Do nothing: steps are short."""
 

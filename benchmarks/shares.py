@@ -79,6 +79,7 @@ class Watched:
                 self.engine.add(tokens, params, seed)
             while self.engine.has_work:
                 self.engine.step()
+            self.engine.rest()
         return spell
 
 
@@ -110,7 +111,8 @@ def llama(drafted: bool, max_context: int) -> Engine:
 
 def look(watched: Watched, lengths: tuple[int, int], at: int, count: int) -> None:
     """Print the three looks."""
-    watched.answer(64, 24, count)  # what is made at first use
+    for length in (64, *lengths, 32, 1500):  # what is made at first use
+        watched.answer(length, 8, count)
     print(f"    {'':18}{' '.join(f'{phase:>8}' for phase in PHASES)}")
     for length in lengths:
         spell = watched.answer(length, 64, count)
@@ -141,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--prompts", type=int, nargs=2, default=(1024, 7936), help="prompt tokens, short and long")
-    parser.add_argument("--at", type=int, default=1024, help="the context that prompt or answer fill")
+    parser.add_argument("--at", type=int, default=512, help="the context that prompt or answer fill")
     parser.add_argument("--count", type=int, default=1, help="answers at once, where parts are added up")
     parser.add_argument("--drafts", choices=("plain", "drafted"), nargs="+", default=("plain", "drafted"))
     args = parser.parse_args()

@@ -24,7 +24,8 @@ def benchmark(out: Path, *arguments: str) -> tuple[int, dict]:
 def test_every_section_gives_figures(tmp_path):
     code, found = benchmark(tmp_path / "gpu.json", "--count", "5")
     assert code == 0, found["failures"]
-    assert {row["section"] for row in found["rows"]} == {"decode", "eagle3", "verify", "fp8", "smollm", "lossless"}
+    sections = {"decode", "eagle3", "verify", "kv_fp8", "fp8", "smollm", "lossless"}
+    assert {row["section"] for row in found["rows"]} == sections
     by_batch = {row["batch"]: row for row in found["rows"] if row["section"] == "decode"}
     assert by_batch[3]["gbytes"] > by_batch[1]["gbytes"], "more requests have more keys to read"
     for row in found["rows"]:

@@ -26,6 +26,7 @@ def answered(engine, prompts, max_tokens):
         engine.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), seed)
     while engine.has_work:
         engine.step()
+    engine.rest()
     return time.perf_counter() - started
 
 

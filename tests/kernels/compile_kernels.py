@@ -21,7 +21,7 @@ from triton.compiler import ASTSource, CompilationError, make_backend
 
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
 from slipstream.engine.rank_models import build_target, rank_of
-from slipstream.kernels import RowSampling, SampleRows, SamplingState, Sight
+from slipstream.kernels import KV_FP8, RowSampling, SampleRows, SamplingState, Sight
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import Ending
 from slipstream.kernels.training.triton_variants import Variant
@@ -75,6 +75,8 @@ def _dense_passes(ops: TritonOps, few: bool) -> Iterator[None]:
                 continue
             for max_keys in (4096,) if few or spec is not LLAMA else (1024, 4096, 32768):
                 yield _run(ops, target, Workload(requests, nodes, max_keys))
+    for requests, nodes in ((40, 4), (1, 4), (1, 512)):
+        yield _run(ops, hollow_target(LLAMA, ops), Workload(requests, nodes, 16384, keys=KV_FP8))
     target, context = hollow_target(QWEN, ops), meta_context(ops, hollow_target(QWEN, ops), Workload(8, 4))
     ending = Ending(torch.empty(8, dtype=torch.int64, device=META), meta_context(ops, target, Workload(8, 1)).batch)
     yield target(torch.empty(32, dtype=torch.int64, device=META), replace(context, ending=ending))

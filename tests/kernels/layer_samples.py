@@ -39,11 +39,11 @@ def randomize(model, generator):
     return model
 
 
-def run(model, ops, passes, page_size=16, others=0):
+def run(model, ops, passes, page_size=16, others=0, keys=None):
     """Run passes of so many tokens of one sequence; `others` requests of one token each share every pass."""
     pages = -(-64 // page_size)
     dtype = next(model.parameters()).dtype
-    kv = KvCache.allocate(model.kv_shape, (1 + others) * pages, page_size, dtype, DEVICE)
+    kv = KvCache.allocate(model.kv_shape, (1 + others) * pages, page_size, keys or dtype, DEVICE)
     table = page_table([range(r * pages, (r + 1) * pages) for r in reversed(range(1 + others))], DEVICE)
     states, done = [], 0
     for step, count in enumerate(passes):

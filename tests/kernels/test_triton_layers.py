@@ -8,7 +8,7 @@ from triton_samples import FORMATS, REFERENCE, quantized, triton_ops
 
 from interpreted import DEVICE
 from slipstream.errors import KernelError
-from slipstream.kernels import KERNEL_CHOICES, Ending, select
+from slipstream.kernels import KERNEL_CHOICES, KV_FP8, Ending, select
 from slipstream.kernels.triton import rope
 from slipstream.kernels.triton.gemm import wide_linear
 from slipstream.kernels.triton.gemm.dispatch import Products
@@ -96,12 +96,15 @@ def test_quantized_blocks_are_the_references(format, generator):
     assert error < (1e-2 if format == "fp8_per_channel" and DEVICE.type == "cuda" else 2e-3)
 
 
-def test_bits_depend_on_neither_chunks_nor_neighbours_nor_pages(generator):
+@pytest.mark.parametrize("keys", [torch.bfloat16, KV_FP8], ids=str)
+def test_bits_depend_on_neither_chunks_nor_neighbours_nor_pages(keys, generator):
     model = make_target(generator, num_layers=1).to(torch.bfloat16).to(DEVICE)
     model.rotary.fill(DEVICE)
-    alone = run(model, OPS, [9, 1, 1, 1])
+    alone = run(model, OPS, [9, 1, 1, 1], keys=keys)
     for passes, page_size, others in (([9, 3], 16, 0), ([4, 8], 16, 0), ([9, 1, 2], 64, 2)):
-        assert torch.equal(run(model, OPS, passes, page_size, others), alone), (passes, page_size, others)
+        assert torch.equal(run(model, OPS, passes, page_size, others, keys), alone), (passes, page_size, others)
+    exact = run(model, REFERENCE, [12], keys=keys)
+    assert (alone.float() - exact.float()).abs().mean() < 0.02 * exact.float().abs().mean()
 
 
 @pytest.mark.parametrize("kind", ["target", "qk norm", "draft"])

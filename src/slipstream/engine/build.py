@@ -169,9 +169,12 @@ class _Caches:
 
 
 def _check_kv(target: Target, config: EngineConfig, ops: Ops) -> None:
-    """Refuse FP8 where kernels cannot read it."""
-    if "fp8" in (config.kv_cache_dtype, config.draft_kv_cache_dtype) and ops.name == "triton":
-        raise ConfigError("kv_cache_dtype is 'fp8', which the GPU kernels do not read yet; leave it out.")
+    """Refuse FP8 latents where kernels cannot read them."""
+    if config.kv_cache_dtype == "fp8" and target.spec.mla is not None and ops.name == "triton":
+        raise ConfigError(
+            "kv_cache_dtype is 'fp8', and the GPU kernels read this target's latents in the type it computes in: leave "
+            "it out. A latent takes a fraction of what keys and values would."
+        )
 
 
 def _borrowers(

@@ -47,7 +47,8 @@ class Engine:
         self._doubt = DraftDoubt() if drafter.has_kv else None
         self._simulated: tuple[float, ...] = ()
         self._prompt_pace = PromptPace(config, executor)
-        self._stepped: float | None = None  # when the last step ended, while requests are left
+        self._idle = False
+        self._stepped: float | None = None  # when the last step of a busy spell ended
         self.stats = EngineStats()
 
     @property
@@ -206,7 +207,8 @@ class Engine:
             patience_s: between two prompts, an executor that can run several steps in one call may go on for so long,
                 until an answer ends or somebody asks it to `hurry`.
         """
-        started = time.perf_counter() if self._stepped is None else self._stepped
+        started = time.perf_counter() if self._stepped is None or self._idle else self._stepped
+        self._idle, self._stepped = False, None
         executor = self._executor
         plan = self._scheduler.plan(self._prompt_pace.budget(self._scheduler.running, self.num_waiting))
         with self._ending_on_failure(plan):
@@ -218,9 +220,17 @@ class Engine:
         if not self._sessions:
             self._settle()
         ended = time.perf_counter()
-        self.stats.add_busy(ended - started, executor.in_flight > 0)
-        self._stepped = ended if self._sessions else None
+        self._idle = not self._sessions
+        self.stats.add_busy(ended - started, self._idle or executor.in_flight > 0)
+        self._stepped = ended
         return emissions
+
+    def rest(self) -> None:
+        """Wait until the device has done what the last step left it, and count that; for who has nothing else to do."""
+        if self._idle and self._stepped is not None:
+            self.stats.add_times(self._executor.rest())
+            self.stats.add_busy(time.perf_counter() - self._stepped, in_flight=False)
+            self._stepped = None
 
     def hurry(self) -> None:
         """Let a patient step end soon, because there is something else to do; any thread may ask."""

@@ -60,7 +60,7 @@ class EngineStats:
             self.by_context.setdefault(counted_context(decoded.context), ContextCosts()).add(decoded)
 
     def add_busy(self, seconds: float, in_flight: bool) -> None:
-        """Count the time of a call as it passed; while a step is in flight, how much was the host's is not known."""
+        """Count the time of a call as it passed; while the device is at work, how much was the host's is not known."""
         told_s = self.busy_s + (0.0 if in_flight else seconds)
         self.busy_s += seconds
         others = sum(taken for phase, taken in self.phase_seconds.items() if phase != "host")

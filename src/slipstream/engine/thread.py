@@ -112,6 +112,10 @@ class EngineThread:
     def _next_commands(self) -> deque[Callable[[], None]]:
         """Wait until there is something to do; return the commands to run first."""
         with self._wake:
+            idle = not self._commands and not self._engine.has_work and self._lost is None
+        if idle:
+            self._engine.rest()
+        with self._wake:
             while not self._commands and not self._engine.has_work and self._lost is None:
                 self._wake.wait()
             if self._lost is not None:

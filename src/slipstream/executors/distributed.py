@@ -125,6 +125,10 @@ class LeadingExecutor:
         """Say what decides how far is drafted."""
         return self._own.explain()
 
+    def rest(self) -> StepOutput:
+        """Wait for this rank's device, and tell what was not told yet."""
+        return self._own.rest()
+
     def hurry(self) -> None:
         """Do nothing: a call runs one step."""
 

@@ -87,6 +87,10 @@ class EagerExecutor:
         """Return None: what a step costs is not known before."""
         return None
 
+    def rest(self) -> StepOutput:
+        """Wait for the device, and tell what was not told yet."""
+        return self._laps.rest()
+
     def hurry(self) -> None:
         """Do nothing: a call runs one step."""
 

@@ -236,6 +236,10 @@ class Executor(Protocol):
         """Call back, from another thread, when a rank that holds part of the model is lost."""
         ...
 
+    def rest(self) -> StepOutput:
+        """Wait until the device is past all that was launched, and tell what it took; no rows."""
+        ...
+
     def hurry(self) -> None:
         """Let a patient call end soon; any thread may ask."""
         ...

@@ -30,6 +30,11 @@ class Lap:
         """Whether the device is past the last mark."""
         return not self._on_gpu or not self._marks or bool(self._marks[-1][1].query())
 
+    def wait(self) -> None:
+        """Wait until it is over."""
+        if self._on_gpu and self._marks:
+            self._marks[-1][1].synchronize()
+
     def mark(self, phase: Phase | None) -> None:
         """Say that what is launched from here on belongs to a phase; None ends the last one."""
         if self._on_gpu:
@@ -89,6 +94,15 @@ class Laps:
     def told_with(self, output: StepOutput, lap: Lap) -> StepOutput:
         """Return an output of the step `lap` timed, with the times of every step that the device is past."""
         self._laps.append(lap)
+        return self._told(output)
+
+    def rest(self) -> StepOutput:
+        """Wait for every step, and return the times that were not told, with no rows."""
+        for lap in self._laps:
+            lap.wait()
+        return self._told(StepOutput((), steps=0))
+
+    def _told(self, output: StepOutput) -> StepOutput:
         seconds: dict[Phase, float] = {}
         passes: list[DecodePass] = []
         while self._laps and self._laps[0].over:

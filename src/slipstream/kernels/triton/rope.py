@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.ops import KvLayer
 from slipstream.kernels.triton.gemm.split_k_reduce import Stretches, added_stretches, scaled_sums
+from slipstream.kernels.triton.kv_codes import encode, scale_codes
 from slipstream.kernels.triton.launch import (
     launch_options,
     let_next_start,
@@ -25,8 +26,8 @@ from slipstream.kernels.triton.norm import Norm
 
 @triton.jit
 def _turn_halves(
-    row_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, x_scale_ptr, w_scale_ptr,
-    token, first, head, part_stride, slot_stride,
+    row_ptr, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
+    x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, SETTLED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -59,17 +60,34 @@ def _turn_halves(
         tl.store(target, x)
         tl.store(target + HALF, y)
     else:
-        target = keys_ptr + slot * slot_stride + source - HEADS * 2 * HALF
+        kept = keys_ptr + slot * slot_stride + source - HEADS * 2 * HALF
         if first >= HEADS + GROUPS:
-            target = values_ptr + slot * slot_stride + source - (HEADS + GROUPS) * 2 * HALF
-        tl.store(target, x.to(keys_ptr.dtype.element_ty))
-        tl.store(target + HALF, y.to(keys_ptr.dtype.element_ty))
+            kept = values_ptr + slot * slot_stride + source - (HEADS + GROUPS) * 2 * HALF
+        if k_scales_ptr is not None:
+            codes = scale_codes(tl.max(tl.maximum(tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32))), 1))[:, None]
+            _store_scales(k_scales_ptr, v_scales_ptr, codes, slot, first, head, HEADS, GROUPS)
+            tl.store(kept, encode(x, codes, keys_ptr.dtype.element_ty))
+            tl.store(kept + HALF, encode(y, codes, keys_ptr.dtype.element_ty))
+        else:
+            tl.store(kept, x.to(keys_ptr.dtype.element_ty))
+            tl.store(kept + HALF, y.to(keys_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _store_scales(
+    k_scales_ptr, v_scales_ptr, codes, slot, first, head, HEADS: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Write the scales of some heads' keys, or of their values."""
+    target = k_scales_ptr + slot * GROUPS + head - HEADS
+    if first >= HEADS + GROUPS:
+        target = v_scales_ptr + slot * GROUPS + head - (HEADS + GROUPS)
+    tl.store(target, codes.to(tl.uint8))
 
 
 @triton.jit
 def _rope_kernel(
-    qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    x_scale_ptr, w_scale_ptr, qkv_stride, part_stride, slot_stride, eps,
+    qkv_ptr, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
+    q_norm_ptr, k_norm_ptr, x_scale_ptr, w_scale_ptr, qkv_stride, part_stride, slot_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TAKEN: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, QK_NORM: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -89,9 +107,9 @@ def _rope_kernel(
     head = (first + tl.arange(0, TAKEN))[:, None]
     if HALVES:
         _turn_halves(
-            qkv_ptr + token * qkv_stride, q_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
-            x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride, HEADS, GROUPS, HALF, SPLITS,
-            SETTLED, PDL,
+            qkv_ptr + token * qkv_stride, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr,
+            positions_ptr, cos_ptr, sin_ptr, x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride,
+            HEADS, GROUPS, HALF, SPLITS, SETTLED, PDL,
         )  # fmt: skip
         return
     at = tl.arange(0, BLOCK)[None, :]
@@ -103,7 +121,9 @@ def _rope_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if first >= HEADS + GROUPS:
         target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * WIDTH + at
-        tl.store(target, x.to(values_ptr.dtype.element_ty), mask=real)
+        _store_heads(
+            target, x, real, k_scales_ptr, v_scales_ptr, slot, first, head, values_ptr.dtype.element_ty, HEADS, GROUPS
+        )
     else:
         mate = tl.where(at < HALF, at + HALF, at - HALF)
         turned = at < 2 * HALF
@@ -129,7 +149,24 @@ def _rope_kernel(
             tl.store(q_ptr + (token * HEADS + head) * WIDTH + at, rotated.to(dtype), mask=real)
         else:
             target = keys_ptr + slot * slot_stride + (head - HEADS) * WIDTH + at
-            tl.store(target, rotated.to(dtype).to(keys_ptr.dtype.element_ty), mask=real)
+            _store_heads(
+                target, rotated.to(dtype), real, k_scales_ptr, v_scales_ptr, slot, first, head,
+                keys_ptr.dtype.element_ty, HEADS, GROUPS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_heads(
+    target, x, real, k_scales_ptr, v_scales_ptr, slot, first, head,
+    KEPT: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Write some heads' keys or values in the type they are kept in."""
+    if k_scales_ptr is not None:
+        codes = scale_codes(tl.max(tl.where(real, tl.abs(x.to(tl.float32)), 0.0), 1))[:, None]
+        _store_scales(k_scales_ptr, v_scales_ptr, codes, slot, first, head, HEADS, GROUPS)
+        tl.store(target, encode(x, codes, KEPT), mask=real)
+    else:
+        tl.store(target, x.to(KEPT), mask=real)
 
 
 @dataclass(frozen=True)
@@ -178,8 +215,9 @@ def rope_and_write(
     norms = qk_norm or (Norm(q, 0.0), Norm(q, 0.0))
     taken = _heads_taken(num_heads, num_groups)
     _rope_kernel[(num_tokens, (num_heads + 2 * num_groups) // taken)](
-        qkv, q, layer.keys_SGd, layer.values_SGd, rope.slots_T, rope.positions_T, rope.cos_Pr, rope.sin_Pr,
-        norms[0].weight_D, norms[1].weight_D, *scales, qkv.stride(-2), qkv.stride(0), layer.keys_SGd.stride(0),
+        qkv, q, layer.keys_SGd, layer.values_SGd, *(layer.scales or (None, None)), rope.slots_T, rope.positions_T,
+        rope.cos_Pr, rope.sin_Pr, norms[0].weight_D, norms[1].weight_D, *scales, qkv.stride(-2), qkv.stride(0),
+        layer.keys_SGd.stride(0),
         norms[0].eps,
         HEADS=num_heads, GROUPS=num_groups, TAKEN=taken, WIDTH=width, HALF=rope.cos_Pr.shape[1],
         BLOCK=triton.next_power_of_2(width), SPLITS=splits, QK_NORM=qk_norm is not None, SETTLED=settled,

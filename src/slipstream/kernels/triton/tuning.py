@@ -113,6 +113,8 @@ class AttentionConfig:
         even_from: but for passes with fewer groups than this, over all requests and heads, at the bound on keys.
         even_stages: stages of those; 0: `num_stages`.
         even_registers: see `group_registers`.
+        fp8_programs: `even_programs` where keys are FP8, whose programs need more registers; 0: the same.
+        fp8_stages: stages of programs that take groups of FP8 keys, which have half the bytes; 0: twice as many.
         quick_warps: where programs take splits of a request, not groups, warps of those that have one short chain from
             queries to outputs (`hopper_split_kv`, sm_90); 0: there are none. That changes no bits.
         quick_groups: how many groups of results the last of those reads at once: of 4 rows by 4 warps, and as many
@@ -142,6 +144,8 @@ class AttentionConfig:
     even_from: int = 0
     even_stages: int = 0
     even_registers: int = 0
+    fp8_programs: int = 0
+    fp8_stages: int = 0
     quick_warps: int = 0
     quick_groups: int = 5
     quick_registers: int = 168

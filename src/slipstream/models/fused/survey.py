@@ -19,12 +19,13 @@ from slipstream.quant.packed import PackedWeight
 
 @dataclass(frozen=True)
 class Workload:
-    """A pass: so many requests with so many query tokens each, and a bound on their keys."""
+    """A pass: so many requests with so many query tokens each, a bound on their keys, and the type those have."""
 
     requests: int
     nodes: int
     max_keys: int = 4096
     page_size: int = 16
+    keys: torch.dtype = torch.bfloat16
 
 
 def record_pass(spec: ModelSpec, architecture: str, workload: Workload, weights: str = "dense") -> list[Recorded]:
@@ -64,7 +65,7 @@ def hollow_weight(format: str, num_outputs: int, num_inputs: int) -> PackedWeigh
 def meta_context(ops: TritonOps, target: Target, workload: Workload) -> PagedContext:
     """Return the context of a pass that has shapes and bounds alone."""
     requests, num_tokens = workload.requests, workload.requests * workload.nodes
-    kv = KvCache.allocate(target.kv_shape, 8, workload.page_size, torch.bfloat16, META)
+    kv = KvCache.allocate(target.kv_shape, 8, workload.page_size, workload.keys, META)
     batch = AttentionBatch(
         _empty(torch.int32, requests + 1),
         _empty(torch.int32, requests),

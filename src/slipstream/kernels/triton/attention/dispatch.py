@@ -90,7 +90,7 @@ def attention(
             launch_prefill((q_THd, layer, out), described, batch.page_size, scale * _LOG2E, launch.dependent)
             return out
         prefill_kernel[(num_groups, num_tokens // tokens + num_requests)](
-            q_THd, layer.keys_SGd, layer.values_SGd, out, *described, num_requests, *strides, **shape
+            *_read(q_THd, layer), out, *described, num_requests, *strides, **shape
         )
         return out
     shape["EARLY"] = early
@@ -174,13 +174,16 @@ def _attend_by_several(
     shape |= {"MAXIMA": maxima_TH is not None}
     early_options = _early_options(config, shape["WIDTH"] * layer.keys_SGd.element_size(), whole)
     shape["COMPACT"] = _compact_rows(config, repeats, rows) if most_queries == 1 else 0
-    shared = (
-        q_THd, layer.keys_SGd, layer.values_SGd, out, *described, sums, partial, launch.counters,
-        sums if maxima_TH is None else maxima_TH,
-    )  # fmt: skip
+    rest = (out, *described, sums, partial, launch.counters, sums if maxima_TH is None else maxima_TH)
     if narrow and not whole and is_quick(config, q_THd, layer):
         shape |= quick_options(config, most_queries, repeats, rows)
-        launch_quick(shared, num_results, strides[:3], shape, (num_groups, num_tiles, shares))
+        launch_quick(
+            (q_THd, layer.keys_SGd, layer.values_SGd, *rest),
+            num_results,
+            strides[:3],
+            shape,
+            (num_groups, num_tiles, shares),
+        )
         return out
     if flows:
         shape["QUERIES"] = _queries_read(most_queries, tokens)
@@ -188,15 +191,32 @@ def _attend_by_several(
         return out
     if even:
         del shape["HAS_WINDOW"]
-        shape |= _even_options(config, most_queries, tokens)
-        grid = (num_groups, max(config.even_programs // num_groups, 1))
-        even_kernel[grid](*shared, num_requests, num_results, *strides[:3], **shape)
+        shape |= _even_options(config, most_queries, tokens, layer.scales is not None)
+        programs = config.fp8_programs if layer.scales and config.fp8_programs else config.even_programs
+        grid = (num_groups, max(programs // num_groups, 1))
+        even_kernel[grid](*_read(q_THd, layer), *rest, num_requests, num_results, *strides[:3], **shape)
         return out
-    shape |= _split_options(config, rows, whole) | ({"REQUESTS": 1} if one_tile else {})  # nobody looks for them
+    shape |= _split_options(config, rows, whole, layer.scales is not None)
+    shape |= {"REQUESTS": 1} if one_tile else {}  # nobody looks for them
     splits_kernel[(num_groups, num_tiles, shares)](
-        *shared, num_requests, num_results, *strides, WHOLE=whole, ONE=one_tile, **early_options, **shape
+        *_read(q_THd, layer),
+        *rest,
+        num_requests,
+        num_results,
+        *strides,
+        WHOLE=whole,
+        ONE=one_tile,
+        **early_options,
+        **shape,
     )
     return out
+
+
+def _read(q_THd: Tensor, layer: KvLayer) -> tuple[Tensor | None, ...]:
+    """Return queries, keys and values as kernels take them, with the scales of FP8."""
+    whole = layer.keys_SGd.stride(0) == layer.keys_SGd.shape[1] * layer.keys_SGd.shape[2]
+    assert layer.scales is None or whole, "a slot's scales are found by where its codes are"
+    return q_THd, layer.keys_SGd, layer.values_SGd, *(layer.scales or (None, None))
 
 
 def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:
@@ -205,10 +225,13 @@ def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:
     return config.even_programs > 0 and config.even_from <= most_groups and fits
 
 
-def _even_options(config: AttentionConfig, most_queries: int, tokens: int) -> dict[str, int]:
+def _even_options(config: AttentionConfig, most_queries: int, tokens: int, fp8: bool = False) -> dict[str, int]:
     """Return what the programs have of their own that share all requests' groups."""
     options = {"QUERIES": _queries_read(most_queries, tokens)}
-    options |= {"num_warps": config.num_warps, "num_stages": config.even_stages or config.num_stages}
+    stages = config.even_stages or config.num_stages
+    if fp8:
+        return options | {"num_warps": config.num_warps, "num_stages": config.fp8_stages or 2 * stages}
+    options |= {"num_warps": config.num_warps, "num_stages": stages}
     return options | ({"maxnreg": config.even_registers} if config.even_registers else {})
 
 
@@ -238,7 +261,7 @@ def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
     return compact if config.compact and compact < rows else 0
 
 
-def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str, int]:
+def _split_options(config: AttentionConfig, rows: int, whole: bool, fp8: bool = False) -> dict[str, int]:
     """Return warps, stages and registers of programs that share a tile, none of which changes bits.
 
     Wide tiles hold two sums of values each, and have twice the warps.
@@ -246,6 +269,8 @@ def _split_options(config: AttentionConfig, rows: int, whole: bool) -> dict[str,
     wide = rows > _NARROW_ROWS
     options = {"num_warps": config.num_warps * (2 if wide else 1)}
     options["num_stages"] = config.group_stages if whole and config.group_stages else config.num_stages
+    if fp8 and whole:
+        return options | {"num_stages": config.fp8_stages or 2 * options["num_stages"]}
     if whole and config.group_registers and not wide:
         options["maxnreg"] = config.group_registers
     return options

@@ -18,6 +18,8 @@ from slipstream.kernels.triton.attention.tile import (
     hide,
     merge,
     nothing,
+    powers,
+    scales_of,
 )
 from slipstream.kernels.triton.launch import arrived_last_at, let_next_start, wait_for_previous
 
@@ -100,9 +102,10 @@ def _offsets(page, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.conste
 
 @triton.jit
 def _attend_part(
-    q_ptr, k_at, v_at, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, num_requests,
-    num_results, slot_stride, pages_stride, scale, group, request, start, num_blocks, q, page, q_first, last_token, end,
-    sure,
+    q_ptr, k_at, v_at, k_scales_at, v_scales_at, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr,
+    partial_ptr, num_requests, num_results, slot_stride, pages_stride, scale, group, request, start, num_blocks, q,
+    page,
+    q_first, last_token, end, sure,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, IN_GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -124,12 +127,15 @@ def _attend_part(
         k = tl.load(k_at + at[None, :] + seen[:, None])
         v = tl.load(v_at + at[:, None] + seen[None, :])
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if k_scales_at is not None:
+            scores = scores * powers(k_scales_at, at, WIDTH)[None, :]
+            v = v.to(q.dtype)
         if start + BLOCK > sure:
             token = _tokens(q_first, last_token, ROWS, REPEATS)
             own = tl.load(index_ptr + token).to(tl.int32)
             ancestors = tl.load(ancestors_ptr + token)
             scores = hide(scores, start + tl.arange(0, BLOCK), own, ancestors, end, 0, False)
-        best, total, acc = add_block(best, total, acc, scores, v, BLOCK)
+        best, total, acc = add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH, BLOCK)
         next_request, next_start = request, start + BLOCK
         next_first, next_last, next_end, next_sure = q_first, last_token, end, sure
         moves = next_start >= end
@@ -163,8 +169,8 @@ def _attend_part(
     do_not_specialize=["num_requests", "num_results", "pages_stride"], do_not_specialize_on_alignment=DESCRIPTION
 )
 def even_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
-    counter_ptr, maxima_ptr, num_requests, num_results, slot_stride, pages_stride, scale,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr,
+    sums_ptr, partial_ptr, counter_ptr, maxima_ptr, num_requests, num_results, slot_stride, pages_stride, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, IN_GROUP: tl.constexpr, EARLY: tl.constexpr, COMPACT: tl.constexpr, MAXIMA: tl.constexpr,
@@ -211,8 +217,9 @@ def even_kernel(
             wait_for_previous(PDL)
         q = _queries_at(q_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, D, ROWS)
         _attend_part(
-            q_ptr, k_ptr + group * WIDTH, v_ptr + group * WIDTH, starts_ptr, lens_ptr, pages_ptr, index_ptr,
-            ancestors_ptr, sums_ptr, partial_ptr, num_requests, num_results, slot_stride, pages_stride, scale, group,
+            q_ptr, k_ptr + group * WIDTH, v_ptr + group * WIDTH, scales_of(k_scales_ptr, group),
+            scales_of(v_scales_ptr, group), starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr,
+            partial_ptr, num_requests, num_results, slot_stride, pages_stride, scale, group,
             request, start, num_blocks, q, page, q_first, last_token, end, sure,
             HEADS, GROUPS, WIDTH, D, ROWS, TOKENS, SPLIT, BLOCK, PAGE, IN_GROUP,
         )  # fmt: skip

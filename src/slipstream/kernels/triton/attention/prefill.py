@@ -14,13 +14,15 @@ from slipstream.kernels.triton.attention.tile import (
     key_offsets,
     merge,
     nothing,
+    scales_of,
 )
 from slipstream.kernels.triton.launch import wait_for_inputs
 
 
 @triton.jit
 def _attend_split(
-    q, k_ptr, v_ptr, pages_at, slot_stride, own_R, ancestors_R, lowest, from_key, to_key, scale, first_R,
+    q, k_ptr, v_ptr, k_scales_at, v_scales_at, pages_at, slot_stride, own_R, ancestors_R, lowest, from_key, to_key,
+    scale, first_R,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -38,22 +40,22 @@ def _attend_split(
         for start in range(from_key, masked_from, BLOCK):
             at = key_offsets(pages_at, slot_stride, start, to_key, BLOCK, PAGE)
             best, total, acc = attend_block(
-                best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, to_key, scale, first_R,
-                WIDTH, D, BLOCK, HAS_WINDOW, False,
+                best, total, acc, q, k_ptr, v_ptr, k_scales_at, v_scales_at, at, own_R, ancestors_R, start, to_key,
+                scale, first_R, WIDTH, D, BLOCK, HAS_WINDOW, False,
             )  # fmt: skip
     for start in range(masked_from, to_key, BLOCK):
         at = key_offsets(pages_at, slot_stride, start, to_key, BLOCK, PAGE)
         best, total, acc = attend_block(
-            best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, to_key, scale, first_R,
-            WIDTH, D, BLOCK, HAS_WINDOW, True,
+            best, total, acc, q, k_ptr, v_ptr, k_scales_at, v_scales_at, at, own_R, ancestors_R, start, to_key, scale,
+            first_R, WIDTH, D, BLOCK, HAS_WINDOW, True,
         )  # fmt: skip
     return best, tl.max(total, 1), acc
 
 
 @triton.jit(do_not_specialize=["num_requests", "pages_stride", "window"], do_not_specialize_on_alignment=DESCRIPTION)
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, num_requests, slot_stride,
-    pages_stride, scale, window,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr,
+    num_requests, slot_stride, pages_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
@@ -87,13 +89,15 @@ def prefill_kernel(
         last_split = tl.cdiv(end, SPLIT)
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
+        k_scales_at, v_scales_at = scales_of(k_scales_ptr, group), scales_of(v_scales_ptr, group)
         if first_split < last_split:
             best, total, acc = nothing(ROWS, D)
             group_best, group_total, group_acc = nothing(ROWS, D)
             for split in range(first_split, last_split):
                 best_s, total_s, acc_s = _attend_split(
-                    q, k_at, v_at, pages_at, slot_stride, own, ancestors, lowest, split * SPLIT,
-                    tl.minimum(split * SPLIT + SPLIT, end), scale, first, ROWS, WIDTH, D, BLOCK, PAGE, HAS_WINDOW,
+                    q, k_at, v_at, k_scales_at, v_scales_at, pages_at, slot_stride, own, ancestors, lowest,
+                    split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end), scale, first, ROWS, WIDTH, D, BLOCK,
+                    PAGE, HAS_WINDOW,
                 )  # fmt: skip
                 group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
                 if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):

@@ -19,6 +19,7 @@ from slipstream.kernels.triton.attention.tile import (
     key_offsets,
     merge,
     nothing,
+    scales_of,
 )
 from slipstream.kernels.triton.launch import (
     arrived_last,
@@ -62,8 +63,8 @@ def load_queries(q_at, WIDTH: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _attend_splits(
-    q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split, last_split,
-    end, scale, first, sums_at, part_at, real,
+    q_at, k_at, v_at, k_scales_at, v_scales_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split,
+    first_split, last_split, end, scale, first, sums_at, part_at, real,
     WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +80,7 @@ def _attend_splits(
         here = at
         at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE, True)
         best, total, acc = attend_block(
-            best, total, acc, q, k_at, v_at, here, own, ancestors, start, end, scale, first,
+            best, total, acc, q, k_at, v_at, k_scales_at, v_scales_at, here, own, ancestors, start, end, scale, first,
             WIDTH, D, BLOCK, HAS_WINDOW, True,
         )  # fmt: skip
         if ((start + BLOCK) % SPLIT == 0) | (start + BLOCK >= end):
@@ -115,8 +116,8 @@ def _share(first_split, last_split, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
     do_not_specialize_on_alignment=DESCRIPTION,
 )
 def splits_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
-    counter_ptr, maxima_ptr, num_requests, num_splits, slot_stride, pages_stride, scale, window,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr,
+    sums_ptr, partial_ptr, counter_ptr, maxima_ptr, num_requests, num_splits, slot_stride, pages_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
@@ -179,8 +180,9 @@ def splits_kernel(
         sums_at = sums_ptr + cell * num_splits * (2 * ROWS) + row
         part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + column[None, :])
         _attend_splits(
-            q_ptr + q_at, k_at, v_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split, first_split,
-            last_split, end, scale, first, sums_at, part_at, real,
+            q_ptr + q_at, k_at, v_at, scales_of(k_scales_ptr, group), scales_of(v_scales_ptr, group), at, pages_at,
+            slot_stride, own, ancestors, from_split, to_split, first_split, last_split, end, scale, first, sums_at,
+            part_at, real,
             WIDTH, D, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE,
         )  # fmt: skip
         if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):

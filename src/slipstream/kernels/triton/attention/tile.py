@@ -94,8 +94,22 @@ def key_offsets(
 
 
 @triton.jit
-def add_block(best, total, acc, scores, v, BLOCK: tl.constexpr):
-    """Add a block's values, weighted by its scores, which are powers of two."""
+def powers(scales_at, at, WIDTH: tl.constexpr):
+    """Return what the codes of the keys (or values) at these offsets are multiplied by: a power of two each.
+
+    Heads lie side by side in a slot, so a slot's scales begin where its codes do, WIDTH times sooner.
+    """
+    return (tl.load(scales_at + at // WIDTH).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Add a block's values, weighted by its scores, which are powers of two.
+
+    Args:
+        v: in the type they are multiplied in; codes of FP8 are numbers of it.
+        v_scales_at: the scales of this head's codes, which go to the weights: exact, as powers of two are.
+    """
     new_best = tl.maximum(best, tl.max(scores, 1))
     pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
     weight = tl.exp2(scores - pivot[:, None]).to(v.dtype)
@@ -103,25 +117,39 @@ def add_block(best, total, acc, scores, v, BLOCK: tl.constexpr):
     # The sum is a product with ones: its order is the matrix instruction's, not that of however many warps there are.
     ones = tl.full([BLOCK, 16], 1.0, tl.float32).to(v.dtype)
     total = tl.dot(weight, ones, total * shrink[:, None], input_precision="ieee")
+    if v_scales_at is not None:
+        weight = (weight.to(tl.float32) * powers(v_scales_at, at, WIDTH)[None, :]).to(v.dtype)
     acc = tl.dot(weight, v, acc * shrink[:, None], input_precision="ieee")
     return new_best, total, acc
 
 
 @triton.jit
 def attend_block(
-    best, total, acc, q, k_ptr, v_ptr, at, own_R, ancestors_R, start, end, scale, first_R,
+    best, total, acc, q, k_ptr, v_ptr, k_scales_at, v_scales_at, at, own_R, ancestors_R, start, end, scale, first_R,
     WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the BLOCK keys at the offsets `at`; those past the end are hidden."""
+    """Add the BLOCK keys at the offsets `at`; those past the end are hidden. FP8 has scales."""
     column = tl.arange(0, D)
     if D != WIDTH:
         column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
     k = tl.load(k_ptr + at[None, :] + column[:, None])
     v = tl.load(v_ptr + at[:, None] + column[None, :])
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    if k_scales_at is not None:
+        scores = scores * powers(k_scales_at, at, WIDTH)[None, :]
+        v = v.to(q.dtype)
     if MASKED:
         scores = hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, first_R, HAS_WINDOW)
-    return add_block(best, total, acc, scores, v, BLOCK)
+    return add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH, BLOCK)
+
+
+@triton.jit
+def scales_of(scales_ptr, group):
+    """Return where a head's scales begin; nothing where there are none."""
+    if scales_ptr is not None:
+        return scales_ptr + group
+    else:  # noqa: RET505 (the compiler takes one branch alone)
+        return None
 
 
 @triton.jit

@@ -22,6 +22,8 @@ from slipstream.kernels.triton.attention.tile import (
     key_offsets,
     merge,
     nothing,
+    powers,
+    scales_of,
 )
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 
@@ -33,8 +35,8 @@ _ROWS, _BLOCK = 16, 64
     do_not_specialize=["num_requests", "pages_stride", "window", "chunk"], do_not_specialize_on_alignment=DESCRIPTION
 )
 def sight_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, num_requests,
-    slot_stride, pages_stride, scale, window, chunk,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr,
+    ancestors_ptr, num_requests, slot_stride, pages_stride, scale, window, chunk,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -62,12 +64,15 @@ def sight_kernel(
         total = tl.zeros([ROWS, 16], tl.float32)
         read = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
         for start in range(tl.min(first, 0) // BLOCK * BLOCK, end, BLOCK):
-            at = key_offsets(pages_at, slot_stride, start, end, BLOCK, PAGE) + group * WIDTH
-            k = tl.load(k_ptr + at[None, :] + read[:, None])
-            v = tl.load(v_ptr + at[:, None] + read[None, :])
+            at = key_offsets(pages_at, slot_stride, start, end, BLOCK, PAGE)
+            k = tl.load(k_ptr + group * WIDTH + at[None, :] + read[:, None])
+            v = tl.load(v_ptr + group * WIDTH + at[:, None] + read[None, :])
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+            if k_scales_ptr is not None:
+                scores = scores * powers(k_scales_ptr + group, at, WIDTH)[None, :]
+                v = v.to(q.dtype)
             scores = hide(scores, start + tl.arange(0, BLOCK), own, ancestors, end, first, True)
-            best, total, acc = add_block(best, total, acc, scores, v, BLOCK)
+            best, total, acc = add_block(best, total, acc, scores, v, scales_of(v_scales_ptr, group), at, WIDTH, BLOCK)
         sums = tl.max(total, 1)
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -95,8 +100,9 @@ def attention(
     sinks_H = None if sight.sinks_H is None else sight.sinks_H.detach().float().contiguous()
     out = torch.empty_like(q_THd)
     sight_kernel[(num_groups, num_tokens // tokens + num_requests)](
-        q_THd, layer.keys_SGd, layer.values_SGd, sinks_H, out, batch.query_starts_R1, batch.kv_lens_R,
-        batch.page_table_RP, batch.kv_index_T.contiguous(), batch.ancestors_T.contiguous(), num_requests,
+        q_THd, layer.keys_SGd, layer.values_SGd, *(layer.scales or (None, None)), sinks_H, out, batch.query_starts_R1,
+        batch.kv_lens_R, batch.page_table_RP, batch.kv_index_T.contiguous(), batch.ancestors_T.contiguous(),
+        num_requests,
         layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, sight.window or 0,
         sight.chunk or 0,
         HEADS=num_heads, GROUPS=num_groups, WIDTH=width, D=max(triton.next_power_of_2(width), 16), ROWS=rows,
