@@ -73,6 +73,12 @@ def test_our_options_are_said_in_the_engines_words():
     )
 
 
+def test_fp8_keys_are_asked_for_in_the_engines_words():
+    assert "--kv-cache-dtype fp8" in printed("m --kv-cache-dtype fp8 --engine vllm")
+    line = "m --kv-cache-dtype fp8 --draft-kv-cache-dtype fp8 --engine sglang"
+    assert "--kv-cache-dtype fp8_e4m3 --speculative-draft-kv-cache-dtype fp8_e4m3" in printed(line)
+
+
 def test_the_engines_own_flags_are_handed_on_as_they_are():
     line = "--enforce-eager m --engine vllm --engine-args --seed=7 --attention-backend FLASH_ATTN --max-num-seqs 8"
     line += " --speculative-config {}"
@@ -105,7 +111,11 @@ def test_our_own_engine_goes_to_the_nodes_with_all_it_was_told():
         ("m --engine vllm --draft ngram --width 4", "vLLM drafts chains only"),
         ("m --engine sglang --draft ngram --tp 2 --pp 2", "SGLang starts no EAGLE-3 or n-gram drafts with pipeline"),
         ("m --engine sglang --ray --nodes a,b --tp 2", "SGLang is started by its own multi-node flags here"),
-        ("m --pp 2", "slipstream's own engine has no pipeline stages"),
+        ("m --pp 2", "--pp 2: slipstream's own engine has no pipeline stages. Put all devices into --tp"),
+        (
+            "m --engine vllm --draft-kv-cache-dtype fp8",
+            "--draft-kv-cache-dtype is an option of slipstream's own engine",
+        ),
         ("m --engine vllm --tp 3 --nodes a,b", "tp3 takes 3 devices in all, which 2 nodes cannot share evenly"),
         ("m --engine vllm --tp 2 --nodes a,a", "nodes are a, a; name at least two, each once"),
         ("m --engine vllm --tp 2 --nodes a,b --rsh ssh", "it must say {node} where the node's name belongs"),

@@ -16,6 +16,8 @@ SPELLINGS: dict[str, dict[ServerName, str]] = {
     "max_requests": {"vllm": "max-num-seqs", "sglang": "max-running-requests"},
     "max_batch_tokens": {"vllm": "max-num-batched-tokens", "sglang": "chunked-prefill-size"},
     "page_size": {"vllm": "block-size", "sglang": "page-size"},
+    "kv_cache_dtype": {"vllm": "kv-cache-dtype", "sglang": "kv-cache-dtype"},
+    "draft_kv_cache_dtype": {"sglang": "speculative-draft-kv-cache-dtype"},
     "memory_fraction": {"vllm": "gpu-memory-utilization", "sglang": "mem-fraction-static"},
     "api_key": {"vllm": "api-key", "sglang": "api-key"},
     "admin_key": {"sglang": "admin-api-key"},
@@ -50,6 +52,8 @@ VALUES: dict[tuple[ServerName, str], dict[str, str]] = {
         "deepseek_v3": "deepseekv3",
         "deepseek_v31": "deepseekv31",
     },
+    ("sglang", "kv_cache_dtype"): {"fp8": "fp8_e4m3"},
+    ("sglang", "draft_kv_cache_dtype"): {"fp8": "fp8_e4m3"},
     ("sglang", "reasoning_parser"): {"minimax_m2": "minimax-append-think", "deepseek_r1": "deepseek-r1"},
 }
 """Values that an engine spells otherwise."""

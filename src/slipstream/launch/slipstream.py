@@ -31,7 +31,10 @@ class SlipstreamServer:
     def refusal(self, launch: Launch) -> str:
         """Refuse pipeline stages, and Ray."""
         if launch.topology.pp > 1:
-            return "slipstream's own engine has no pipeline stages. Put all devices into tp, or take vllm or sglang."
+            return (
+                f"--pp {launch.topology.pp}: slipstream's own engine has no pipeline stages. Put all devices into --tp, "
+                "or take --engine vllm or sglang."
+            )
         if launch.nodes is not None and launch.nodes.cluster == "ray":
             return "slipstream's own engine starts its processes itself. Leave Ray out."
         return ""

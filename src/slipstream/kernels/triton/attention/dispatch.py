@@ -90,7 +90,12 @@ def attention(
             launch_prefill((q_THd, layer, out), described, batch.page_size, scale * _LOG2E, launch.dependent)
             return out
         prefill_kernel[(num_groups, num_tokens // tokens + num_requests)](
-            *_read(q_THd, layer), out, *described, num_requests, *strides, **shape
+            *_read(q_THd, layer),
+            out,
+            *described,
+            num_requests,
+            *strides,
+            **shape | ({} if layer.scales is None else {"num_warps": 2 * config.num_warps}),
         )
         return out
     shape["EARLY"] = early
