@@ -32,8 +32,8 @@ class SlipstreamServer:
         """Refuse pipeline stages, and Ray."""
         if launch.topology.pp > 1:
             return (
-                f"--pp {launch.topology.pp}: slipstream's own engine has no pipeline stages. Put all devices into --tp, "
-                "or take --engine vllm or sglang."
+                f"--pp {launch.topology.pp}: slipstream's own engine has no pipeline stages. Put all devices into --tp "
+                "(or take --engine vllm or sglang)."
             )
         if launch.nodes is not None and launch.nodes.cluster == "ray":
             return "slipstream's own engine starts its processes itself. Leave Ray out."
