@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from tiny_server import Running, tiny_engine
 
+from slipstream.checkpoint.writer import CheckpointWriter
+from slipstream.train.run.output import add_draft
+
 TEXT = {"prompt": "once upon", "max_tokens": 30, "ignore_eos": True, "seed": 3, "temperature": 1}
 
 
@@ -211,3 +214,27 @@ def test_information_routes(client, server):
     assert "/v1/chat/completions" in page
     assert "https://" not in page and "http://" not in page
     assert json.dumps(document)
+
+
+def test_the_draft_is_exchanged_while_serving_and_metrics_say_which_served_what(tmp_path):
+    engine = tiny_engine()
+    with CheckpointWriter(tmp_path / "draft", 1 << 30) as writer:
+        add_draft(writer, engine.drafter.draft, "sglang", "tiny")
+    with Running(engine) as server, server.client() as client:
+        before = client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"]
+        assert client.get("/admin/draft").json()["draft"] == "as started"
+        told = client.post("/admin/draft", json={"path": str(tmp_path / "draft")}).json()
+        assert (told["draft"], told["before"]) == (str(tmp_path / "draft"), "as started")
+        assert client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"] == before
+        served = {one["draft"]: one["passes"] for one in client.get("/admin/draft").json()["served"]}
+        assert min(served.values()) > 0
+        found = read(client.get("/metrics").text)
+        assert found['slipstream_draft_passes_total{draft="as started"}'] == served["as started"]
+        assert client.post("/admin/draft", json={"go_back": True}).json()["draft"] == "as started"
+        for body, words in (
+            ({}, "either 'path'"), ({"path": "x", "go_back": True}, "either 'path'"),
+            ({"path": str(tmp_path / "nowhere")}, "nowhere"), ({"path": ""}, "path"),
+        ):  # fmt: skip
+            refused = client.post("/admin/draft", json=body)
+            assert refused.status_code == 400 and words in refused.text
+        assert client.get("/health").status_code == 200

@@ -62,6 +62,20 @@ _EAGLE_SWITCHES = {
     "parallel_draft_step": False,
 }
 
+# Drafts that came after EAGLE-3, by a word of their architecture or of speculators_model_type: what each is.
+_SUCCESSORS = {
+    "peagle": "P-EAGLE, whose draft guesses all tokens in one pass from mask embeddings",
+    "pard": "PARD, a small model that guesses several tokens in one pass from mask tokens",
+    "dflash": "DFlash, which fills a whole block of tokens at once over the target's features",
+    "dspark": "DSpark, a DFlash block with a Markov head and a confidence head",
+    "domino": "Domino, a DFlash block whose logits a recurrent network corrects",
+    "xpress": "XPress, a block draft refined by a causal pass",
+    "medusa": "Medusa, heads that each guess one token ahead",
+    "hydra": "Hydra, Medusa's heads in sequence",
+    "mlp_speculator": "an MLP speculator",
+    "fastmtp": "FastMTP, a target's own prediction head",
+}
+
 
 def is_draft(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes an EAGLE-3 draft rather than a whole model."""
@@ -80,6 +94,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
     """
     fields = Fields(config, config_file(source))
     speculators = fields.has("speculators_model_type")
+    _refuse_successors(fields)
     block = fields.nested("transformer_layer_config") if speculators else fields
     family = _family(fields, block, speculators)
     if speculators:
@@ -165,6 +180,19 @@ def _family(fields: Fields, block: Fields, speculators: bool) -> Family:
 
 def _what_is_read() -> str:
     return f"It reads {', '.join(DRAFTS)}, and speculators_model_type 'eagle3'."
+
+
+def _refuse_successors(fields: Fields) -> None:
+    """Say what a draft is that slipstream does not run, and what to do instead."""
+    named = [*fields.texts("architectures"), fields.text("speculators_model_type", ""), fields.text("model_type", "")]
+    words = " ".join(named).lower().replace("-", "")
+    words += " dflash" * fields.has("dflash_config") + " peagle" * (fields.values.get("parallel_drafting") is True)
+    found = next((what for word, what in _SUCCESSORS.items() if word in words), None)
+    if found is not None:
+        raise CheckpointError(
+            f"{fields.file}: is {found}; slipstream runs EAGLE-3 drafts. Give an EAGLE-3 draft of the target, train "
+            "one (slipstream train TARGET --out DRAFT), or serve without (--draft ngram copies from the text)."
+        )
 
 
 def _refuse_other_drafts(fields: Fields) -> None:

@@ -59,7 +59,7 @@ def build_engine(
     caches = _Caches(target, config, num_pages + config.spare_pages(target.embed_tokens.device.type))
     pace = Pace(ChainController(), time.perf_counter) if paced else None
     copier = Copier.on(ops, copied, config.earlier_tokens) if copied else None
-    beside = Beside(_borrowers(target, draft, config, ops), copier)
+    beside = Beside(borrowers_of(target, draft, config, ops), copier)
     drafter = _drafter(target, draft, shape, caches, ops, pace, beside)
     runner = Runner(target, caches.of_target(), ops, drafter.captured_layers)
     if leader is None:
@@ -177,7 +177,7 @@ def _check_kv(target: Target, config: EngineConfig, ops: Ops) -> None:
         )
 
 
-def _borrowers(
+def borrowers_of(
     target: Target, draft: Eagle3Draft | Literal["ngram"] | None, config: EngineConfig, ops: Ops
 ) -> Borrowers | None:
     """Return what lets requests borrow tokens the draft does not know, where both models are whole and on a CPU."""

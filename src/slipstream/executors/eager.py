@@ -17,10 +17,12 @@ from slipstream.executors.rows import Row
 from slipstream.executors.runner import Runner
 from slipstream.executors.stopwatch import Lap, Laps
 from slipstream.kernels import one_pool
+from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Hidden
 from slipstream.speculation.accept import Accepted, accept
+from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.drafter import Drafter, Observed
-from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter, Exchanged
 from slipstream.speculation.grammar import draft_along
 from slipstream.speculation.simulate import simulate, simulated_counts
 from slipstream.speculation.tree import Tree, TreeBatch, TreeShape
@@ -121,6 +123,11 @@ class EagerExecutor:
         """Draft trees of another shape; every row goes on."""
         self._drafter.reshape(shape)
         return False
+
+    def swap_draft(self, draft: Eagle3Draft, borrowers: Borrowers | None) -> Exchanged:
+        """Draft with another draft of the same shape from the next step on; return what was used so far."""
+        assert isinstance(self._drafter, Eagle3Drafter), "`DraftShelf` looked"
+        return self._drafter.exchange(draft, borrowers)
 
     def reset(self) -> None:
         """Forget every row and every step."""

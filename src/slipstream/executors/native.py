@@ -6,6 +6,7 @@ runs several rounds, until an answer ends: then the Python between rounds is gon
 rows whose grammar leaves one text, which an eager step drafts.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -34,9 +35,11 @@ from slipstream.kernels import (
     one_pool,
 )
 from slipstream.kernels.rounds import DraftedNodes
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.controller import Reach
 from slipstream.speculation.drafter import CopyDrafter, Drafter, NoDrafter
-from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter, Exchanged
 from slipstream.speculation.grammar import forces_text
 from slipstream.speculation.tree import Tree
 
@@ -64,6 +67,12 @@ class NativeExecutor(EagerExecutor):
         self._eagle = eagle
         self._copies_alone = drafter if isinstance(drafter, CopyDrafter) else None
         self._mask_failures: dict[int, Exception] = {}  # at the roots of the round under way, by row
+
+    def swap_draft(self, draft: Eagle3Draft, borrowers: Borrowers | None) -> Exchanged:
+        """Draft with another draft of the same shape from the next round on; return what was used so far."""
+        before = super().swap_draft(draft, borrowers)
+        self._models = dataclasses.replace(self._models, draft=draft)
+        return before
 
     @staticmethod
     def supports(runner: Runner, drafter: Drafter) -> bool:

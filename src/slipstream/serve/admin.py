@@ -1,15 +1,16 @@
-"""Speculation at run time: what it does now, and routes to change the tree or simulate acceptance without a restart."""
+"""Speculation at run time: what it does now, and routes to change tree or draft, or simulate acceptance."""
 
 import logging
 from collections.abc import Sequence
 
 from fastapi import FastAPI
 
+from slipstream.engine.drafts import DraftShelf
 from slipstream.engine.engine import Engine
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.serve.answers import speculation_json
 from slipstream.serve.errors import HttpError
-from slipstream.serve.protocol import TreeRequest
+from slipstream.serve.protocol import DraftRequest, TreeRequest
 from slipstream.serve.stream import Json
 from slipstream.serve.worker import EngineWorker
 from slipstream.speculation.tree import TreeShape
@@ -17,7 +18,7 @@ from slipstream.speculation.tree import TreeShape
 logger = logging.getLogger(__name__)
 
 
-def add_routes(app: FastAPI, engine: Engine, worker: EngineWorker) -> None:
+def add_routes(app: FastAPI, engine: Engine, worker: EngineWorker, shelf: DraftShelf) -> None:
     """Add the routes. The gate keeps /admin to those who may."""
 
     @app.get("/speculation", tags=["information"])
@@ -47,6 +48,39 @@ def add_routes(app: FastAPI, engine: Engine, worker: EngineWorker) -> None:
         logger.info("speculation changed: %s", engine.drafter.shape)
         warn_if_simulated(engine.simulated_acceptance)
         return describe(engine)
+
+    @app.get("/admin/draft", tags=["admin"])
+    async def draft() -> Json:
+        """Say which draft is in use, which one was before it, and what each has served."""
+        return await worker.call(lambda engine: _drafts(shelf))
+
+    @app.post("/admin/draft", tags=["admin"], responses={400: {"description": "The draft cannot take over."}})
+    async def exchange(body: DraftRequest) -> Json:
+        """Exchange the draft between two steps; no answer changes by it. Decoding waits while it is read."""
+        if (body.path is None) != body.go_back:
+            raise HttpError(400, "Say either 'path', a draft's folder, or 'go_back': true.")
+
+        def apply(engine: Engine) -> Json:
+            if body.path is None:
+                shelf.go_back()
+            else:
+                shelf.use(shelf.read(body.path))
+            return _drafts(shelf)
+
+        try:
+            told = await worker.call(apply)
+        except (ConfigError, CheckpointError) as error:
+            raise HttpError(400, str(error)) from error
+        logger.info("draft exchanged: %s", shelf.name)
+        return told
+
+
+def _drafts(shelf: DraftShelf) -> Json:
+    served = [
+        {"draft": one.name, "passes": one.passes, "tokens": one.tokens, "acceptance_length": one.acceptance_length}
+        for one in shelf.served()
+    ]
+    return {"draft": shelf.name, "before": shelf.name_before, "served": served}
 
 
 def describe(engine: Engine) -> Json:

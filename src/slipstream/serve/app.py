@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 import slipstream
 from slipstream.checkpoint.tokenizer import Tokenizer
+from slipstream.engine.drafts import DraftShelf
 from slipstream.engine.engine import Engine
 from slipstream.serve import admin, foreign, information, tokens
 from slipstream.serve.answers import AnswerWriter, Wants
@@ -61,6 +62,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
     tokenizer.spelled.encode("")  # made now: a large vocabulary takes seconds, and the first chat would wait for it
     worker = EngineWorker(engine, tokenizer, config.max_waiting)
     grammars = GrammarCompiler(tokenizer, engine.vocab_size)
+    shelf = DraftShelf(engine)
     service = Service(
         engine,
         tokenizer,
@@ -79,7 +81,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
             ChatRenderer(tokenizer, config.allow_special_in_content),
         ),
         Generator(worker, tokenizer, config),
-        Metrics(engine, worker, config.model_name),
+        Metrics(engine, worker, config.model_name, shelf),
         started,
     )
 
@@ -108,7 +110,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
         api.add_routes(app, service)
     information.add_routes(app, service)
     foreign.add_routes(app, service)
-    admin.add_routes(app, engine, worker)
+    admin.add_routes(app, engine, worker, shelf)
     _add_errors(app)
     if config.cors_origins:
         app.add_middleware(

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
+from slipstream.engine.drafts import DraftShelf
 from slipstream.engine.engine import Engine
 from slipstream.serve.meters import REASONS
 from slipstream.serve.metric_families import by_position, counter, counters, gauge, gauges, histogram
@@ -18,10 +19,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics:
     """Reads the engine's and the worker's counts when it is scraped; nothing is counted twice."""
 
-    def __init__(self, engine: Engine, worker: EngineWorker, model_name: str) -> None:
+    def __init__(self, engine: Engine, worker: EngineWorker, model_name: str, shelf: DraftShelf) -> None:
         self._engine = engine
         self._worker = worker
         self._model_name = model_name
+        self._shelf = shelf
         # Before anybody changes the tree: the pages are those the engine was built with.
         extra_slots = max(engine.drafter.max_nodes - 1, engine.drafter.scratch)
         self._num_pages = engine.config.resolve_num_pages(extra_slots)
@@ -90,6 +92,12 @@ class Metrics:
             "Decoding passes of the target (those over prompts are not counted).",
             stats.decoding_passes,
         )
+        for what, told in (
+            ("passes", "Decoding passes, by draft."),
+            ("tokens", "Tokens of decoding passes, by draft."),
+        ):
+            by_draft = {one.name: getattr(one, what) for one in self._shelf.served()}
+            yield counters(f"slipstream_draft_{what}", told, by_draft, "draft")
         yield counter("slipstream_drafted_nodes", "Nodes the target checked.", stats.drafted)
         offered, accepted = by_position(stats.offered), by_position(stats.accepted)
         yield counters("slipstream_drafted_tokens", "Passes with a drafted token here.", offered, "position")

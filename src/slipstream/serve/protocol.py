@@ -218,6 +218,17 @@ class DetokenizeRequest(Request):
     skip_special_tokens: bool = False
 
 
+class DraftRequest(Part):
+    """The body of /admin/draft: the draft to take over, or whether to return to the one before."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        default=None, description="A draft's folder on the server, or a hub id."
+    )
+    go_back: bool = False
+
+
 class TreeRequest(Part):
     """The body of /admin/speculation: what to change; what is left out stays."""
 

@@ -10,6 +10,7 @@ Shape letters: R requests, T slots, D draft width, V draft vocabulary, K tokens 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +58,13 @@ class _LastSlot:
     length: int
     feedback_D: Tensor
     logits_V: Tensor | None
+
+
+class Exchanged(NamedTuple):
+    """A draft that was in use, with what let requests borrow tokens it does not know."""
+
+    draft: Eagle3Draft
+    borrowers: Borrowers | None
 
 
 class Eagle3Drafter:
@@ -312,10 +320,23 @@ class Eagle3Drafter:
 
     def reshape(self, shape: TreeShape) -> None:
         """Grow trees of another shape, from now on in full and with nothing copied beside them."""
-        with torch.inference_mode():
-            self._catch_up({request_id: self._last[request_id].length for request_id in list(self._followers)})
+        self._settle_followers()
         self.shape = shape
         self._pace = self._copier = None
+
+    def exchange(self, draft: Eagle3Draft, borrowers: Borrowers | None) -> Exchanged:
+        """Draft with another draft of the same shape from now on; return what was used so far."""
+        self._settle_followers()
+        before = Exchanged(self._draft, self._borrowers)
+        self._draft, self._borrowers = draft, borrowers
+        for last in self._last.values():  # what the other draft thought of the next token is in its own vocabulary
+            last.logits_V = None
+        return before
+
+    def _settle_followers(self) -> None:
+        """End rounds for all requests, the draft following what it is late with."""
+        with torch.inference_mode():
+            self._catch_up({request_id: self._last[request_id].length for request_id in list(self._followers)})
 
     def _chains(self, views: Sequence[DraftView], cut: Cut) -> Candidates | None:
         """Draft chains in one call where the shape is a chain and the kernels can; the levels below give the same."""

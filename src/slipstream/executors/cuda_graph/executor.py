@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from slipstream.executors.choice import NodeMasks
 from slipstream.executors.cuda_graph.flight import Decoding, Flight, goes_on
@@ -24,8 +25,11 @@ from slipstream.executors.interface import StepCosts, StepInput, StepOutput, Wor
 from slipstream.executors.rows import Row
 from slipstream.executors.runner import Runner
 from slipstream.executors.stopwatch import Lap
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.layers import Linear
+from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.drafter import Drafter, NoDrafter
-from slipstream.speculation.eagle3_drafter import Eagle3Drafter
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter, Exchanged
 from slipstream.speculation.lengths import REST, Choice, LengthController
 from slipstream.speculation.simulate import thresholds
 from slipstream.speculation.tree import Tree, TreeShape
@@ -103,6 +107,12 @@ class GraphExecutor(EagerExecutor):
         self._drafter.reshape(shape)
         self._lengths = self._controller(self._adapts)
         return (before is None) != (self._chain_length is None)
+
+    def swap_draft(self, draft: Eagle3Draft, borrowers: Borrowers | None) -> Exchanged:
+        """Exchange the weights in place, behind the steps in flight: graphs hold the tensors of the draft in use."""
+        assert self._eagle is not None, "`DraftShelf` looked"
+        _exchange_weights(self._eagle.draft, draft)
+        return self._eagle.exchange(self._eagle.draft, borrowers)._replace(draft=draft)
 
     def reset(self) -> None:
         """Forget every row and every step in flight."""
@@ -366,3 +376,22 @@ class GraphExecutor(EagerExecutor):
         """Return what grammars leave after whole prompts."""
         trees = [Tree([row.tokens[-1]], [-1], [0], [-1]) for row in ending]
         return self._chooser.masks(ending, trees)
+
+
+@torch.no_grad()
+def _exchange_weights(one: Eagle3Draft, other: Eagle3Draft) -> None:
+    """Give each of two drafts the other's numbers; tables and heads that are the target's own stay."""
+    mine, others = _numbers(one), _numbers(other)
+    assert [x.shape for x in mine] == [x.shape for x in others], "`DraftShelf` looked"
+    for x, y in zip(mine, others, strict=True):
+        if x.data_ptr() != y.data_ptr():
+            kept = x.clone()
+            x.copy_(y)
+            y.copy_(kept)
+
+
+def _numbers(draft: Eagle3Draft) -> list[Tensor]:
+    """Return all tensors that make a draft's guesses."""
+    packed = [module.packed for module in draft.modules() if isinstance(module, Linear) and module.packed is not None]
+    codes = [x for weight in packed for run in weight.runs for x in (run.codes, *run.scales.values())]
+    return [draft.token_ids_V, *(parameter.data for parameter in draft.parameters()), *codes]

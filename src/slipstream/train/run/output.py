@@ -99,24 +99,28 @@ class RunRecord:
 
 def write_draft(folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record: RunRecord) -> None:
     """Write the folder, whole or not at all; an earlier one is replaced."""
-    origin = DraftOrigin(target=record.target)
-    spec = draft.spec
     with CheckpointWriter(folder, SHARD_BYTES, overwrite=True) as writer:
-        for name, place in sorted(places(draft).items()):
-            if name.startswith("embed_tokens."):
-                continue
-            rows = getattr(place.module, place.parameter)[place.start : place.start + place.shape[0]]
-            writer.add(draft_name(name, dialect), rows.to(torch.bfloat16))
-        if spec.draft_vocab_size != spec.vocab_size:
-            token_ids = draft.token_ids_V.cpu()
-            spoken = torch.zeros(spec.vocab_size, dtype=torch.bool)
-            spoken[token_ids] = True
-            writer.add("d2t", token_ids - torch.arange(len(token_ids)))
-            writer.add("t2d", spoken)
-        writer.write_json("config.json", draft_config(spec, dialect, origin))
+        add_draft(writer, draft, dialect, record.target)
         content = json.loads(json.dumps(record.__dict__))
         writer.write_json("slipstream.json", content)
-        writer.write_text("README.md", model_card(record.__dict__, spec))
+        writer.write_text("README.md", model_card(record.__dict__, draft.spec))
+
+
+def add_draft(writer: CheckpointWriter, draft: Eagle3Draft, dialect: DraftDialect, target: str) -> None:
+    """Write what readers of a dialect need: weights in bfloat16, the vocabulary, config.json."""
+    spec = draft.spec
+    for name, place in sorted(places(draft).items()):
+        if name.startswith("embed_tokens."):
+            continue
+        rows = getattr(place.module, place.parameter)[place.start : place.start + place.shape[0]]
+        writer.add(draft_name(name, dialect), rows.to(torch.bfloat16))
+    if spec.draft_vocab_size != spec.vocab_size:
+        token_ids = draft.token_ids_V.cpu()
+        spoken = torch.zeros(spec.vocab_size, dtype=torch.bool)
+        spoken[token_ids] = True
+        writer.add("d2t", token_ids - torch.arange(len(token_ids)))
+        writer.add("t2d", spoken)
+    writer.write_json("config.json", draft_config(spec, dialect, DraftOrigin(target=target)))
 
 
 @torch.no_grad()
