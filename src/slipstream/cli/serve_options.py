@@ -117,8 +117,10 @@ BorrowedTokens = Annotated[
     typer.Option(help="On a CPU: tokens of a request's own text, unknown to the draft, that it may propose; 0: none."),
 ]
 CopiedTokens = Annotated[
-    int | None,
-    typer.Option(help="On a CPU: nodes of a tree that may be copied from the text; by default 24, with --depth none."),
+    int,
+    typer.Option(
+        help="On a CPU: nodes of a tree that may be copied from the text, beside a draft's; 0: none."
+    ),
 ]
 EarlierTokens = Annotated[
     int,

@@ -30,7 +30,6 @@ from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeShape
 
 _PACED_DEPTH = 5
-_COPIED = 24  # nodes of a tree, where nobody says how many
 
 
 def build_engine(
@@ -122,9 +121,7 @@ def copied_nodes(
         return (asked or default_shape(draft, ops)).depth
     if draft is None or target.ranks.size > 1 or draft.ranks.size > 1 or not config.drafts_on_host(device):
         return 0
-    if config.copied_tokens is not None:
-        return config.copied_tokens
-    return _COPIED if asked is None and paces(draft, ops) else 0
+    return config.copied_tokens
 
 
 def extra_slots(draft: Eagle3Draft | Literal["ngram"] | None, shape: TreeShape, copied: int) -> int:

@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
     prefix_cache: bool
     draft_window: int | None
     borrowed_tokens: int
-    copied_tokens: int | None
+    copied_tokens: int
     earlier_tokens: int
     adaptive_depth: bool
     cuda_graphs: CudaGraphs
