@@ -118,9 +118,7 @@ BorrowedTokens = Annotated[
 ]
 CopiedTokens = Annotated[
     int,
-    typer.Option(
-        help="On a CPU: nodes of a tree that may be copied from the text, beside a draft's; 0: none."
-    ),
+    typer.Option(help="On a CPU: nodes of a tree that may be copied from the text, beside a draft's; 0: none."),
 ]
 EarlierTokens = Annotated[
     int,
