@@ -22,8 +22,8 @@ from slipstream.models.target import Hidden
 
 MOST_PARTS = 16
 """Parts of a padded batch."""
-PADDED_SIZES = (32, 64, 96, 128, 192, 256, 576)
-"""Tokens of padded batches: with 32, 128 or 160 nodes beside them they fill tiles of rows."""
+PADDED_SIZES = (32, 64, 96, 128, 224, 352, 608)
+"""Tokens of padded batches: with 32, 160 or 256 nodes beside them they fill tiles of 128 rows."""
 _MANY_QUERIES = 128
 """So many queries of a part are each tile's own work in any kernel; parts without queries must share no tile."""
 
