@@ -212,15 +212,15 @@ def judge(load: Load, found: dict[str, float], memory: list[float], minutes: flo
         problems.append("nothing was preempted: the page pool is too large for this load")
     level, last = flat(memory, minutes)
     if last > 1.05 * level + 8:
-        problems.append(f"memory grew from {level:.0f} to {last:.0f} MiB once it had settled")
+        problems.append(f"memory grew from {level:.0f} to {last:.0f} MiB once it had waited")
     return problems
 
 
 def flat(memory: list[float], minutes: float) -> tuple[float, float]:
-    """Return the memory once it had settled (after five minutes, or half of a shorter run) and at the end."""
-    settled = memory[int(len(memory) * min(0.5, SETTLED_MINUTES / minutes)) :]
-    fifth = -(-len(settled) // 5)
-    return statistics.median(settled[:fifth]), statistics.median(settled[-fifth:])
+    """Return the memory once it had waited (after five minutes, or half of a shorter run) and at the end."""
+    waited = memory[int(len(memory) * min(0.5, SETTLED_MINUTES / minutes)) :]
+    fifth = -(-len(waited) // 5)
+    return statistics.median(waited[:fifth]), statistics.median(waited[-fifth:])
 
 
 def summary(options: argparse.Namespace, load: Load, found: dict[str, float], waits: list[Wait]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def recorded(architecture: str, few: bool) -> list[Recorded]:
 
 def representative(launches: list[Recorded]) -> list[Recorded]:
     """Return one launch of each kernel, and of kernels that overlap others in two ways, one each."""
-    ways = ("EARLY", "SETTLED", "SETTLES")
+    ways = ("EARLY", "WAITED", "WAITS_FIRST")
     found = {}
     for launch in launches:
         kind = "*fp8e4nv" in launch.source.signature.values()

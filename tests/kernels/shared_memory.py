@@ -35,10 +35,10 @@ def shared_bytes(launch: Recorded) -> float | None:
     widths = {"bf16": 2, "i8": 1, "u8": 1, "fp8e4nv": 1, "fp32": 4, "fp16": 2}
     kind = str(launch.source.signature.get("w_ptr", "*bf16"))[1:]
     width = widths.get(kind, 2)
-    if launch.name == "lean_kernel":
+    if launch.name == "hopper_gemv_kernel":
         prepared = have["STEPS"] if have["C"] == have["STEPS"] else 2 * have["C"]
         return have["SLOTS"] * (have["SIDE"] * have["SEG"] * 128 + 16) + prepared * have["BN"] * 128
-    if launch.name == "narrow_kernel":
+    if launch.name == "small_m_kernel":
         columns = have["BLOCK_K"] * (2 if have["TWICE"] else 1)
         return columns * width * (stages * have["BLOCK_N"] + have["BLOCK_M"])
     if launch.name == "_linear_kernel":

@@ -136,25 +136,25 @@ def test_every_block_is_taken_once_and_in_order(seed):
         (random.integers(1, 3000) * random.uniform(0.6, 1.3, count)).astype(np.int64),
     )
     for ends in (kind.tolist() for kind in kinds):
-        walks = [walked(ends, part, parts) for part in range(parts)]
-        steps = [part for _, part, _ in walks]
+        work = [walked(ends, part, parts) for part in range(parts)]
+        steps = [part for _, part, _ in work]
         every = [block for request, end in enumerate(ends) for block in blocks(request, end)]
         assert sorted(block for part in steps for block, _, _ in part) == every
-        if walks[0][0]:
+        if work[0][0]:
             outs, stalls = finished(steps)
             assert sorted(outs) == [blocks(request, end) for request, end in enumerate(ends)]
             assert not stalls
         else:
             holders = [{block[0] for block, _, _ in part} for part in steps]
             shared = [sum(request in part for part in holders) for request in range(len(ends))]
-            assert shared == walks[0][2][2][: len(ends)].tolist()
+            assert shared == work[0][2][2][: len(ends)].tolist()
 
 
 @pytest.mark.parametrize(("keys", "parts"), [(1216, 16), (1216, 33), (10240, 33)])
 def test_requests_alike_are_cut_at_blocks(keys, parts):
-    walks = [walked([keys] * 40, part, parts) for part in range(parts)]
-    counts = [len(part) for _, part, _ in walks]
-    assert walks[0][0] and max(counts) - min(counts) <= 1
+    work = [walked([keys] * 40, part, parts) for part in range(parts)]
+    counts = [len(part) for _, part, _ in work]
+    assert work[0][0] and max(counts) - min(counts) <= 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -167,24 +167,24 @@ def test_what_is_laid_out_for_a_pass_is_what_a_program_would_find_out(seed):
     index = np.concatenate([np.arange(end - own, end) for end, own in zip(ends, shorter, strict=True)])
     table = random.integers(0, 10000, (count, 400))
     memories = [Memory(numbers(values)) for values in (starts, ends, table.reshape(-1), index)]
-    walks = Memory(np.full(SIZES["_REQUEST"] * REQUESTS + SIZES["_PART"] * parts, -77))
+    work = Memory(np.full(SIZES["_REQUEST"] * REQUESTS + SIZES["_PART"] * parts, -77))
     expected_R = DESCRIBED(memories[0], memories[1], memories[3], count, 4, REQUESTS, queries, None)
     for part in range(parts):
         program = types.SimpleNamespace(
             **vars(GLUON), program_id=lambda _, part=part: part, num_programs=lambda _: parts
         )
         lay_out = plain(
-            "walks_kernel", described=DESCRIBED, described_at=DESCRIBED_AT, walk_of=WALK_OF, pages_of=PAGES_OF
+            "work_list_kernel", described=DESCRIBED, described_at=DESCRIBED_AT, walk_of=WALK_OF, pages_of=PAGES_OF
         )
         lay_out.__globals__["gl"] = program
-        lay_out(walks, *memories, count, 400, 4, REQUESTS, queries, BLOCK, page, IN_GROUP, False)
-    assert not (walks.cells == -77).any()
+        lay_out(work, *memories, count, 400, 4, REQUESTS, queries, BLOCK, page, IN_GROUP, False)
+    assert not (work.cells == -77).any()
     for part in range(parts):
         wanted = WALK_OF(expected_R[2], count, part, parts, REQUESTS, BLOCK, IN_GROUP, 1, None)
-        request, start, num_blocks, walk, counted, first = LAID_OUT(walks, part, REQUESTS)
+        request, start, num_blocks, walk, counted, first = LAID_OUT(work, part, REQUESTS)
         assert (request, start, num_blocks) == wanted[:3] and list(walk) == list(wanted[3])
         assert counted == wanted[4][:2] and list(first) == [int(row[int(request)]) for row in expected_R]
         pages = PAGES_OF(memories[2], request, 400, start // page, first[2], np.arange(32), page)
-        assert (LAID_OUT_PAGES(walks, part, np.arange(32), REQUESTS) == pages).all()
+        assert (LAID_OUT_PAGES(work, part, np.arange(32), REQUESTS) == pages).all()
         for which, row in enumerate((*expected_R, wanted[4][2])):
-            assert (OF_REQUESTS(walks, which, REQUESTS, None) == row).all()
+            assert (OF_REQUESTS(work, which, REQUESTS, None) == row).all()

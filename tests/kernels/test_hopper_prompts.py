@@ -102,6 +102,6 @@ def test_prompts_attend_as_the_portable_kernel_does_whatever_unwritten_slots_hol
     q = torch.randn(len(index), num_heads, width, device=device).bfloat16()
     found = [
         attention(q, KvLayer(*cache), batch, width**-0.5, None, AttentionLaunch(config, counters, dependent=False))
-        for config in (config, replace(config, flow_programs=0))
+        for config in (config, replace(config, persistent_programs=0))
     ]
     assert torch.equal(*found) and not found[0].isnan().any()

@@ -25,12 +25,12 @@ PLACES = {"slots_ptr", "positions_ptr", "cos_ptr", "sin_ptr"}
 EARLY_READERS = {  # beside weights: what these read was written before the kernel before them began
     "attention.split_kv:splits_kernel": DESCRIPTION,
     "attention.even:even_kernel": DESCRIPTION,
-    "attention.hopper_split_kv:quick_kernel": DESCRIPTION | {"k_ptr", "v_ptr"},
-    "attention.persistent_ws:flow_kernel": {"walks_ptr"},
+    "attention.hopper_split_kv:hopper_split_kv_kernel": DESCRIPTION | {"k_ptr", "v_ptr"},
+    "attention.persistent_ws:persistent_kernel": {"work_ptr"},
     "moe.gemv:words_down_kernel": {"ids_ptr"},
     "rope:_rope_kernel": PLACES,
 }
-HOPPER_ONLY = ("lean_kernel", "stream_kernel", "quick_kernel", "flow_kernel", "walks_kernel")
+HOPPER_ONLY = ("hopper_gemv_kernel", "stream_kernel", "hopper_split_kv_kernel", "persistent_kernel", "work_list_kernel")
 LEVELS = ["each", pytest.param("all", marks=pytest.mark.compile)]
 
 
@@ -107,28 +107,28 @@ def test_a_kernel_that_overlaps_the_one_before_waits_for_it_before_touching_what
 def test_kernels_whose_followers_read_early_wait_before_they_let_them_start(level):
     rows = compiled("sm_90", level)
     before = [
-        *named("_rope_kernel", rows, SETTLED=False), *named("_take_kernel", rows),
-        *named("words_gate_up_kernel", rows), *named("stream_kernel", rows, SETTLES=True),
+        *named("_rope_kernel", rows, WAITED=False), *named("_take_kernel", rows),
+        *named("words_gate_up_kernel", rows), *named("stream_kernel", rows, WAITS_FIRST=True),
     ]  # fmt: skip
     assert all(row["overlap"]["starts_next_late"] for row in before), before
 
 
 def test_a_rotation_behind_a_product_that_has_waited_lets_attention_start_at_once():
-    for row in named("_rope_kernel", compiled("sm_90"), SETTLED=True):
+    for row in named("_rope_kernel", compiled("sm_90"), WAITED=True):
         assert set(row["overlap"]["touches"]) == PLACES and not row["overlap"]["starts_next_late"], row
 
 
 def test_hopper_attention_reads_what_it_may_before_it_waits():
     rows = compiled("sm_90")
-    for row in named("quick_kernel", rows):
+    for row in named("hopper_split_kv_kernel", rows):
         assert row["overlap"]["touches"] == sorted(EARLY_READERS[row["name"]]) and row["shared"] <= 40 << 10, row
-    for row in named("flow_kernel", rows):  # those that attend, the producer, and that again for others' results
+    for row in named("persistent_kernel", rows):  # those that attend, the producer, and that again for others' results
         assert row["overlap"]["waits"] == 3 and not row["spills"], row
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_hopper_gemv_has_a_processor_to_itself(level):
-    for row in named("lean_kernel", compiled("sm_90", level)):
+    for row in named("hopper_gemv_kernel", compiled("sm_90", level)):
         assert (114 << 10) < row["shared"] + 1024 <= (228 << 10) and row["spills"] <= 8, row  # none by Triton 3.6
         assert row["overlap"]["waits"] == 2, row  # consumers and producer
 

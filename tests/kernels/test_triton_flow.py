@@ -13,8 +13,8 @@ from triton_samples import batch_to_device, layer_to_device, numbers
 from interpreted import DEVICE
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention import dispatch as attending
-from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention, walks_of
-from slipstream.kernels.triton.attention.hopper_launch import _walks_shape
+from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention, work_list_of
+from slipstream.kernels.triton.attention.hopper_launch import _work_shape
 from slipstream.kernels.triton.tuning import AttentionConfig, architecture_of, read_tuning
 
 
@@ -50,7 +50,7 @@ def test_many_requests_are_given_it(monkeypatch, requests, bound, expected):
     taken = []
     for name, kernel in (("own", "splits_kernel"), ("even", "even_kernel")):
         monkeypatch.setattr(attending, kernel, Kernel(name))
-    monkeypatch.setattr(attending, "launch_flow", lambda *args: taken.append("flow"))
+    monkeypatch.setattr(attending, "launch_persistent", lambda *args: taken.append("flow"))
     cache = torch.empty(0, 8, 128, dtype=torch.bfloat16)
     batch = shaped(requests, 4, bound)
     launch = AttentionLaunch(read_tuning("sm_90").attention, torch.zeros(1024, dtype=torch.int32), dependent=False)
@@ -68,16 +68,21 @@ def test_walks_laid_out_for_a_pass_are_those_its_layers_need(monkeypatch, reques
     batch = shaped(requests, queries, bound)
     needs = []
     monkeypatch.setattr(
-        attending, "lay_out_walks", lambda described, shape, launch: _walks_shape(config, len(described[1]), shape)
+        attending, "lay_out_work", lambda described, shape, launch: _work_shape(config, len(described[1]), shape)
     )
     monkeypatch.setattr(
-        attending, "launch_flow", lambda *args: needs.append((_walks_shape(config, len(args[1][1]), args[4]), args[-1]))
+        attending,
+        "launch_persistent",
+        lambda *args: needs.append((_work_shape(config, len(args[1][1]), args[4]), args[-1])),
     )
     q = torch.empty(queries * requests, 32, 128, dtype=torch.bfloat16)
-    walks = walks_of(batch, len(q), 32, KvLayer(cache, cache), q.dtype, launch)
-    attention(q, KvLayer(cache, cache), batch, 0.1, None, launch, None, walks)
-    assert needs == [(walks, walks)] and walks["parts"] == 16
-    assert walks_of(dataclasses.replace(batch, max_keys=64), len(q), 32, KvLayer(cache, cache), q.dtype, launch) is None
+    work = work_list_of(batch, len(q), 32, KvLayer(cache, cache), q.dtype, launch)
+    attention(q, KvLayer(cache, cache), batch, 0.1, None, launch, None, work)
+    assert needs == [(work, work)] and work["parts"] == 16
+    assert (
+        work_list_of(dataclasses.replace(batch, max_keys=64), len(q), 32, KvLayer(cache, cache), q.dtype, launch)
+        is None
+    )
 
 
 @pytest.mark.skipif(architecture_of(DEVICE) != "sm_90", reason="a warp of its own asks for keys on Hopper alone")
@@ -101,16 +106,16 @@ def test_keys_that_are_asked_for_give_the_same_bits(counts, before, programs, pa
     q = numbers(sum(counts), 32, 128, generator=generator, dtype=torch.bfloat16)
     own = AttentionConfig(split=64, block=64, programs=1)
     even = dataclasses.replace(own, even_programs=264)
-    flow = dataclasses.replace(even, flow_programs=programs)
+    flow = dataclasses.replace(even, persistent_programs=programs)
     counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
     outs = [
         attention(q, layer, batch, 0.2, None, AttentionLaunch(config, counters, dependent))
         for config, dependent in ((own, False), (even, False), (flow, False), (flow, True))
     ]
     launch = AttentionLaunch(flow, counters, dependent=True, early=True)
-    walks = walks_of(batch, len(q), 32, layer, q.dtype, launch)
-    assert walks is not None
+    work = work_list_of(batch, len(q), 32, layer, q.dtype, launch)
+    assert work is not None
     counters.add_(0)  # lets nobody start early
-    outs += [attention(q, layer, batch, 0.2, None, launch, None, walks) for _ in range(2)]
+    outs += [attention(q, layer, batch, 0.2, None, launch, None, work) for _ in range(2)]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
     assert not counters.any()

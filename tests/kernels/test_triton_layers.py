@@ -136,9 +136,9 @@ class Recorded:
         return launch
 
 
-@pytest.mark.parametrize(("later", "walks"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("later", "work"), [(True, True), (False, True), (True, False)])
 def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_settles(
-    later, walks, generator, monkeypatch
+    later, work, generator, monkeypatch
 ):
     """And only where attention gains by it: where programs walk through the keys of many requests."""
     model = make_target(generator, num_layers=2).to(torch.bfloat16).to(DEVICE)
@@ -150,24 +150,24 @@ def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_sett
         wide_linear={few_rows_name(shape): tiles for shape in shapes},
     )
     launches = []
-    monkeypatch.setattr(blocks, "walks_of", lambda *args: object() if walks else None)
-    monkeypatch.setattr(wide_linear, "wide_kernel", Recorded(wide_linear.wide_kernel, "SETTLES", launches))
-    monkeypatch.setattr(rope, "_rope_kernel", Recorded(rope._rope_kernel, "SETTLED", launches))
+    monkeypatch.setattr(blocks, "work_list_of", lambda *args: object() if work else None)
+    monkeypatch.setattr(wide_linear, "wide_kernel", Recorded(wide_linear.wide_kernel, "WAITS_FIRST", launches))
+    monkeypatch.setattr(rope, "_rope_kernel", Recorded(rope._rope_kernel, "WAITED", launches))
     run(model, ops, [20])
-    settles = later and walks
-    layer = [("SETTLES", settles), ("SETTLED", settles), *[("SETTLES", False)] * 3]
+    waits_first = later and work
+    layer = [("WAITS_FIRST", waits_first), ("WAITED", waits_first), *[("WAITS_FIRST", False)] * 3]
     assert launches == layer * 2
 
 
 def test_walks_are_laid_out_once_for_all_layers_and_before_any_product(generator, monkeypatch):
     model = make_target(generator, num_layers=2).to(DEVICE)
-    calls, walks, attention, multiply = [], object(), blocks.attention, Products.multiply
-    monkeypatch.setattr(blocks, "walks_of", lambda *args: (calls.append("walks"), walks)[1])
+    calls, work, attention, multiply = [], object(), blocks.attention, Products.multiply
+    monkeypatch.setattr(blocks, "work_list_of", lambda *args: (calls.append("work"), work)[1])
     monkeypatch.setattr(blocks, "attention", lambda *args: (calls.append(args[-1]), attention(*args))[1])
     monkeypatch.setattr(Products, "multiply", lambda *args: (calls.append("product"), multiply(*args))[1])
     run(model, OPS, [5])
-    layer = ["product", walks, *["product"] * 3]
-    assert calls == ["walks", *layer * 2]
+    layer = ["product", work, *["product"] * 3]
+    assert calls == ["work", *layer * 2]
 
 
 def test_sums_of_codes_left_to_norm_and_rotation_change_no_bits(generator):

@@ -20,11 +20,11 @@ from slipstream.quant.formats import fp8
 from slipstream.quant.packed import PackedWeight
 
 PROCESSOR, RESERVED = 228 << 10, 1 << 10
-"""Bytes of fast memory that a processor has, and that a program needs of it for itself."""
+"""Bytes of shared memory that a processor has, and that a program needs of it for itself."""
 
 
 def test_what_does_not_fit_is_left_to_other_kernels():
-    config = LinearConfig(128, 256, 4, 4, 4, own_rows=32, side=True, lean=6)
+    config = LinearConfig(128, 256, 4, 4, 4, own_rows=32, side=True, gemv_stages=6)
     plan = plan_of(config, 3, 1024, 1, "plain", "maxima", 1)
     assert plan is not None and (plan.mp, plan.bn, plan.steps) == (4, 16, 8)
     assert plan_of(config, 5, 1024, 1, "plain", "maxima", 1) is None
@@ -55,9 +55,9 @@ def llama_8b_layers(ops, *, packed):
 @pytest.mark.parametrize("packed", [False, True])
 def test_layers_have_the_bits_that_other_products_give(packed):
     tuning = read_tuning("sm_90")
-    few = {name: dataclasses.replace(config, lean=0) for name, config in tuning.linear_few.items()}
-    lean, plain = (TritonOps(DEVICE, one) for one in (tuning, dataclasses.replace(tuning, linear_few=few)))
-    model = llama_8b_layers(lean, packed=packed)
+    few = {name: dataclasses.replace(config, gemv_stages=0) for name, config in tuning.linear_few.items()}
+    gemv_stages, plain = (TritonOps(DEVICE, one) for one in (tuning, dataclasses.replace(tuning, linear_few=few)))
+    model = llama_8b_layers(gemv_stages, packed=packed)
     passes = [9, 1, 2, 3, 4, 1, 1]
     for _ in range(5):
-        assert torch.equal(run(model, lean, passes), run(model, plain, passes))
+        assert torch.equal(run(model, gemv_stages, passes), run(model, plain, passes))

@@ -25,7 +25,7 @@ def test_it_gives_the_bits_of_other_programs(shape, counts, before, generator):
     plain = dataclasses.replace(small_tuning().attention, split=64, block=64, share=2)
     for warps in (4, 8):
         found = []
-        for config in (plain, dataclasses.replace(plain, quick_warps=warps)):
+        for config in (plain, dataclasses.replace(plain, hopper_split_warps=warps)):
             launch = AttentionLaunch(
                 config, torch.zeros(64, dtype=torch.int32, device=DEVICE), dependent=True, early=True
             )

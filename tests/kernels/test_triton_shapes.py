@@ -10,7 +10,7 @@ SHARED_BYTES = {
     "sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
     "gfx942": 64 << 10, "gfx950": 160 << 10,
 }  # fmt: skip
-HOPPER_ONLY = {"lean_kernel", "stream_kernel", "hopper_ws_kernel", "narrow_kernel"}
+HOPPER_ONLY = {"hopper_gemv_kernel", "stream_kernel", "hopper_ws_kernel", "small_m_kernel"}
 
 
 @pytest.mark.parametrize("architecture", SHARED_BYTES)

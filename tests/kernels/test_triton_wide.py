@@ -8,7 +8,7 @@ from triton_samples import numbers, quantized, small_tuning
 from interpreted import DEVICE
 from slipstream.kernels.triton.gemm.dispatch import Products
 from slipstream.kernels.triton.gemm.split_k import Epilogue
-from slipstream.kernels.triton.gemm.split_k_reduce import Stretches, add_stretches, add_stretches_to_codes
+from slipstream.kernels.triton.gemm.split_k_reduce import PartialSums, reduce_partials, reduce_to_codes
 from slipstream.kernels.triton.gemm.wide_linear import fitted, row_pieces
 from slipstream.kernels.triton.norm import Norm, norm_codes, rms_norm
 from slipstream.kernels.triton.tuning import LinearConfig, WideConfig, architecture_of, few_rows_name
@@ -81,14 +81,14 @@ def test_stretches_of_codes_that_are_added_later_give_the_bits_of_a_product_that
     for count in (20, 160) if fp8_dot and not together else (20,):
         rows = narrow.rows_for(weight, x[:count])
         expected = narrow.multiply(rows, weight, Epilogue(residual_TN=residual[:count]))
-        sums = left.stretches(rows, weight)
-        hidden, codes, scale = add_stretches_to_codes(sums, residual[:count], norm, "fp8", dependent=False)
+        sums = left.deferred_sums(rows, weight)
+        hidden, codes, scale = reduce_to_codes(sums, residual[:count], norm, "fp8", dependent=False)
         expected_codes, expected_scale = norm_codes(expected, norm, "fp8", dependent=False)
         assert torch.equal(hidden, expected)
         assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
         assert torch.equal(scale, expected_scale)
         assert torch.equal(
-            add_stretches(sums, residual[:count], norm, dependent=False, warps=8)[1], rms_norm(expected, norm, False)
+            reduce_partials(sums, residual[:count], norm, dependent=False, warps=8)[1], rms_norm(expected, norm, False)
         )
 
 
@@ -98,7 +98,7 @@ def test_rows_that_many_warps_add_come_to_what_torch_adds_up(warps, generator):
     parts = numbers(2, 3, width, generator=generator)
     residual = numbers(3, width, generator=generator, dtype=torch.bfloat16)
     norm = Norm(numbers(width, generator=generator, dtype=torch.bfloat16), 1e-5)
-    hidden, normed = add_stretches(Stretches(parts), residual, norm, dependent=False, warps=warps)
+    hidden, normed = reduce_partials(PartialSums(parts), residual, norm, dependent=False, warps=warps)
     expected = (parts[0] + parts[1]).bfloat16() + residual
     assert torch.equal(hidden, expected)
     assert torch.equal(normed, rms_norm(expected, norm, dependent=False))
@@ -115,8 +115,8 @@ def test_stretches_that_are_added_later_give_the_bits_of_a_product_that_adds_the
     for count in (20, 160):
         rows = narrow.rows_for(weight, x[:count])
         expected = narrow.multiply(rows, weight, Epilogue(residual_TN=residual[:count]))
-        parts = left.stretches(rows, weight)
-        hidden, normed = add_stretches(parts, residual[:count], norm, dependent=False, warps=8)
+        parts = left.deferred_sums(rows, weight)
+        hidden, normed = reduce_partials(parts, residual[:count], norm, dependent=False, warps=8)
         assert torch.equal(hidden, expected)
         assert torch.equal(normed, rms_norm(expected, norm, dependent=False))
         assert torch.equal(left.multiply(rows, weight, Epilogue(residual_TN=residual[:count])), expected)
@@ -129,7 +129,7 @@ def test_a_product_in_one_stretch_leaves_nothing_for_later(generator):
     used = Products(tuning, DEVICE)
     weight = weight_of("dense", used, generator)
     x = numbers(40, INPUTS, generator=generator, dtype=torch.bfloat16)
-    assert used.stretches(used.rows_for(weight, x), weight) is None
+    assert used.deferred_sums(used.rows_for(weight, x), weight) is None
 
 
 def test_a_row_keeps_its_bits_up_to_the_widest_pass_and_beyond(generator):
@@ -196,9 +196,9 @@ def test_streamed_products_give_the_bits_of_narrow_tiles(format, pair, splits, g
     for count in (20, 40, 100, 160, 256):
         rows = narrow.rows_for(weight, x[:count])
         if splits > 1:
-            sums = streamed.stretches(rows, weight)
-            assert sums is not None, "stretches are left to the kernel that follows"
-            got = add_stretches(sums, residual[:count], None, dependent=False, warps=8)[0]
+            sums = streamed.deferred_sums(rows, weight)
+            assert sums is not None, "splits are left to the kernel that follows"
+            got = reduce_partials(sums, residual[:count], None, dependent=False, warps=8)[0]
             assert torch.equal(got, narrow.multiply(rows, weight, Epilogue(residual_TN=residual[:count]))), count
         else:
             for silu in (False, True):

@@ -40,7 +40,7 @@ def compiled_by(script: str, *arguments: str) -> list[dict]:
 
 
 def small_tuning(**changes) -> Tuning:
-    """Keys in splits of 32, products in up to 8 stretches, and one program for a request of 9 queries or more."""
+    """Keys in splits of 32, products in up to 8 splits, and one program for a request of 9 queries or more."""
     shipped = read_tuning(architecture_of(DEVICE))
     attention = AttentionConfig(split=32, block=16, rows_wide=32, serial_from=9, num_warps=4, num_stages=2)
     return dataclasses.replace(shipped, **{"attention": attention, "programs": 8, "bytes_per_step": 64, **changes})

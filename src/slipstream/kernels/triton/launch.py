@@ -62,7 +62,7 @@ def prefetch(at):
 
 @triton.jit
 def prefetch_bytes(at, num_bytes):
-    """Ask for so many bytes from each of these addresses on, both multiples of 16: one request to the copy engine each.
+    """Ask for so many bytes from each of these addresses on, both multiples of 16: one request to TMA each.
 
     They come into the cache all processors share, whole lines at a time, and no thread has a hand in it.
     """
@@ -74,9 +74,9 @@ def prefetch_bytes(at, num_bytes):
 
 @triton.jit
 def show_copies(PDL: tl.constexpr):
-    """Let the next matrix instruction see what copies have brought into fast memory; called right before it.
+    """Let the next matrix instruction see what copies have brought into shared memory; called right before it.
 
-    Hopper's instructions read fast memory by another way than copies write it, and PTX wants a fence between the two.
+    Hopper's instructions read shared memory by another way than copies write it, and PTX wants a fence between the two.
     Triton puts it there from 3.7 on (triton-lang/triton #9610).
     """
     if PDL:

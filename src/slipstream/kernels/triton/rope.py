@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import KvLayer
-from slipstream.kernels.triton.gemm.split_k_reduce import Stretches, added_stretches, scaled_sums
+from slipstream.kernels.triton.gemm.split_k_reduce import PartialSums, scaled_sums, sum_partials
 from slipstream.kernels.triton.kv_codes import encode, scale_codes
 from slipstream.kernels.triton.launch import (
     launch_options,
@@ -28,26 +28,26 @@ from slipstream.kernels.triton.norm import Norm
 def _turn_halves(
     row_ptr, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, SETTLED: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, WAITED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """What `_rope_kernel` does, for heads that turn whole: each number is read once, and all are asked for at once.
 
-    Where it is SETTLED, a token's place and its angles are asked for before the wait, past the nearest cache, which may
+    Where it is WAITED, a token's place and its angles are asked for before the wait, past the nearest cache, which may
     hold old lines then.
     """
     at = tl.arange(0, HALF)[None, :]
     real = (at < HALF) & (head >= 0)
-    if SETTLED:
+    if WAITED:
         let_next_start(PDL)
     slot = tl.load(slots_ptr + token, cache_modifier=".cg").to(tl.int64)
     position = tl.load(positions_ptr + token, cache_modifier=".cg").to(tl.int64)
     cos, sin = tl.load(cos_ptr + position * HALF + at), tl.load(sin_ptr + position * HALF + at)
-    if SETTLED:
+    if WAITED:
         wait_for_previous(PDL)
     source = head * (2 * HALF) + at
-    x = added_stretches(row_ptr + source, part_stride, real, SPLITS)
-    y = added_stretches(row_ptr + source + HALF, part_stride, real, SPLITS)
+    x = sum_partials(row_ptr + source, part_stride, real, SPLITS)
+    y = sum_partials(row_ptr + source + HALF, part_stride, real, SPLITS)
     dtype = q_ptr.dtype.element_ty
     x = scaled_sums(x, x_scale_ptr, w_scale_ptr, token, source, real).to(dtype)
     y = scaled_sums(y, x_scale_ptr, w_scale_ptr, token, source + HALF, real).to(dtype)
@@ -89,16 +89,16 @@ def _rope_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     q_norm_ptr, k_norm_ptr, x_scale_ptr, w_scale_ptr, qkv_stride, part_stride, slot_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TAKEN: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, QK_NORM: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, QK_NORM: tl.constexpr, WAITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Take TAKEN heads of one token: rotate queries, or rotate keys and write them, or write values.
 
-    With SPLITS heads are float32 sums of so many stretches, `part_stride` apart, and are added and rounded first; sums
+    With SPLITS heads are float32 sums of so many splits, `part_stride` apart, and are added and rounded first; sums
     of codes have scales. Attention follows, which reads early what was written before the product of these heads: it is
-    there once that product is done, and where it is SETTLED as soon as the programs here run (see `Stretches`).
+    there once that product is done, and where it is WAITED as soon as the programs here run (see `PartialSums`).
     """
     HALVES: tl.constexpr = WIDTH == 2 * HALF and BLOCK == WIDTH and not QK_NORM
-    if not SETTLED:
+    if not WAITED:
         wait_then_let_start(PDL)
     elif not HALVES:
         wait_for_inputs(PDL)
@@ -109,14 +109,14 @@ def _rope_kernel(
         _turn_halves(
             qkv_ptr + token * qkv_stride, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr,
             positions_ptr, cos_ptr, sin_ptr, x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride,
-            HEADS, GROUPS, HALF, SPLITS, SETTLED, PDL,
+            HEADS, GROUPS, HALF, SPLITS, WAITED, PDL,
         )  # fmt: skip
         return
     at = tl.arange(0, BLOCK)[None, :]
     real = (at < WIDTH) & (head >= 0)
     source = qkv_ptr + token * qkv_stride + head * WIDTH
     dtype = q_ptr.dtype.element_ty
-    x = added_stretches(source + at, part_stride, real, SPLITS)
+    x = sum_partials(source + at, part_stride, real, SPLITS)
     x = scaled_sums(x, x_scale_ptr, w_scale_ptr, token, head * WIDTH + at, real).to(dtype)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if first >= HEADS + GROUPS:
@@ -127,7 +127,7 @@ def _rope_kernel(
     else:
         mate = tl.where(at < HALF, at + HALF, at - HALF)
         turned = at < 2 * HALF
-        partner = added_stretches(source + mate, part_stride, turned & real, SPLITS)
+        partner = sum_partials(source + mate, part_stride, turned & real, SPLITS)
         partner = scaled_sums(
             partner, x_scale_ptr, w_scale_ptr, token, head * WIDTH + mate, turned & real
         ).to(dtype)  # fmt: skip
@@ -194,7 +194,7 @@ class RopeWrite:
 
 
 def rope_and_write(
-    qkv: Tensor | Stretches, write: RopeWrite, qk_norm: tuple[Norm, Norm] | None, dtype: torch.dtype, dependent: bool
+    qkv: Tensor | PartialSums, write: RopeWrite, qk_norm: tuple[Norm, Norm] | None, dtype: torch.dtype, dependent: bool
 ) -> Tensor:
     """Return rotated queries [T, H, d], having written rotated keys, and values, into their slots.
 
@@ -207,8 +207,8 @@ def rope_and_write(
     width = layer.keys_SGd.shape[2]
     assert layer.keys_SGd.stride() == layer.values_SGd.stride() and layer.keys_SGd.stride(1) == width
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
-    settled = isinstance(qkv, Stretches) and qkv.settled
-    if isinstance(qkv, Stretches):
+    waited = isinstance(qkv, PartialSums) and qkv.waited
+    if isinstance(qkv, PartialSums):
         scales, qkv = qkv.scales or scales, qkv.parts_STN
     num_tokens, splits = qkv.shape[-2], len(qkv) if qkv.dim() == 3 else 1
     q = torch.empty(num_tokens, num_heads, width, dtype=dtype, device=qkv.device)
@@ -220,7 +220,7 @@ def rope_and_write(
         layer.keys_SGd.stride(0),
         norms[0].eps,
         HEADS=num_heads, GROUPS=num_groups, TAKEN=taken, WIDTH=width, HALF=rope.cos_Pr.shape[1],
-        BLOCK=triton.next_power_of_2(width), SPLITS=splits, QK_NORM=qk_norm is not None, SETTLED=settled,
+        BLOCK=triton.next_power_of_2(width), SPLITS=splits, QK_NORM=qk_norm is not None, WAITED=waited,
         PDL=dependent, num_warps=1 if taken < 4 else 4, **launch_options(dependent),
     )  # fmt: skip
     return q

@@ -41,7 +41,7 @@ from slipstream.kernels.triton.sampling_tokens import (
 
 @triton.jit
 def best_of_groups(value_ptr, entry_ptr, row, num_groups, GROUPS: tl.constexpr):
-    """Return the best value of a row's stretches and its entry."""
+    """Return the best value of a row's splits and its entry."""
     group = tl.arange(0, GROUPS)
     value = tl.load(value_ptr + row * num_groups + group, mask=group < num_groups, other=float("-inf"))
     entry = tl.load(entry_ptr + row * num_groups + group, mask=group < num_groups, other=NO_ENTRY)

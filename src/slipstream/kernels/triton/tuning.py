@@ -27,18 +27,18 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tiles of a product: `block_n` weight rows by `block_k` columns a step, the columns cut in `split_k` stretches.
+    """Tiles of a GEMM: `block_n` weight rows by `block_k` columns a step, K cut in `split_k` splits.
 
     Args:
-        ahead: lines (128 bytes) of each weight row to ask for, behind the stages, before the inputs are there; a power
-            of two, or 0 for none.
-        own_rows: rows of a tile that are its program's, an even number, in products of up to 16 rows; 0: all. Matrix
-            instructions have 64, and how many programs there are decides how evenly processors read.
-        side: whether a program multiplies all stretches of fewer rows side by side, in products of so few rows that a
-            token tile holds them once for each stretch. Then no sums go through memory.
-        lean: stages of the ring of a product of 1 to 4 rows (`hopper_gemv`, sm_90); 0: there is none. So many that two
-            programs do not fit a processor.
-        lean_trigger: asks that are left there when the next kernel may start; -1: it may at once.
+        ahead: 128-byte lines of each weight row to prefetch to L2, past the stages, before the inputs are there: a
+            power of two, or 0 for none.
+        own_rows: weight rows of a tile that are its program's, an even number, in products of up to 16 rows; 0: all.
+            Matrix instructions have 64, and how many programs there are decides how evenly SMs read.
+        side: whether a program multiplies all splits of fewer rows side by side, in products of so few rows that a
+            token tile holds them once for each split. Then no partial sum goes through memory.
+        gemv_stages: stages of the shared-memory ring of a product of 1 to 4 rows (`hopper_gemv`, sm_90); 0: that kernel
+            is not used. So many that two programs do not fit an SM.
+        gemv_trigger: TMA loads that are left there when the next kernel may start; -1: it may at once.
     """
 
     block_n: int
@@ -49,8 +49,8 @@ class LinearConfig:
     ahead: int = 8
     own_rows: int = 0
     side: bool = False
-    lean: int = 0
-    lean_trigger: int = -1
+    gemv_stages: int = 0
+    gemv_trigger: int = -1
 
     @property
     def taken(self) -> int:
@@ -65,14 +65,14 @@ class WideConfig:
     Args:
         block_n: weight rows of a tile.
         pair: whether a program takes two tiles, which share the rows it loads.
-        tma: whether tiles are fetched by the copy engine (NVIDIA from sm_90 on).
-        later: whether stretches' sums are left for the kernel that follows, where it can add them.
+        tma: whether tiles are fetched by TMA (NVIDIA from sm_90 on).
+        later: whether splits' sums are left for the kernel that follows, where it can add them.
         ahead: whether programs ask for the first lines of their weights before the inputs are there.
         together: whether all tiles of a step are waited for before the first is multiplied, and not one after another
             (sm_90). The products of an FP8 step, of 128 columns at most, are then whole before they are added to the
             sums: the same bits there, and instructions that need not wait for one another.
-        stream: whether one warp asks for tiles and the others multiply them (`wide_streams`, sm_90), where a product
-            has one stretch and no residual, or leaves its stretches for later.
+        stream: whether a producer warp loads tiles and the others multiply them (`wide_streams`, sm_90), where K
+            has one split and there is no residual, or partial sums are left for later.
         at_once: there, whether a step must have been multiplied before the next is waited for; with FP8 it always must.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
     """
@@ -97,14 +97,14 @@ class AttentionConfig:
 
     Args:
         rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
-        serial_from: from so many queries a request on, one program walks all splits instead of one each.
+        serial_from: from so many queries a request on, one program work all splits instead of one each.
         programs: where there would be more programs than this, each takes groups of splits; that changes no bits.
         group_programs: how many there are then, at the most; 0: `programs`.
         group_stages: stages of those that take groups; 0: `num_stages`.
         group_registers: the most registers a thread of those may have, so that more of them run at a time (NVIDIA);
             0: as many as the compiler likes.
         share: splits a program takes where the bound on keys is reached; the more, the fewer are idle below it.
-        bulk: whether the copy engine is asked for a program's first keys and values (NVIDIA from sm_90 on).
+        bulk: whether TMA is asked for a program's first keys and values (NVIDIA from sm_90 on).
         compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
             results at a time.
         even_programs: where programs take groups and narrow tiles hold each request's queries, as many programs (those
@@ -115,16 +115,16 @@ class AttentionConfig:
         even_registers: see `group_registers`.
         fp8_programs: `even_programs` where keys are FP8, whose programs need more registers; 0: the same.
         fp8_stages: stages of programs that take groups of FP8 keys, which have half the bytes; 0: twice as many.
-        quick_warps: where programs take splits of a request, not groups, warps of those that have one short chain from
-            queries to outputs (`hopper_split_kv`, sm_90); 0: there are none. That changes no bits.
-        quick_groups: how many groups of results the last of those reads at once: of 4 rows by 4 warps, and as many
-            values a thread in other shapes.
-        quick_registers: see `group_registers`.
-        flow_programs: where `even_programs` could be, so many instead, in which one warp asks for keys and the others
-            attend to them (`persistent_ws`, sm_90); 0: none. That changes no bits.
-        flow_from: but for passes of fewer requests than this.
-        flow_groups: and but for those with fewer groups than this, counted as for `even_from`.
-        flow_stages: blocks of keys that each of those has room for, two or more.
+        hopper_split_warps: warps of a program of `hopper_split_kv` (sm_90), where programs take splits of a request and
+            not groups; 0: that kernel is not used. That changes no bits.
+        hopper_split_groups: how many groups of results its last program reads at once: of 4 rows by 4 warps, and as
+            many values a thread in other shapes.
+        hopper_split_registers: see `group_registers`.
+        persistent_programs: programs of `persistent_ws` (sm_90), where `even_programs` could be; 0: that kernel is not
+            used. That changes no bits.
+        persistent_from: but for passes of fewer requests than this.
+        persistent_groups: and but for those with fewer groups than this, counted as for `even_from`.
+        persistent_stages: blocks of keys in each program's ring, two or more.
     """
 
     split: int = 256
@@ -146,13 +146,13 @@ class AttentionConfig:
     even_registers: int = 0
     fp8_programs: int = 0
     fp8_stages: int = 0
-    quick_warps: int = 0
-    quick_groups: int = 5
-    quick_registers: int = 168
-    flow_programs: int = 0
-    flow_from: int = 0
-    flow_groups: int = 0
-    flow_stages: int = 4
+    hopper_split_warps: int = 0
+    hopper_split_groups: int = 5
+    hopper_split_registers: int = 168
+    persistent_programs: int = 0
+    persistent_from: int = 0
+    persistent_groups: int = 0
+    persistent_stages: int = 4
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ class Tuning:
             with up to 64 rows by "format:N:K/64" only, or, with up to 32, by "format:N:K/32" where there is one, and
             other passes have the narrow tiles.
         programs: how many programs keep the device's memory busy; products are split over K until there are as many.
-        shared_bytes: what a program's tiles in flight may take of the fast memory; 0: configurations fit as they are.
+        shared_bytes: what a program's tiles in flight may take of the shared memory; 0: configurations fit as they are.
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
         instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
-        add_warps: the most warps of a program that adds the stretches of a row of more than 1,024 numbers.
+        add_warps: the most warps of a program that adds the splits of a row of more than 1,024 numbers.
         weights_first: whether products of up to 16 rows start on their weights before their rows are there.
         fold_rows: up to so many rows, norms and rotations are part of those products.
         fold_codes: up to so many rows, those with FP8 weights make the codes of their rows, where no norm is between.
@@ -271,7 +271,7 @@ def few_rows_name(shape: str, most: int = FEW_ROWS) -> str:
 def _with_order_of(narrow: LinearConfig, tiles: LinearConfig) -> LinearConfig:
     """Return tiles that add columns in the order of `narrow`.
 
-    The stretches are its own, and a step divides them. Rows of the weight, warps and stages change no order, as long
+    The splits are its own, and a step divides them. Rows of the weight, warps and stages change no order, as long
     as the matrix instruction stays the same: on sm_90 that of 64 rows, for tiles of 64 and 128.
     """
     return replace(tiles, block_k=min(tiles.block_k, narrow.block_k), split_k=narrow.split_k)

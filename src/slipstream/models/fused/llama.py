@@ -1,7 +1,7 @@
 """Decoder blocks as eight kernels each: norm, qkv, rope and write, attention, o, norm, gate and up, down.
 
 In passes of a few rows norms are part of the products after them, and rotations of the product before: five kernels.
-In passes of more, a product may leave it to the norm or the rotation to add up its stretches of columns. Where weights
+In passes of more, a product may leave it to the norm or the rotation to add up its splits of K. Where weights
 are FP8, a product of a few rows may also turn them into codes.
 """
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from slipstream.kernels.ops import AttentionBatch, Ending
 from slipstream.kernels.triton import norm as norms
-from slipstream.kernels.triton.attention.dispatch import attention, walks_of
-from slipstream.kernels.triton.attention.hopper_launch import Walks
+from slipstream.kernels.triton.attention.dispatch import attention, work_list_of
+from slipstream.kernels.triton.attention.hopper_launch import WorkList
 from slipstream.kernels.triton.gather import take_rows
 from slipstream.kernels.triton.gemm.dispatch import Weight
 from slipstream.kernels.triton.gemm.small_m_launch import squares_of
 from slipstream.kernels.triton.gemm.split_k import Epilogue, FoldedNorm, Rows
-from slipstream.kernels.triton.gemm.split_k_reduce import Stretches, add_stretches, add_stretches_to_codes
+from slipstream.kernels.triton.gemm.split_k_reduce import PartialSums, reduce_partials, reduce_to_codes
 from slipstream.kernels.triton.norm import Norm
 from slipstream.kernels.triton.ops import FusedKernels
 from slipstream.kernels.triton.rope import Rope, RopeWrite, rope_and_write
@@ -78,17 +78,17 @@ class LlamaBlocks:
             every = replace(every, beside=ctx.beside)
         if ending is None:
             return [every] * len(layers)
-        walks = self._walks(layers[-1:], hidden_TD.dtype, ending.batch, len(ending.rows_L), ctx.kv)
-        return [*[every] * len(whole), _Queries(ending.batch, walks, ending.rows_L)]
+        work = self._walks(layers[-1:], hidden_TD.dtype, ending.batch, len(ending.rows_L), ctx.kv)
+        return [*[every] * len(whole), _Queries(ending.batch, work, ending.rows_L)]
 
     def _walks(
         self, layers: Sequence[Any], dtype: torch.dtype, batch: AttentionBatch, num_tokens: int, kv: Any
-    ) -> Walks | None:
+    ) -> WorkList | None:
         """Lay out what programs of attention walk through, for all layers: before the first product, so it is there."""
         own = next((layer.self_attn for layer in layers if layer.self_attn.shape.window is None), None)
         if own is None:
             return None
-        return walks_of(batch, num_tokens, own.shape.num_heads, kv.layers[own.layer_index], dtype, self._launch)
+        return work_list_of(batch, num_tokens, own.shape.num_heads, kv.layers[own.layer_index], dtype, self._launch)
 
     def _block(
         self, layer: Any, state: "_State", ctx: Any, embedding_TD: Tensor | None, following: Weight | None,
@@ -140,9 +140,9 @@ class LlamaBlocks:
         if own.q_norm is None and self._products.folds_rope(weight, num_rows, rows.dtype, write):
             q = self._products.multiply(rows, weight, Epilogue(bias, rope=write)).view(num_rows, heads[0], -1)
         else:
-            qkv: Tensor | Stretches | None = None
-            if bias is None:  # where attention walks through many requests, it may start while this product runs
-                qkv = self._products.stretches(rows, weight, settled=queries.walks is not None)
+            qkv: Tensor | PartialSums | None = None
+            if bias is None:  # where attention work through many requests, it may start while this product runs
+                qkv = self._products.deferred_sums(rows, weight, waited=queries.work is not None)
             if qkv is None:
                 qkv = self._products.multiply(rows, weight, Epilogue(bias))
             qk_norm = None if own.q_norm is None else (_norm(own.q_norm), _norm(own.k_norm))
@@ -153,12 +153,12 @@ class LlamaBlocks:
         maxima = self._room_for_maxima(_weight(own.o_proj), len(q), heads[0] if leaves else 0)
         scale, window = shape.softmax_scale, shape.window
         if queries.beside is None:
-            out = attention(q, kv, queries.batch, scale, window, self._launch, maxima, queries.walks)
+            out = attention(q, kv, queries.batch, scale, window, self._launch, maxima, queries.work)
         else:
             first = len(queries.batch.kv_index_T)
             out = torch.cat(
                 [
-                    attention(q[:first], kv, queries.batch, scale, window, self._launch, None, queries.walks),
+                    attention(q[:first], kv, queries.batch, scale, window, self._launch, None, queries.work),
                     attention(q[first:], kv, queries.beside, scale, window, self._launch),
                 ]
             )
@@ -171,11 +171,11 @@ class LlamaBlocks:
             return x_TD, Rows(x_TD, None, x_TD.dtype, FoldedNorm(norm.weight_D, norm.eps, state.squares_TB))
         codes = self._products.wants(weight)
         if state.sums is not None and codes is None:
-            x_TD, normed_TD = add_stretches(state.sums, x_TD, norm, dependent, self._products.add_warps)
+            x_TD, normed_TD = reduce_partials(state.sums, x_TD, norm, dependent, self._products.add_warps)
             assert normed_TD is not None, "a norm was asked for"
             return x_TD, self._products.rows_for(weight, normed_TD)
         if state.sums is not None and codes is not None:
-            x_TD, codes_TD, scale_T = add_stretches_to_codes(state.sums, x_TD, norm, codes, dependent)
+            x_TD, codes_TD, scale_T = reduce_to_codes(state.sums, x_TD, norm, codes, dependent)
             return x_TD, Rows(codes_TD, scale_T, x_TD.dtype)
         x_TD = self._whole(state)
         if codes is None:
@@ -187,7 +187,7 @@ class LlamaBlocks:
         if state.sums is None:
             return state.hidden_TD
         products = self._products
-        return add_stretches(state.sums, state.hidden_TD, None, products.dependent, products.add_warps)[0]
+        return reduce_partials(state.sums, state.hidden_TD, None, products.dependent, products.add_warps)[0]
 
     def _project(self, linear: Any, inputs: "_Unprojected", residual_TN: Tensor, following: Weight | None) -> "_State":
         """Multiply and add the residual; leave sums of squares if the `following` product applies its norm itself."""
@@ -196,7 +196,7 @@ class LlamaBlocks:
             rows = self._products.rows_for(weight, x_TD)
         else:
             rows = Rows(x_TD, None, x_TD.dtype, maxima_TB=inputs.maxima_TB)
-        sums = self._products.stretches(rows, weight) if linear.bias is None else None
+        sums = self._products.deferred_sums(rows, weight) if linear.bias is None else None
         if sums is not None:
             return _State(residual_TN, sums=sums)
         squares_TB = None
@@ -213,12 +213,12 @@ class _State:
     """What goes from product to norm: hidden states, and their sums of squares if a product has left them.
 
     Args:
-        sums: those of a product's stretches that are still to be added to the hidden states.
+        sums: those of a product's splits that are still to be added to the hidden states.
     """
 
     hidden_TD: Tensor
     squares_TB: Tensor | None = None
-    sums: Stretches | None = None
+    sums: PartialSums | None = None
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,13 @@ class _Queries:
     """Whose queries a layer attends with, and what they see; it goes on with those tokens alone.
 
     Args:
-        walks: see `walks_of`.
+        work: see `work_list_of`.
         rows_L: which tokens of the pass; None is all.
         beside: what the tokens after those of `batch` see, where a pass is over two batches.
     """
 
     batch: AttentionBatch
-    walks: Walks | None
+    work: WorkList | None
     rows_L: Tensor | None = None
     beside: AttentionBatch | None = None
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from slipstream.kernels.ops import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention.even import even_kernel
 from slipstream.kernels.triton.attention.hopper_launch import (
-    Walks,
-    flow_fits,
-    is_quick,
-    launch_flow,
+    WorkList,
+    hopper_split_fits,
+    hopper_split_options,
+    launch_hopper_split,
+    launch_persistent,
     launch_prefill,
-    launch_quick,
-    lay_out_walks,
+    lay_out_work,
+    persistent_fits,
     prefill_fits,
-    quick_options,
 )
 from slipstream.kernels.triton.attention.prefill import prefill_kernel
 from slipstream.kernels.triton.attention.split_kv import splits_kernel
@@ -45,7 +45,7 @@ class AttentionLaunch:
         counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
-        early: whether it may then read the batch's description at once, and the pass's walks: the kernel before must
+        early: whether it may then read the batch's description at once, and the pass's work: the kernel before must
             wait for its own inputs before it lets this one start (`wait_then_let_start`), or the one before that.
     """
 
@@ -58,13 +58,13 @@ class AttentionLaunch:
 
 def attention(
     q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | None, launch: AttentionLaunch,
-    maxima_TH: Tensor | None = None, walks: Walks | None = None,
+    maxima_TH: Tensor | None = None, work: WorkList | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend over the pages of each request; the grid follows from shapes and host-side bounds alone.
 
     Args:
         maxima_TH: where each head's largest magnitude goes, in passes of fewer queries than `serial_from`.
-        walks: what `walks_of` has laid out for this batch, before the product that queries came of.
+        work: what `work_list_of` has laid out for this batch, before the product that queries came of.
     """
     num_tokens, num_heads, width = q_THd.shape
     num_groups, num_requests, config = layer.keys_SGd.shape[1], batch.kv_lens_R.shape[0], launch.config
@@ -100,13 +100,13 @@ def attention(
         return out
     shape["EARLY"] = early
     several = (q_THd, layer, out), described, strides, shape, launch, maxima_TH
-    return _attend_by_several(*several, num_tiles, most_queries, most_keys, walks)
+    return _attend_by_several(*several, num_tiles, most_queries, most_keys, work)
 
 
-def walks_of(
+def work_list_of(
     batch: AttentionBatch, num_tokens: int, num_heads: int, layer: KvLayer, dtype: torch.dtype, launch: AttentionLaunch
-) -> Walks | None:
-    """Lay out which keys programs attend to in a pass's every layer without a window, if they are ones that walk.
+) -> WorkList | None:
+    """Lay out which keys programs attend to in a pass's every layer without a window, if persistent programs attend.
 
     Args:
         layer: any of those layers' cache.
@@ -115,14 +115,14 @@ def walks_of(
     num_groups, config = layer.keys_SGd.shape[1], launch.config
     most_queries, most_keys, rows, tokens = _bounds(batch, num_tokens, num_heads // num_groups, config)
     narrow = most_queries <= tokens and rows == _NARROW_ROWS and most_queries < config.serial_from
-    if not narrow or not _flows(config, len(batch.kv_lens_R), most_keys, dtype, layer, batch.page_size):
+    if not narrow or not _is_persistent(config, len(batch.kv_lens_R), most_keys, dtype, layer, batch.page_size):
         return None
     shape = {
         "GROUPS": num_groups, "TOKENS": tokens, "REQUESTS": triton.next_power_of_2(len(batch.kv_lens_R)),
         "QUERIES": _queries_read(most_queries, tokens), "BLOCK": config.block, "PAGE": batch.page_size,
         "IN_GROUP": SPLITS_IN_GROUP,
     }  # fmt: skip
-    return lay_out_walks(_description(batch), shape, launch)
+    return lay_out_work(_description(batch), shape, launch)
 
 
 def _description(batch: AttentionBatch) -> tuple[Tensor, ...]:
@@ -139,19 +139,19 @@ def _bounds(batch: AttentionBatch, num_tokens: int, repeats: int, config: Attent
     return most_queries, most_keys, rows, rows // repeats
 
 
-def _flows(
+def _is_persistent(
     config: AttentionConfig, num_requests: int, most_keys: int, dtype: torch.dtype, layer: KvLayer, page_size: int
 ) -> bool:
-    """Tell whether a warp of its own asks for the keys of all requests, each of which is one narrow tile."""
+    """Tell whether persistent programs with a producer warp attend; each request is one narrow tile."""
     cells, num_splits = layer.keys_SGd.shape[1] * num_requests, max(-(-most_keys // config.split), 1)
     whole, most_groups = _shares(config, cells, num_splits)[1], cells * -(-num_splits // SPLITS_IN_GROUP)
-    return whole and flow_fits(config, (num_requests, most_groups), dtype, layer, page_size)
+    return whole and persistent_fits(config, (num_requests, most_groups), dtype, layer, page_size)
 
 
 def _attend_by_several(
     tensors: tuple[Tensor, KvLayer, Tensor], described: tuple[Tensor, ...], strides: tuple[int, int, float, int],
     shape: dict[str, Any], launch: AttentionLaunch, maxima_TH: Tensor | None, num_tiles: int, most_queries: int,
-    most_keys: int, walks: Walks | None,
+    most_keys: int, work: WorkList | None,
 ) -> Tensor:  # fmt: skip
     """Attend by programs that share a tile's keys; return the outputs.
 
@@ -169,10 +169,14 @@ def _attend_by_several(
     one_tile = most_queries <= tokens
     narrow = one_tile and not shape["HAS_WINDOW"] and rows == _NARROW_ROWS
     even = whole and narrow and _is_even(config, most_groups, shape["PAGE"])
-    flows = narrow and maxima_TH is None and _flows(config, num_requests, most_keys, q_THd.dtype, layer, shape["PAGE"])
+    persistent = (
+        narrow
+        and maxima_TH is None
+        and _is_persistent(config, num_requests, most_keys, q_THd.dtype, layer, shape["PAGE"])
+    )
     assert num_tiles * num_groups <= launch.counters.numel(), "every shared tile has a counter"
-    # Where a warp asks for keys, a request's first blocks may leave two results: all groups so far, and the last one.
-    num_results = max(num_results, 2) if flows else num_results if even else num_splits
+    # A persistent program may leave two results of a request: of all groups so far, and of the last one.
+    num_results = max(num_results, 2) if persistent else num_results if even else num_splits
     cells = num_tiles * num_groups * num_results * rows
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
@@ -180,19 +184,16 @@ def _attend_by_several(
     early_options = _early_options(config, shape["WIDTH"] * layer.keys_SGd.element_size(), whole)
     shape["COMPACT"] = _compact_rows(config, repeats, rows) if most_queries == 1 else 0
     rest = (out, *described, sums, partial, launch.counters, sums if maxima_TH is None else maxima_TH)
-    if narrow and not whole and is_quick(config, q_THd, layer):
-        shape |= quick_options(config, most_queries, repeats, rows)
-        launch_quick(
-            (q_THd, layer.keys_SGd, layer.values_SGd, *rest),
-            num_results,
-            strides[:3],
-            shape,
-            (num_groups, num_tiles, shares),
-        )
+    if narrow and not whole and hopper_split_fits(config, q_THd, layer):
+        shape |= hopper_split_options(config, most_queries, repeats, rows)
+        given = (q_THd, layer.keys_SGd, layer.values_SGd, *rest)
+        launch_hopper_split(given, num_results, strides[:3], shape, (num_groups, num_tiles, shares))
         return out
-    if flows:
+    if persistent:
         shape["QUERIES"] = _queries_read(most_queries, tokens)
-        launch_flow((q_THd, layer, out), described, (sums, partial), (num_results, *strides[1:3]), shape, launch, walks)
+        launch_persistent(
+            (q_THd, layer, out), described, (sums, partial), (num_results, *strides[1:3]), shape, launch, work
+        )
         return out
     if even:
         del shape["HAS_WINDOW"]
@@ -256,7 +257,7 @@ def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, 
 
 
 def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
-    """Return whether programs share splits, and whether the copy engine is asked for keys; it copies 16 bytes."""
+    """Return whether programs share splits, and whether TMA is asked for keys; it copies 16 bytes."""
     return {"SHARED": config.share > 1 and not whole, "BULK": config.bulk and head_bytes % 16 == 0}
 
 

@@ -1,6 +1,6 @@
 """Paged attention for many requests: as many programs as run at a time, each with an even part of all requests' keys.
 
-The groups of splits of all requests are one list, cut as evenly as groups allow; a program walks its part for one head
+The groups of splits of all requests are one list, cut as evenly as groups allow; a program work its part for one head
 of keys, from request to request, and keeps asking for the next block. What programs store and merge are the results of
 groups, as in `split_kv`, so the bits are the same.
 """

@@ -17,44 +17,44 @@ from slipstream.kernels.triton.tuning import AttentionConfig
 if TYPE_CHECKING:
     from slipstream.kernels.triton.attention.dispatch import AttentionLaunch
 
-_BOX_COLUMNS = 64  # 128 bytes, the most that the copy engine swizzles
+_BOX_COLUMNS = 64  # 128 bytes, the most that TMA swizzles
 _LEAST_BOX_ROWS, _CONSUMER_ROWS = 8, 64  # what TMA's swizzle repeats after; rows of a WGMMA, and keys of a block
 _MOST_REQUESTS = 64  # whose numbers programs in which a warp asks for keys have registers for
 
 
-def is_quick(config: AttentionConfig, q_THd: Tensor, layer: KvLayer) -> bool:
+def hopper_split_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer) -> bool:
     """Tell whether programs have one short chain from queries to outputs: a split must be a block, all BF16."""
     types = {q_THd.dtype, layer.keys_SGd.dtype, layer.values_SGd.dtype}
     fits = types == {torch.bfloat16} and q_THd.shape[2] in (64, 128) and layer.keys_SGd.stride(0) % 8 == 0
-    return config.quick_warps > 0 and config.split == config.block and fits
+    return config.hopper_split_warps > 0 and config.split == config.block and fits
 
 
-def quick_options(config: AttentionConfig, most_queries: int, repeats: int, rows: int) -> dict[str, int]:
+def hopper_split_options(config: AttentionConfig, most_queries: int, repeats: int, rows: int) -> dict[str, int]:
     """Return warps of such programs and their registers, rows of the tile they merge, and groups they read at once.
 
     Args:
         rows: those of the tile of queries.
     """
-    warps = config.quick_warps
+    warps = config.hopper_split_warps
     rows = max(triton.next_power_of_2(repeats), 4) if most_queries == 1 else rows
-    at_once = max(min(config.quick_groups, config.quick_groups * warps // rows), 1)
+    at_once = max(min(config.hopper_split_groups, config.hopper_split_groups * warps // rows), 1)
     options = {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once}
-    return options | ({"maxnreg": config.quick_registers} if config.quick_registers else {})
+    return options | ({"maxnreg": config.hopper_split_registers} if config.hopper_split_registers else {})
 
 
-def launch_quick(
+def launch_hopper_split(
     shared: tuple[Tensor, ...], num_results: int, strides: tuple[int, int, float], shape: dict[str, Any],
     grid: tuple[int, int, int],
 ) -> None:  # fmt: skip
-    """Attend by programs that have one short chain."""
-    from slipstream.kernels.triton.attention.hopper_split_kv import quick_kernel
+    """Attend by programs whose keys are in shared memory before their queries are there."""
+    from slipstream.kernels.triton.attention.hopper_split_kv import hopper_split_kv_kernel
 
-    names = {*quick_kernel.arg_names, "maxnreg", *launch_options(shape["PDL"])}
+    names = {*hopper_split_kv_kernel.arg_names, "maxnreg", *launch_options(shape["PDL"])}
     own = {name: value for name, value in shape.items() if name in names}
-    quick_kernel[grid](*shared, num_results, *strides, **own)
+    hopper_split_kv_kernel[grid](*shared, num_results, *strides, **own)
 
 
-def flow_fits(
+def persistent_fits(
     config: AttentionConfig, counts: tuple[int, int], dtype: torch.dtype, layer: KvLayer, page_size: int
 ) -> bool:
     """Tell whether a warp of programs that share all requests' groups may ask for keys, and should.
@@ -65,10 +65,10 @@ def flow_fits(
         counts: requests, and the most groups they have.
         dtype: that of queries.
     """
-    if not config.flow_from <= counts[0] <= _MOST_REQUESTS or counts[1] < config.flow_groups:
+    if not config.persistent_from <= counts[0] <= _MOST_REQUESTS or counts[1] < config.persistent_groups:
         return False
     keys, values, width = layer.keys_SGd, layer.values_SGd, layer.keys_SGd.shape[2]
-    fits = config.flow_programs > 0 and config.split == config.block == 64 and page_size in (16, 32, 64)
+    fits = config.persistent_programs > 0 and config.split == config.block == 64 and page_size in (16, 32, 64)
     fits = fits and width in (64, 128) and dtype == keys.dtype == values.dtype == torch.bfloat16
     fits = fits and keys.stride() == values.stride() and keys.stride()[1:] == (width, 1) and keys.stride(0) % 8 == 0
     return fits and keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0
@@ -78,7 +78,7 @@ def prefill_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, page_si
     """Tell whether prompts' queries attend by the warp-specialised kernel: types, widths, pages that TMA can copy."""
     keys, values, width = layer.keys_SGd, layer.values_SGd, q_THd.shape[2]
     fits = (
-        config.flow_programs > 0
+        config.persistent_programs > 0
         and q_THd.device.type != "cpu"
         and config.split == config.block == 64
         and width in (64, 128)
@@ -128,8 +128,8 @@ def _boxes(cache_SGd: Tensor, page_size: int) -> Any:  # triton has no types of 
 
 
 @dataclass(frozen=True)
-class Walks:
-    """Which keys each program of a pass attends to in every layer, as `attention_flow_walk.walks_kernel` writes it.
+class WorkList:
+    """Which keys each program of a pass attends to in every layer, as `attention_flow_walk.work_list_kernel` writes it.
 
     Args:
         numbers: int32, on the device.
@@ -140,62 +140,62 @@ class Walks:
     shape: dict[str, int]
 
 
-def _walks_shape(config: AttentionConfig, num_requests: int, shape: dict[str, Any]) -> dict[str, int]:
-    """Return all that a pass's walks follow from, but for the numbers on the device."""
+def _work_shape(config: AttentionConfig, num_requests: int, shape: dict[str, Any]) -> dict[str, int]:
+    """Return all that a pass's work follow from, but for the numbers on the device."""
     names = ("TOKENS", "REQUESTS", "QUERIES", "BLOCK", "PAGE", "IN_GROUP")
-    parts = max(config.flow_programs // shape["GROUPS"], 1)
+    parts = max(config.persistent_programs // shape["GROUPS"], 1)
     return {"parts": parts, "num_requests": num_requests, **{name: shape[name] for name in names}}
 
 
-def lay_out_walks(described: tuple[Tensor, ...], shape: dict[str, Any], launch: "AttentionLaunch") -> Walks:
-    """Lay out the walks of a pass.
+def lay_out_work(described: tuple[Tensor, ...], shape: dict[str, Any], launch: "AttentionLaunch") -> WorkList:
+    """Lay out the work of a pass.
 
     Args:
         described: the batch, as the kernels take it.
         shape: what the kernels' programs have in common.
     """
-    from slipstream.kernels.triton.attention.work_list import OF_PART, OF_REQUEST, walks_kernel
+    from slipstream.kernels.triton.attention.work_list import OF_PART, OF_REQUEST, work_list_kernel
 
     starts_R1, lens_R, pages_RP, index_T = described[:4]
-    needed = _walks_shape(launch.config, len(lens_R), shape)
+    needed = _work_shape(launch.config, len(lens_R), shape)
     size = OF_REQUEST * needed["REQUESTS"] + OF_PART * needed["parts"]
     numbers = torch.empty(size, dtype=torch.int32, device=lens_R.device)
     constants = {name: value for name, value in needed.items() if name.isupper()}
-    walks_kernel[(needed["parts"],)](
+    work_list_kernel[(needed["parts"],)](
         numbers, starts_R1, lens_R, pages_RP, index_T, len(lens_R), pages_RP.stride(0), **constants,
         PDL=launch.dependent, num_warps=1, **launch_options(launch.dependent),
     )  # fmt: skip
-    return Walks(numbers, needed)
+    return WorkList(numbers, needed)
 
 
-def launch_flow(
+def launch_persistent(
     tensors: tuple[Tensor, KvLayer, Tensor], described: tuple[Tensor, ...], results: tuple[Tensor, Tensor],
-    numbers: tuple[int, int, float], shape: dict[str, Any], launch: "AttentionLaunch", walks: Walks | None,
+    numbers: tuple[int, int, float], shape: dict[str, Any], launch: "AttentionLaunch", work: WorkList | None,
 ) -> None:  # fmt: skip
-    """Attend by programs in which one warp asks for keys.
+    """Attend by persistent programs with a producer warp.
 
     Args:
         tensors: queries, the cache, and the outputs.
         numbers: results of a request, the stride of the page table, and the scale.
         shape: what the kernels' programs have in common.
-        walks: of the pass, if they were laid out two kernels ago or before; else they are just now, to be waited for.
+        work: of the pass, if they were laid out two kernels ago or before; else they are just now, to be waited for.
     """
-    from slipstream.kernels.triton.attention.persistent_ws import flow_kernel
+    from slipstream.kernels.triton.attention.persistent_ws import persistent_kernel
 
     (q_THd, layer, out), config = tensors, launch.config
     num_groups = layer.keys_SGd.shape[1]
-    if walks is None or walks.shape != _walks_shape(config, len(described[1]), shape):
-        walks, shape = lay_out_walks(described, shape, launch), {**shape, "EARLY": False}
+    if work is None or work.shape != _work_shape(config, len(described[1]), shape):
+        work, shape = lay_out_work(described, shape, launch), {**shape, "EARLY": False}
     names = ("HEADS", "GROUPS", "WIDTH", "ROWS", "REQUESTS", "BLOCK", "PAGE", "IN_GROUP", "EARLY", "PDL")
-    flow_kernel[(num_groups, walks.shape["parts"])](
-        _boxes(layer.keys_SGd, shape["PAGE"]), _boxes(layer.values_SGd, shape["PAGE"]), q_THd, out, walks.numbers,
-        *described[2:], *results,
-        launch.counters, len(described[1]), *numbers, **{name: shape[name] for name in names}, **flow_options(config),
+    persistent_kernel[(num_groups, work.shape["parts"])](
+        _boxes(layer.keys_SGd, shape["PAGE"]), _boxes(layer.values_SGd, shape["PAGE"]), q_THd, out, work.numbers,
+        *described[2:], *results, launch.counters, len(described[1]), *numbers,
+        **{name: shape[name] for name in names}, **persistent_options(config),
         num_warps=4, **launch_options(launch.dependent),
     )  # fmt: skip
 
 
-def flow_options(config: AttentionConfig) -> dict[str, int]:
+def persistent_options(config: AttentionConfig) -> dict[str, int]:
     """Return what the programs have of their own in which one warp asks for keys."""
     # Registers are those of a thread on average, of 256: the warp that asks needs few, the others have the rest.
-    return {"STAGES": max(config.flow_stages, 2), "ASK_REGISTERS": 40, "maxnreg": 128}
+    return {"STAGES": max(config.persistent_stages, 2), "PRODUCER_REGISTERS": 40, "maxnreg": 128}

@@ -272,7 +272,7 @@ def _finish_tile(
 
 
 @gluon.jit(do_not_specialize=["num_splits", "pages_stride"], do_not_specialize_on_alignment=DESCRIPTION)
-def quick_kernel(
+def hopper_split_kv_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
     counter_ptr, maxima_ptr, num_splits, slot_stride, pages_stride, scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,

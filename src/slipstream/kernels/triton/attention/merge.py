@@ -127,7 +127,7 @@ def merge_compact(
 def merge_streamed(sums_at, part_at, count, real, ROWS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr):
     """Return sums [ROWS] and values [ROWS, D] of the first `count` stored results of groups, merged in their order.
 
-    They pass through fast memory, STAGES - 1 of them asked for at a time.
+    They pass through shared memory, STAGES - 1 of them asked for at a time.
     """
     best, total, acc = nothing(ROWS, D)
     for place in tl.range(0, count, num_stages=STAGES):

@@ -1,16 +1,16 @@
 """Paged attention for many requests by warps of two kinds: one asks for keys and values, the others attend to them.
 
 What `slipstream.kernels.triton.attention.even` computes, in its order and by the same instruction, so the bits are the
-same. The warp that asks walks ahead of the others, through a ring of blocks of keys that the copy engine fills page by
+same. The warp that asks work ahead of the others, through a ring of blocks of keys that TMA fills page by
 page. Keys that earlier passes wrote it asks for before the kernel before has ended. Which keys are whose, and who
 finishes a request: `attention_flow_walk`.
 
 There is one warp to a scheduler that attends, so nothing hides what it waits for, and a block's chain is kept short.
-Queries are in fast memory, those of the next request from this one's first block on; what another program has left
+Queries are in shared memory, those of the next request from this one's first block on; what another program has left
 comes there by the warp that asks. Warps meet for their maxima, at the barrier that gives room back, and for weights.
 
-A block's room is free once its numbers were multiplied, not once they were asked of fast memory: such reads are still
-under way when threads meet, and the copy engine does not wait for them. One that other programs' stores hold up long
+A block's room is free once its numbers were multiplied, not once they were asked of shared memory: such reads are still
+under way when threads meet, and TMA does not wait for them. One that other programs' stores hold up long
 enough would find a later block.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
@@ -45,7 +45,7 @@ from slipstream.kernels.triton.attention.work_list import (
 )
 from slipstream.kernels.triton.gluon_compat import async_load, reinterpret, thread_barrier, tma_load
 
-HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which the copy engine swizzles
+HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which TMA swizzles
 
 
 @gluon.jit
@@ -63,7 +63,7 @@ def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLO
 
 @gluon.jit
 def _ask(
-    tiles, stores, ready, empty, left, walks_ptr, pages_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
+    tiles, stores, ready, empty, left, work_ptr, pages_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
     num_results, pages_stride, group, part, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
     REQUESTS: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -71,16 +71,16 @@ def _ask(
     """Ask for every block of the part, as soon as there is room.
 
     A block with no key from `sure` on was written by passes before this one. Those have ended where EARLY says so, and
-    it is asked for before the kernel before has. Either way what kernels wrote is there for the copy engine once they
+    it is asked for before the kernel before has. Either way what kernels wrote is there for TMA once they
     have ended: no fence is needed between kernels.
     """
     if PDL and not EARLY:
         gdc_wait()
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
     lane = gl.arange(0, 32, LAYOUT)
-    request, start, num_blocks, walk, _, first = laid_out(walks_ptr, part, REQUESTS)
-    pages = laid_out_pages(walks_ptr, part, lane, REQUESTS)
-    ends_R, sure_R = of_requests(walks_ptr, 2, REQUESTS, LAYOUT), of_requests(walks_ptr, 3, REQUESTS, LAYOUT)
+    request, start, num_blocks, walk, _, first = laid_out(work_ptr, part, REQUESTS)
+    pages = laid_out_pages(work_ptr, part, lane, REQUESTS)
+    ends_R, sure_R = of_requests(work_ptr, 2, REQUESTS, LAYOUT), of_requests(work_ptr, 3, REQUESTS, LAYOUT)
     end, sure = first[2], first[3]
     first_page = start // PAGE
     BYTES: gl.constexpr = 2 * BLOCK * WIDTH * 2
@@ -242,7 +242,7 @@ def _add_result(
 
 @gluon.jit
 def _attend(
-    stores, rooms, left, ready, empty, q_ptr, out_ptr, walks_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
+    stores, rooms, left, ready, empty, q_ptr, out_ptr, work_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
     counter_ptr, num_requests, num_results, scale, group, part,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
     BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
@@ -261,8 +261,8 @@ def _attend(
     MATRIX: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NUM_WARPS], [16, 8])
     # Every warp has all requests' numbers, so that looking one up takes no meeting.
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0]))
-    request, start, num_blocks, walk, counted, first = laid_out(walks_ptr, part, REQUESTS)
-    described_R = all_described(walks_ptr, REQUESTS, LAYOUT)
+    request, start, num_blocks, walk, counted, first = laid_out(work_ptr, part, REQUESTS)
+    described_R = all_described(work_ptr, REQUESTS, LAYOUT)
     q_first, last_token, end, sure = first[0], first[1], first[2], first[3]
     if PDL and EARLY:
         gdc_wait()
@@ -300,7 +300,7 @@ def _attend(
             thread_barrier()
     if (num_blocks > 0) & (walk[0] == 0):
         finish_requests(
-            out_ptr, sums_ptr, partial_ptr, counter_ptr, walks_ptr, counted, num_results, group, HEADS, GROUPS, WIDTH,
+            out_ptr, sums_ptr, partial_ptr, counter_ptr, work_ptr, counted, num_results, group, HEADS, GROUPS, WIDTH,
             ROWS, REQUESTS, BLOCK * IN_GROUP, LAYOUT,
         )  # fmt: skip
 
@@ -309,20 +309,20 @@ def _attend(
     do_not_specialize=["num_requests", "num_results", "pages_stride"],
     do_not_specialize_on_alignment=["pages_ptr", "index_ptr", "ancestors_ptr"],
 )
-def flow_kernel(
-    keys, values, q_ptr, out_ptr, walks_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr,
+def persistent_kernel(
+    keys, values, q_ptr, out_ptr, work_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr,
     num_requests, num_results, pages_stride, scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
     BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ASK_REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend to this program's part of the groups of all requests, for its head of keys; see `even_kernel`.
 
     Args:
         keys, values: boxes of a page's slots by 64 columns of a head; BLOCK keys are a split.
-        walks_ptr: what `walks_kernel` has written for as many parts as there are programs to a head.
+        work_ptr: what `work_list_kernel` has written for as many parts as there are programs to a head.
         STAGES: blocks of the ring, two or more.
-        ASK_REGISTERS: registers of the warp that asks.
+        PRODUCER_REGISTERS: registers of the warp that asks.
     """
     group, part = gl.program_id(0), gl.program_id(1)
     dtype: gl.constexpr = keys.dtype
@@ -352,12 +352,12 @@ def flow_kernel(
     gl.warp_specialize(
         [
             (_attend, ((key_blocks, value_blocks), (queries, maxima, weights), left, ready, empty, q_ptr, out_ptr,
-                       walks_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
+                       work_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
                        num_results, scale, group, part, HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK, IN_GROUP, STAGES,
                        EARLY, PDL)),
-            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, left, walks_ptr, pages_ptr, sums_ptr,
+            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, left, work_ptr, pages_ptr, sums_ptr,
                     partial_ptr, counter_ptr, num_requests, num_results, pages_stride, group, part, GROUPS, WIDTH, ROWS,
                     REQUESTS, BLOCK, PAGE, STAGES, EARLY, PDL)),
         ],
-        [1], [ASK_REGISTERS],
+        [1], [PRODUCER_REGISTERS],
     )  # fmt: skip

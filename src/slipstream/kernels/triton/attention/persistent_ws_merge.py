@@ -153,13 +153,13 @@ def _finish_request(
 
 @gluon.jit
 def finish_requests(
-    out_ptr, sums_ptr, partial_ptr, counter_ptr, walks_ptr, counted, num_results, group,
+    out_ptr, sums_ptr, partial_ptr, counter_ptr, work_ptr, counted, num_results, group,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
     GROUP_KEYS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Count this part among those that are done with its requests, and finish the requests it is the last of."""
     from_request, to_request = counted
-    holders_R = of_requests(walks_ptr, 4, REQUESTS, LAYOUT)
+    holders_R = of_requests(work_ptr, 4, REQUESTS, LAYOUT)
     r = gl.arange(0, REQUESTS, LAYOUT)
     mine_R = (r >= from_request) & (r < to_request)
     thread_barrier()
@@ -171,7 +171,7 @@ def finish_requests(
     for one in range(from_request, to_request):
         if number_at(others_R, one, REQUESTS) == 0:
             _finish_request(
-                out_ptr, sums_ptr, partial_ptr, one, num_results, group, of_request(walks_ptr, 0, one, REQUESTS),
-                of_request(walks_ptr, 1, one, REQUESTS), of_request(walks_ptr, 2, one, REQUESTS), HEADS, GROUPS, WIDTH,
+                out_ptr, sums_ptr, partial_ptr, one, num_results, group, of_request(work_ptr, 0, one, REQUESTS),
+                of_request(work_ptr, 1, one, REQUESTS), of_request(work_ptr, 2, one, REQUESTS), HEADS, GROUPS, WIDTH,
                 ROWS, GROUP_KEYS,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Paged attention for prompts: one program walks all splits of a tile's keys and merges their results in order."""
+"""Paged attention for prompts: one program work all splits of a tile's keys and merges their results in order."""
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM108

@@ -32,7 +32,7 @@ from slipstream.kernels.triton.launch import (
 
 @triton.jit
 def _prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
-    """Ask for the keys and values at these offsets; BULK: of the copy engine, a request each."""
+    """Ask for the keys and values at these offsets; BULK: of TMA, a request each."""
     ITEM: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     if BULK:
         first = tl.where(tl.arange(0, 2) == 0, k_ptr.to(tl.int64), v_ptr.to(tl.int64))
@@ -129,7 +129,7 @@ def splits_kernel(
         ONE: every request's queries fit one tile, so a tile is a request.
         EARLY: look things up before the inputs are there.
         SHARED: there may be more splits than programs, which then take several, and store the result of each.
-        BULK: the copy engine is asked for the first keys and values.
+        BULK: TMA is asked for the first keys and values.
         COMPACT: a tile has one query, and results are merged in tiles of so many rows; 0: in tiles of ROWS.
         MAXIMA: leave the largest magnitude of each head's output.
     """
@@ -202,7 +202,7 @@ def finish_tile(
     """Merge the results of a tile, and store its outputs.
 
     Args:
-        STREAMED: if not 0, results are those of groups from the first on, and pass through fast memory in so many
+        STREAMED: if not 0, results are those of groups from the first on, and pass through shared memory in so many
             stages.
     """
     row, column = tl.arange(0, COMPACT if COMPACT else ROWS), tl.arange(0, D)

@@ -1,6 +1,6 @@
 """Paged attention for layers that see otherwise than Llama's: with sinks, and within windows or chunks.
 
-One program walks a tile's keys from the first that any of its rows sees, in blocks that begin at multiples of their
+One program work a tile's keys from the first that any of its rows sees, in blocks that begin at multiples of their
 length. A block or a key that a row does not see changes none of its bits, so they depend on the row's own keys alone.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.

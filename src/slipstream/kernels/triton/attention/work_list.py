@@ -6,7 +6,7 @@ came; who has the others takes them last, and goes on from there: a program has 
 so the first ones are done by then, and the order of sums is as if nothing were cut. Else groups of splits are cut as in
 `even_kernel`.
 
-All layers of a pass have the same walks, so `walks_kernel` lays them out once, and programs read what it wrote: at
+All layers of a pass have the same work, so `work_list_kernel` lays them out once, and programs read what it wrote: at
 once, whatever they need, before they wait.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
@@ -136,8 +136,8 @@ def pages_of(pages_ptr, request, pages_stride, first_page, end, lane, PAGE: gl.c
     do_not_specialize=["num_requests", "pages_stride"],
     do_not_specialize_on_alignment=["starts_ptr", "lens_ptr", "pages_ptr", "index_ptr"],
 )
-def walks_kernel(
-    walks_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, num_requests, pages_stride,
+def work_list_kernel(
+    work_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, num_requests, pages_stride,
     TOKENS: gl.constexpr, REQUESTS: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr,
     IN_GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def walks_kernel(
         request, start, num_blocks, walk[0].to(gl.int32), walk[1], walk[2], walk[3], walk[4], walk[5], walk[6],
         counted[0], counted[1], first, last, end, sure,
     )  # fmt: skip
-    at = walks_ptr + _REQUEST * REQUESTS + part * _PART
+    at = work_ptr + _REQUEST * REQUESTS + part * _PART
     for i in gl.static_range(_NUMBERS):
         gl.store(at + i, numbers[i])
     lane = gl.arange(0, _PAGES, LAYOUT)
@@ -167,17 +167,17 @@ def walks_kernel(
     if part == 0:
         known = (described_R[0], described_R[1], described_R[2], described_R[3], counted[2])
         for i in gl.static_range(_REQUEST):
-            gl.store(walks_ptr + i * REQUESTS + gl.arange(0, REQUESTS, LAYOUT), known[i])
+            gl.store(work_ptr + i * REQUESTS + gl.arange(0, REQUESTS, LAYOUT), known[i])
 
 
 @gluon.jit
-def laid_out(walks_ptr, part, REQUESTS: gl.constexpr):
+def laid_out(work_ptr, part, REQUESTS: gl.constexpr):
     """Return a part's numbers: what `walk_of` does, and of its first request what `described` does.
 
     Read as memory that may change, here and below: past the nearest cache, and all at once. The assembler would move
     other reads behind the branch around a part of no blocks, one trip after that of their number.
     """
-    at = walks_ptr + _REQUEST * REQUESTS + part * _PART
+    at = work_ptr + _REQUEST * REQUESTS + part * _PART
     n = ()
     for i in gl.static_range(_NUMBERS):
         n += (gl.load(at + i, volatile=True),)
@@ -186,25 +186,25 @@ def laid_out(walks_ptr, part, REQUESTS: gl.constexpr):
 
 
 @gluon.jit
-def laid_out_pages(walks_ptr, part, lane, REQUESTS: gl.constexpr):
+def laid_out_pages(work_ptr, part, lane, REQUESTS: gl.constexpr):
     """Return the pages from a part's first key on, as `pages_of` does."""
-    return gl.load(walks_ptr + _REQUEST * REQUESTS + part * _PART + _NUMBERS + lane, volatile=True)
+    return gl.load(work_ptr + _REQUEST * REQUESTS + part * _PART + _NUMBERS + lane, volatile=True)
 
 
 @gluon.jit
-def of_requests(walks_ptr, WHICH: gl.constexpr, REQUESTS: gl.constexpr, LAYOUT: gl.constexpr):
+def of_requests(work_ptr, WHICH: gl.constexpr, REQUESTS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return a number of each request: its first or last query, its end, what may be hidden, or who shares it."""
-    return gl.load(walks_ptr + WHICH * REQUESTS + gl.arange(0, REQUESTS, LAYOUT), volatile=True)
+    return gl.load(work_ptr + WHICH * REQUESTS + gl.arange(0, REQUESTS, LAYOUT), volatile=True)
 
 
 @gluon.jit
-def of_request(walks_ptr, WHICH: gl.constexpr, request, REQUESTS: gl.constexpr):
+def of_request(work_ptr, WHICH: gl.constexpr, request, REQUESTS: gl.constexpr):
     """Return such a number of one request."""
-    return gl.load(walks_ptr + WHICH * REQUESTS + request, volatile=True)
+    return gl.load(work_ptr + WHICH * REQUESTS + request, volatile=True)
 
 
 @gluon.jit
-def all_described(walks_ptr, REQUESTS: gl.constexpr, LAYOUT: gl.constexpr):
+def all_described(work_ptr, REQUESTS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return what `described` does, of all requests."""
-    first_R, last_R = of_requests(walks_ptr, 0, REQUESTS, LAYOUT), of_requests(walks_ptr, 1, REQUESTS, LAYOUT)
-    return first_R, last_R, of_requests(walks_ptr, 2, REQUESTS, LAYOUT), of_requests(walks_ptr, 3, REQUESTS, LAYOUT)
+    first_R, last_R = of_requests(work_ptr, 0, REQUESTS, LAYOUT), of_requests(work_ptr, 1, REQUESTS, LAYOUT)
+    return first_R, last_R, of_requests(work_ptr, 2, REQUESTS, LAYOUT), of_requests(work_ptr, 3, REQUESTS, LAYOUT)

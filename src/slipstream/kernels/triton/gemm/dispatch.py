@@ -8,9 +8,9 @@ from torch import Tensor
 from slipstream.kernels.triton.gemm import hopper_ws_launch, int4, mxfp4, quantize
 from slipstream.kernels.triton.gemm.hopper_ws_launch import SplitOrder, multiply_ws
 from slipstream.kernels.triton.gemm.quantize import Codes
-from slipstream.kernels.triton.gemm.small_m_launch import MOST_ROWS, MOST_WHOLE_ROWS, multiply_narrow, rope_fits
+from slipstream.kernels.triton.gemm.small_m_launch import MOST_ROWS, MOST_WHOLE_ROWS, multiply_small_m, rope_fits
 from slipstream.kernels.triton.gemm.split_k import Epilogue, Launch, Rows, multiply, token_tile
-from slipstream.kernels.triton.gemm.split_k_reduce import Stretches
+from slipstream.kernels.triton.gemm.split_k_reduce import PartialSums
 from slipstream.kernels.triton.gemm.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
 from slipstream.kernels.triton.norm import SQUARED
 from slipstream.kernels.triton.rope import RopeWrite
@@ -125,9 +125,9 @@ class Products:
         """Multiply by a weight that keeps one number to a code: few rows, many, or as many as there may be."""
         format, num_rows = kind.removesuffix("_upcast"), rows.values_TK.shape[0]
         (num_outputs, num_inputs), itemsize = weight_NK.shape, weight_NK.element_size()
-        if self._is_narrow(num_rows):
+        if self._is_small_m(num_rows):
             launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
-            return multiply_narrow(rows, weight_NK, scale_N, kind, epilogue, launch)
+            return multiply_small_m(rows, weight_NK, scale_N, kind, epilogue, launch)
         scales = None
         if scale_N is not None:
             assert rows.scale_T is not None, "codes come with their scales"
@@ -152,16 +152,16 @@ class Products:
         config = self._narrow(key, kind, num_outputs, num_inputs, weight_NK.element_size())
         return hopper_ws_launch.fits(x_TK, weight_NK, kind, config)
 
-    def stretches(self, rows: Rows, weight: Weight, *, settled: bool = False) -> Stretches | None:
-        """Return the float32 sums of each stretch of columns [S, T, N], if they are left to the kernel that follows.
+    def deferred_sums(self, rows: Rows, weight: Weight, *, waited: bool = False) -> PartialSums | None:
+        """Return the float32 sums of each split of K [S, T, N], if they are left to the kernel that follows.
 
         It then adds them in their order and rounds (`split_k_reduce`). None: `multiply` does.
 
         Args:
-            settled: see `Stretches`.
+            waited: see `PartialSums`.
         """
         num_rows = rows.values_TK.shape[0]
-        if self._is_narrow(num_rows):
+        if self._is_small_m(num_rows):
             return None
         if not isinstance(weight, PackedWeight):
             kind, weight_NK, scales = "dense", weight, None
@@ -173,9 +173,9 @@ class Products:
         launch = self._wide_launch(weight_NK, kind, num_rows, silu=False)
         if launch is None or not launch.config.later:
             return None
-        launch = replace(launch, settles=settled)
+        launch = replace(launch, waits_first=waited)
         parts_STN = multiply_wide(rows.values_TK, weight_NK, None, kind, Epilogue(), launch, rows.dtype)
-        return Stretches(parts_STN, scales, settled)
+        return PartialSums(parts_STN, scales, waited)
 
     def _wide_launch(self, weight_NK: Tensor, kind: str, num_rows: int, *, silu: bool) -> WideLaunch | None:
         """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
@@ -199,16 +199,16 @@ class Products:
         most = self._tuning.fold_rows
         if isinstance(weight, PackedWeight):
             most = min(self._tuning.fold_norm_codes, MOST_WHOLE_ROWS) if self.wants(weight) == "fp8" else 0
-        return self._is_narrow(num_rows) and num_rows <= most
+        return self._is_small_m(num_rows) and num_rows <= most
 
     def makes_codes(self, weight: Weight, num_rows: int) -> bool:
         """Tell whether a product can make codes of its rows, given the largest magnitudes of their parts."""
-        return self.wants(weight) == "fp8" and self._is_narrow(num_rows) and num_rows <= self._tuning.fold_codes
+        return self.wants(weight) == "fp8" and self._is_small_m(num_rows) and num_rows <= self._tuning.fold_codes
 
     def num_maxima(self, weight: Weight, num_rows: int) -> int:
         """Return how many largest magnitudes a product of SiLUs can leave of a row; 0 if it leaves none."""
         described = _described(weight)
-        if described[0] in _NIBBLES or not self._is_narrow(num_rows):
+        if described[0] in _NIBBLES or not self._is_small_m(num_rows):
             return 0
         return self._launch(*described, num_rows).grid(num_rows, described[1], silu=True)[1]
 
@@ -218,7 +218,7 @@ class Products:
         Sums are added in pairs, so that those of fewer outputs are part of those of 64.
         """
         described = _described(weight)
-        if described[0] in _NIBBLES or not self._is_narrow(num_rows):
+        if described[0] in _NIBBLES or not self._is_small_m(num_rows):
             return 0
         taken = self._launch(*described, num_rows).config.taken
         return min(taken, SQUARED) if taken % SQUARED == 0 or SQUARED % taken == 0 else 0
@@ -226,11 +226,11 @@ class Products:
     def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
         """Tell whether a product of queries, keys and values can rotate and write them itself."""
         described = _described(weight)
-        if described[0] in _NIBBLES or not self._is_narrow(num_rows) or num_rows > self._tuning.fold_rows:
+        if described[0] in _NIBBLES or not self._is_small_m(num_rows) or num_rows > self._tuning.fold_rows:
             return False
         return rope_fits(write, dtype)
 
-    def _is_narrow(self, num_rows: int) -> bool:
+    def _is_small_m(self, num_rows: int) -> bool:
         return self._tuning.weights_first and num_rows <= MOST_ROWS
 
     def _narrow(self, key: str, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
@@ -259,12 +259,12 @@ class Products:
         else:
             config = self._tuned(key, config, num_rows)
             tile = token_tile(num_rows)
-        if format == "fp8" and not self._is_narrow(num_rows):
+        if format == "fp8" and not self._is_small_m(num_rows):
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
         fits = config.split_k > 1 and num_rows * config.split_k <= tile and num_inputs == stretch * config.split_k
-        if not self._is_narrow(num_rows) or (config.side and not fits):
-            config = replace(config, own_rows=0, side=False, lean=0)
-        config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_narrow(num_rows))
+        if not self._is_small_m(num_rows) or (config.side and not fits):
+            config = replace(config, own_rows=0, side=False, gemv_stages=0)
+        config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_small_m(num_rows))
         return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
 
 

@@ -1,6 +1,6 @@
 """Products of 1 to 4 rows whose weights never stop coming (sm_90): one warp asks for them, four multiply.
 
-What `small_m` computes, with its bits. A program takes all stretches of columns of its weight rows, side by side, and
+What `small_m` computes, with its bits. A program takes all splits of K of its weight rows, side by side, and
 its ring of weights is so long that it has a processor to itself: where two fit, some processors are given two, and
 others none. The warp that asks fills the ring before the kernel before has ended, and goes on as room comes free.
 """
@@ -320,7 +320,7 @@ def _work(
 
 
 @gluon.jit(do_not_specialize=["M", "trigger"])
-def lean_kernel(
+def hopper_gemv_kernel(
     w_first, w_second, w_third, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, norm_ptr, left_ptr,
     leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     M, N, K, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps, trigger,
@@ -342,7 +342,7 @@ def lean_kernel(
             code.
         SLOTS: steps' tiles that the ring holds.
         trigger: how many asks are left when the next kernel may start; -1: it may at once.
-        END, CODES, LEAVES, HEADS, GROUPS, HALF: as in `narrow_kernel`; LEFT = 2^LEFT_LEVELS is its PARTS.
+        END, CODES, LEAVES, HEADS, GROUPS, HALF: as in `small_m_kernel`; LEFT = 2^LEFT_LEVELS is its PARTS.
     """
     w_boxes = (w_first,)
     if BOXES == 2:

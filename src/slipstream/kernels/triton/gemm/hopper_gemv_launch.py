@@ -13,18 +13,18 @@ STEP_BYTES = 128
 """Columns of a step, in bytes of a weight row."""
 REGISTERS = 96
 """The most a thread may have, over all warps; with 80 and with 128 products were no faster."""
-_ROOM = 16 << 10  # fast memory that prepared rows may take where they are not all needed at once
+_ROOM = 16 << 10  # shared memory that prepared rows may take where they are not all needed at once
 _SHARED = 227 << 10  # bytes of shared memory that a program of an sm_90 may have
 _BARRIERS = 16  # bytes a stage, of its two mbarriers
 _MATRIX_ROWS = 64
 _MOST_BOXES = 3
-_LEAST_BOX = 8  # rows after which the order of a row's pieces in fast memory is the same again
+_LEAST_BOX = 8  # rows after which the order of a row's pieces in shared memory is the same again
 _MOST_NUMBERS = 64 * 128  # of a chunk, over all threads
 
 
 @dataclass(frozen=True)
-class LeanPlan:
-    """What a lean product is compiled with; the names are those of `hopper_gemv.lean_kernel`."""
+class GemvPlan:
+    """What a gemv_stages product is compiled with; the names are those of `hopper_gemv.hopper_gemv_kernel`."""
 
     seg: int
     own: int
@@ -53,12 +53,12 @@ class LeanPlan:
 
 def plan_of(
     config: LinearConfig, num_rows: int, stretch: int, itemsize: int, end: str, codes: str, half: int
-) -> LeanPlan | None:
+) -> GemvPlan | None:
     """Return how a product runs, or None where it cannot.
 
     Args:
         stretch: the columns of one stretch; all have as many.
-        end, codes: as in `small_m.narrow_kernel`.
+        end, codes: as in `small_m.small_m_kernel`.
         half: half a head's columns, where heads are rotated.
     """
     side, parts = config.split_k if config.side else 1, 1 if end == "plain" else 2
@@ -85,28 +85,28 @@ def plan_of(
     if prepared * 32 < parts * side * seg:  # sums go where the rows were
         return None
     most = (_SHARED - prepared * bn * STEP_BYTES - 1024) // (side * seg * STEP_BYTES + _BARRIERS)
-    slots = min(config.lean, steps * parts, most)
-    return LeanPlan(seg, own, bn, side, mp, steps, chunk, min(chunk, 4), slots, end, codes) if slots >= 2 else None
+    slots = min(config.gemv_stages, steps * parts, most)
+    return GemvPlan(seg, own, bn, side, mp, steps, chunk, min(chunk, 4), slots, end, codes) if slots >= 2 else None
 
 
-def lean_plan(
+def gemv_plan(
     rows: Rows, weight_NK: Tensor, kind: str, epilogue: Epilogue, launch: Launch, end: str, codes: str
-) -> LeanPlan | None:
-    """Return how a product runs here, or None where `narrow_kernel` must multiply."""
+) -> GemvPlan | None:
+    """Return how a product runs here, or None where `small_m_kernel` must multiply."""
     config, itemsize = launch.config, weight_NK.element_size()
     aligned = weight_NK.data_ptr() % 16 == 0 and weight_NK.shape[1] * itemsize % 16 == 0
     known = (kind == "dense" and weight_NK.dtype == torch.bfloat16) or kind == "fp8"
     x_TK = rows.values_TK
     even = x_TK.stride(0) % 16 == 0 and x_TK.data_ptr() % 16 == 0
     whole = weight_NK.shape[1] == launch.stretch * config.split_k
-    if not (config.lean and aligned and known and even and whole and weight_NK.is_contiguous()):
+    if not (config.gemv_stages and aligned and known and even and whole and weight_NK.is_contiguous()):
         return None
     half = 1 if epilogue.rope is None else epilogue.rope.rope.cos_Pr.shape[1]
     return plan_of(config, x_TK.shape[0], launch.stretch, itemsize, end, codes, half)
 
 
-def weight_boxes(weight_NK: Tensor, plan: LeanPlan) -> tuple[Any, Any, Any]:  # triton has no types of its own
-    """Return the descriptions by which the copy engine reads boxes of a weight; those left over repeat the first."""
+def weight_boxes(weight_NK: Tensor, plan: GemvPlan) -> tuple[Any, Any, Any]:  # triton has no types of its own
+    """Return the descriptions by which TMA reads boxes of a weight; those left over repeat the first."""
     # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

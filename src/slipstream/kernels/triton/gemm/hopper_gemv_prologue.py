@@ -1,6 +1,6 @@
 """Rows as products of 1 to 4 rows multiply them (`hopper_gemv`): normed, made codes, and put where matrix units read.
 
-A pass's rows are cut in chunks of steps. A chunk has SIDE * MP rows, those of each token in each stretch of columns,
+A pass's rows are cut in chunks of steps. A chunk has SIDE * MP rows, those of each token in each split of K,
 and is stored over and over until a tile of BN is full; what comes of copies is not stored.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.

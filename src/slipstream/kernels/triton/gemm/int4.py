@@ -3,7 +3,7 @@
 FP8 rows come in a wider type, and MXFP4 ones as the numbers they stand for; either is exact, as widened weights are.
 
 Weights are repacked once (`pack_halves`): a byte holds a column of the first and one of the second half of a block, so
-that both nibbles of a stretch of bytes meet stretches of the rows, and nothing is interleaved.
+that both nibbles of a stretch of bytes meet splits of the rows, and nothing is interleaved.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -39,7 +39,7 @@ def _nibble_stretch(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     GROUPED: tl.constexpr, WHOLE: tl.constexpr, MX: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one stretch of columns, two halves a step; grouped scales are applied to each half's sum."""
+    """Multiply one split of K, two halves a step; grouped scales are applied to each half's sum."""
     num_blocks = K // (2 * HALF)
     steps = tl.cdiv(num_blocks, SPLITS)
     if WHOLE:

@@ -39,7 +39,7 @@ def _left_four(at, part, count, ADD: tl.constexpr):
 def left_of_rows(left_ptr, row, count, PARTS: tl.constexpr, ADD: tl.constexpr):
     """Return what the kernel before has left of rows, `count` numbers each: sums of neighbours, or the larger of them.
 
-    Of up to 256 numbers, 32 come of it: a warp has them all then, and what comes next needs no fast memory.
+    Of up to 256 numbers, 32 come of it: a warp has them all then, and what comes next needs no shared memory.
     """
     at = left_ptr + row.to(tl.int64)[:, None] * count
     if PARTS >= 256:
@@ -106,7 +106,7 @@ def repeat_rows(rows, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
     if ROWS == 1:
         rows = tl.broadcast_to(rows, (rows.shape[0], BLOCK_M))
     elif ROWS < BLOCK_M:
-        # Words between the two: the compiler would put the reshape into fast memory, and find no layout for it.
+        # Words between the two: the compiler would put the reshape into shared memory, and find no layout for it.
         BITS: tl.constexpr = rows.dtype.primitive_bitwidth
         WORD: tl.constexpr = tl.int8 if BITS == 8 else tl.int16 if BITS == 16 else tl.int32
         words = tl.broadcast_to(rows.to(WORD, bitcast=True)[:, None, :], (rows.shape[0], BLOCK_M // ROWS, ROWS))
@@ -122,7 +122,7 @@ def repeat_numbers(numbers, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def add_side_by_side(sums, SIDE: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Add 2 or 4 stretches' sums in their order: [SIDE * OUTPUTS, SIDE * TOKENS] -> [OUTPUTS, TOKENS].
+    """Add 2 or 4 splits' sums in their order: [SIDE * OUTPUTS, SIDE * TOKENS] -> [OUTPUTS, TOKENS].
 
     A stretch's sums are where its weights meet its own columns of the rows.
     """

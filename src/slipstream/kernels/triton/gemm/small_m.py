@@ -1,7 +1,7 @@
 """Products of at most a tile of rows: weights on their way before the rows are there, norms and rotations folded in.
 
-The sums are those of `split_k`, bit for bit: the same stretches of columns, in the same order. What differs is when
-things are asked for. A program's first weights are read into fast memory, and the lines behind them into the cache,
+The sums are those of `split_k`, bit for bit: the same splits of K, in the same order. What differs is when
+things are asked for. A program's first weights are read into shared memory, and the lines behind them into the cache,
 while the kernel before still runs; rows come through registers, one step ahead, where a norm can be applied to them.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
@@ -144,7 +144,7 @@ def _stretch(
     AHEAD: tl.constexpr, STAGED: tl.constexpr, TAKEN: tl.constexpr, HALF: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one stretch of columns, `steps` tiles long, or with TWICE that many pairs of tiles; or SIDE stretches.
+    """Multiply one split of K, `steps` tiles long, or with TWICE that many pairs of tiles; or SIDE splits.
 
     The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
     first weights, which it starts before the loop, do not wait. Returns the sums, the rows' scales if CODES are made
@@ -211,7 +211,7 @@ def _stretch(
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
-def narrow_kernel(
+def small_m_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
     norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     M, N, K, steps, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
@@ -231,7 +231,7 @@ def narrow_kernel(
     each), "maxima" or "none". AHEAD are the lines of each weight row to ask for behind the STAGED columns that the loop
     has under way before it waits.
 
-    With SIDE stretches side by side, the weight's tile is as many of fewer rows, each of another stretch of columns,
+    With SIDE splits side by side, the weight's tile is as many of fewer rows, each of another split of K,
     and so is the rows' tile. A product of both holds every stretch's sums, and others that nobody wants.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
@@ -273,7 +273,7 @@ def narrow_kernel(
             if CODES == "none":
                 scale = tl.load(x_scale_ptr + tl.minimum(tl.arange(0, TOKENS), M - 1))
             elif SIDE > 1:
-                scale = tl.max(tl.reshape(x_scale, (SIDE, TOKENS)), 0)  # a row's is the same in all stretches
+                scale = tl.max(tl.reshape(x_scale, (SIDE, TOKENS)), 0)  # a row's is the same in all splits
             else:
                 scale = x_scale
             sums = sums * (scale[None, :] * w_scale[:, None])

@@ -4,8 +4,8 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.triton.gemm.hopper_gemv_launch import REGISTERS, LeanPlan, lean_plan, weight_boxes
-from slipstream.kernels.triton.gemm.small_m import narrow_kernel
+from slipstream.kernels.triton.gemm.hopper_gemv_launch import REGISTERS, GemvPlan, gemv_plan, weight_boxes
+from slipstream.kernels.triton.gemm.small_m import small_m_kernel
 from slipstream.kernels.triton.gemm.split_k import Epilogue, Launch, Rows, partial_sums, residual_stride
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.norm import SQUARED
@@ -32,7 +32,7 @@ def rope_fits(write: RopeWrite, dtype: torch.dtype) -> bool:
     return same and keys_SGd.shape[2] == 2 * half and keys_SGd.stride(1) == 2 * half
 
 
-def multiply_narrow(
+def multiply_small_m(
     rows: Rows, weight_NK: Tensor, w_scale_N: Tensor | None, kind: str, epilogue: Epilogue, launch: Launch
 ) -> Tensor:
     """Return at most MOST_ROWS rows times the weight, or the rotated queries where the epilogue writes keys."""
@@ -51,11 +51,11 @@ def multiply_narrow(
     staged = (config.num_stages - 1) * config.block_k
     end = "rope" if epilogue.rope is not None else "silu" if epilogue.silu else "plain"
     codes = "none" if not makes_codes else "maxima" if rows.norm is None else "norm"
-    plan = lean_plan(rows, weight_NK, kind, epilogue, launch, end, codes)
+    plan = gemv_plan(rows, weight_NK, kind, epilogue, launch, end, codes)
     if plan is not None:
-        _multiply_lean(rows, (weight_NK, w_scale_N), epilogue, launch, plan, y)
+        _multiply_hopper(rows, (weight_NK, w_scale_N), epilogue, launch, plan, y)
         return y
-    narrow_kernel[(num_tiles, splits)](
+    small_m_kernel[(num_tiles, splits)](
         x_TK, weight_NK, y if rows.scale_T is None else rows.scale_T, y if w_scale_N is None else w_scale_N,
         y if epilogue.bias_N is None else epilogue.bias_N,
         y if epilogue.residual_TN is None else epilogue.residual_TN,
@@ -83,19 +83,19 @@ def multiply_narrow(
     return y
 
 
-def _multiply_lean(
-    rows: Rows, weight: tuple[Tensor, Tensor | None], epilogue: Epilogue, launch: Launch, plan: LeanPlan, y: Tensor
+def _multiply_hopper(
+    rows: Rows, weight: tuple[Tensor, Tensor | None], epilogue: Epilogue, launch: Launch, plan: GemvPlan, y: Tensor
 ) -> None:
     """Multiply 1 to 4 rows into `y`, with one warp that asks for weights."""
     # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
-    from slipstream.kernels.triton.gemm.hopper_gemv import lean_kernel
+    from slipstream.kernels.triton.gemm.hopper_gemv import hopper_gemv_kernel
 
     x_TK, config, (weight_NK, w_scale_N) = rows.values_TK, launch.config, weight
     num_outputs, num_inputs = weight_NK.shape
     left_TB = rows.maxima_TB if rows.norm is None else rows.norm.squares_TB
     num_parts = 0 if left_TB is None else left_TB.shape[1]
     parts = triton.next_power_of_2(max(num_parts, 1))
-    lean_kernel[(launch.grid(len(x_TK), num_outputs, epilogue.silu)[1],)](
+    hopper_gemv_kernel[(launch.grid(len(x_TK), num_outputs, epilogue.silu)[1],)](
         *weight_boxes(weight_NK, plan), x_TK, y if rows.scale_T is None else rows.scale_T,
         y if w_scale_N is None else w_scale_N, y if epilogue.bias_N is None else epilogue.bias_N,
         y if epilogue.residual_TN is None else epilogue.residual_TN, y,
@@ -103,7 +103,7 @@ def _multiply_lean(
         *_places(epilogue, y),
         len(x_TK), num_outputs, num_inputs, num_parts, x_TK.stride(0), residual_stride(epilogue), y.stride(0),
         0 if epilogue.rope is None else epilogue.rope.layer.keys_SGd.stride(0),
-        0.0 if rows.norm is None else rows.norm.eps, config.lean_trigger,
+        0.0 if rows.norm is None else rows.norm.eps, config.gemv_trigger,
         **plan.constants(), HAS_BIAS=epilogue.bias_N is not None,
         HAS_RESIDUAL=epilogue.residual_TN is not None, NORM=rows.norm is not None, LEFT=parts,
         LEFT_LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), LEAVE_LEVELS=_levels(config),

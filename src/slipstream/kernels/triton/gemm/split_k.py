@@ -1,7 +1,7 @@
 """Products of a few rows with a weight [N, K], one number to a code: dense, FP8 and INT8.
 
 Weights are the left side of the matrix product and tokens the right one, so that sixteen tokens fill a tile. The
-columns are cut in `SPLITS` stretches whose sums are added in order: by one program (SERIAL), or by the last of several
+columns are cut in `SPLITS` splits whose sums are added in order: by one program (SERIAL), or by the last of several
 that share an output tile. Either way a number is the same sum, whatever the number of rows.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
@@ -114,7 +114,7 @@ def _stretch(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one stretch of columns, `steps` tiles long; rows past the last are zeros, which nobody reads."""
+    """Multiply one split of K, `steps` tiles long; rows past the last are zeros, which nobody reads."""
     ZERO: tl.constexpr = 0 if KIND == "int8" else 0.0
     if KIND == "int8":
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
@@ -208,7 +208,7 @@ class Rows:
     """Rows on their way into a product: numbers, with a norm still to apply or not, or codes and a scale each.
 
     Args:
-        maxima_TB: the largest magnitudes of stretches of a row, from which a product with FP8 weights makes its codes.
+        maxima_TB: the largest magnitudes of splits of a row, from which a product with FP8 weights makes its codes.
     """
 
     values_TK: Tensor
@@ -243,7 +243,7 @@ class Launch:
     Args:
         block_m: the width of the token tile.
         stretch: the columns one partial sum covers, a multiple of the tile's, so that it is the same for all tiles.
-        serial: one program adds all stretches of its tile, where there are tokens enough to fill the device.
+        serial: one program adds all splits of its tile, where there are tokens enough to fill the device.
         counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
@@ -258,7 +258,7 @@ class Launch:
     instruction: int = 0
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
-        """Return programs over tokens, outputs and stretches of columns."""
+        """Return programs over tokens, outputs and splits of K."""
         outputs = num_outputs // 2 if silu else num_outputs
         width = self.config.taken // 2 if silu else self.config.taken
         splits = 1 if self.serial or self.config.side else self.config.split_k
@@ -313,7 +313,7 @@ def residual_stride(epilogue: Epilogue) -> int:
 
 
 def partial_sums(launch: Launch, grid: tuple[int, int, int], y: Tensor, whole: bool) -> Tensor:
-    """Return room for the stretches' sums, if several programs share a tile."""
+    """Return room for the splits' sums, if several programs share a tile."""
     if grid[2] == 1:
         return y
     assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"

@@ -1,6 +1,6 @@
-"""What follows a product that left the sums of its stretches: they are added, then the residual, then a norm.
+"""What follows a product that left the sums of its splits: they are added, then the residual, then a norm.
 
-A product that adds its own stretches waits for the slowest of them, tile by tile, with few programs at work. Here every
+A product that adds its own splits waits for the slowest of them, tile by tile, with few programs at work. Here every
 row has a program, which must run anyway for the norm. The arithmetic is that of a product's end and of `norm`.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
@@ -22,22 +22,22 @@ _CODE_WARPS = 16  # of a program that makes codes of its row, which it goes over
 
 
 @dataclass(frozen=True)
-class Stretches:
-    """Float32 sums [S, T, N] of a product's stretches of columns, still to be added in their order.
+class PartialSums:
+    """Float32 sums [S, T, N] of a product's splits of K, still to be added in their order.
 
     Args:
         scales: of the rows [T] and of the outputs [N], if these are sums of codes.
-        settled: whether the product has waited for its inputs before it let the next kernel start.
+        waited: whether the product has waited for its inputs before it let the next kernel start.
     """
 
     parts_STN: Tensor
     scales: tuple[Tensor, Tensor] | None = None
-    settled: bool = False
+    waited: bool = False
 
 
 @triton.jit
-def added_stretches(at, stride, real, SPLITS: tl.constexpr):
-    """Return numbers as they are stored, or the sums of a product's stretches, added in their order."""
+def sum_partials(at, stride, real, SPLITS: tl.constexpr):
+    """Return numbers as they are stored, or the sums of a product's splits, added in their order."""
     x = tl.load(at, mask=real, other=0.0)
     for split in tl.static_range(1, SPLITS):
         x += tl.load(at + split * stride, mask=real, other=0.0)
@@ -68,7 +68,7 @@ def _add_kernel(
     row = tl.program_id(0).to(tl.int64)
     dtype = hidden_ptr.dtype.element_ty
     residual = tl.load(residual_ptr + row * residual_stride + at, mask=real, other=0.0).to(tl.float32)
-    total = added_stretches(parts_ptr + row * width + at, part_stride, real, SPLITS)
+    total = sum_partials(parts_ptr + row * width + at, part_stride, real, SPLITS)
     total = scaled_sums(total, x_scale_ptr, w_scale_ptr, row, at, real)
     hidden = (total.to(dtype).to(tl.float32) + residual).to(dtype)
     tl.store(hidden_ptr + row * width + at, hidden, mask=real)
@@ -88,8 +88,8 @@ def _add_kernel(
             tl.store(normed_ptr + row * width + at, codes, mask=real)
 
 
-def add_stretches(
-    sums: Stretches, residual_TD: Tensor, norm: Norm | None, dependent: bool, warps: int
+def reduce_partials(
+    sums: PartialSums, residual_TD: Tensor, norm: Norm | None, dependent: bool, warps: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return a product's rows with their residual, and these normalised if there is a norm.
 
@@ -102,8 +102,8 @@ def add_stretches(
     return hidden, normed
 
 
-def add_stretches_to_codes(
-    sums: Stretches, residual_TD: Tensor, norm: Norm, codes: Codes, dependent: bool
+def reduce_to_codes(
+    sums: PartialSums, residual_TD: Tensor, norm: Norm, codes: Codes, dependent: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a product's rows with their residual, and these normalised: codes [T, D] and their scales [T]."""
     hidden = torch.empty(sums.parts_STN.shape[1:], dtype=residual_TD.dtype, device=residual_TD.device)
@@ -114,7 +114,7 @@ def add_stretches_to_codes(
 
 
 def _launch(
-    sums: Stretches, residual_TD: Tensor, norm: Norm | None, outs: tuple[Tensor, Tensor, Tensor | None], codes: str,
+    sums: PartialSums, residual_TD: Tensor, norm: Norm | None, outs: tuple[Tensor, Tensor, Tensor | None], codes: str,
     dependent: bool, warps: int,
 ) -> None:  # fmt: skip
     splits, num_rows, width = sums.parts_STN.shape

@@ -20,12 +20,12 @@ class WideLaunch:
     Args:
         config: tiles that fit the pass (see `fitted`).
         pieces: widths of the two pieces of the token tile; the second may be 0.
-        splits: the stretches columns are cut in, each a program's.
+        splits: the splits columns are cut in, each a program's.
         stretch: the columns of one of them.
         counters: zeros, as in `slipstream.kernels.triton.gemm.split_k.Launch`.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
-        settles: whether the next kernel may start only once this one's inputs are there.
+        waits_first: whether the next kernel may start only once this one's inputs are there.
     """
 
     config: WideConfig
@@ -35,10 +35,10 @@ class WideLaunch:
     counters: Tensor
     dependent: bool
     instruction: int = 0
-    settles: bool = False
+    waits_first: bool = False
 
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
-        """Return programs over outputs, tokens and stretches of columns."""
+        """Return programs over outputs, tokens and splits of K."""
         outputs = num_outputs // 2 if silu else num_outputs
         width = self.config.block_n * (2 if self.config.pair and not silu else 1)
         return -(-outputs // width), -(-num_rows // sum(self.pieces)), self.splits
@@ -56,7 +56,7 @@ def row_pieces(num_rows: int) -> tuple[int, int]:
 
 
 def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, shared_bytes: int) -> WideConfig:
-    """Return tiles whose sums stay in registers and whose stages fit the fast memory; neither changes bits.
+    """Return tiles whose sums stay in registers and whose stages fit the shared memory; neither changes bits.
 
     With SiLU a program needs the pair: tiles of its own are cut in gates and the rows `up`.
     """
@@ -122,7 +122,7 @@ def multiply_wide(
         SPLITS=1 if config.later else launch.splits, LATER=config.later,
         EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
         HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        AHEAD=config.ahead, TOGETHER=config.together, SETTLES=launch.settles, PDL=launch.dependent,
+        AHEAD=config.ahead, TOGETHER=config.together, WAITS_FIRST=launch.waits_first, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
@@ -139,7 +139,7 @@ def _stream(
     x_TK: Tensor, weight_NK: Tensor, scales: tuple[Tensor, Tensor], kind: str, y: Tensor, launch: WideLaunch,
     grid: tuple[int, int, int],
 ) -> None:  # fmt: skip
-    """Multiply by warps of two kinds; `y` gets numbers, or the sums of stretches."""
+    """Multiply by warps of two kinds; `y` gets numbers, or the sums of splits."""
     # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
@@ -162,13 +162,13 @@ def _stream(
         x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
         STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, AT_ONCE=config.at_once,
-        SETTLES=launch.settles, PDL=launch.dependent, num_warps=config.num_warps, **few,
+        WAITS_FIRST=launch.waits_first, PDL=launch.dependent, num_warps=config.num_warps, **few,
         **launch_options(launch.dependent),
     )  # fmt: skip
 
 
 def _fits_copy_engine(x_TK: Tensor) -> bool:
-    """Tell whether rows start where the copy engine can read: at multiples of 16 bytes."""
+    """Tell whether rows start where TMA can read: at multiples of 16 bytes."""
     return x_TK.data_ptr() % 16 == 0 and x_TK.stride(0) * x_TK.element_size() % 16 == 0
 
 

@@ -1,6 +1,6 @@
 """Products of some hundred rows by warps of two kinds: one asks for tiles, the others multiply what has come.
 
-What `wide_tiles` computes, in its order, for products that leave their stretches for later or
+What `wide_tiles` computes, in its order, for products that leave their splits for later or
 have one. The warp that asks does not wait for its inputs before it asks for weights: while the kernel before drains,
 the first tiles of them come in.
 """
@@ -144,12 +144,12 @@ def _multiply_fp8(
 def _take(
     stores, ready, empty, steps, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
     STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, FP8: gl.constexpr, AT_ONCE: gl.constexpr,
-    SETTLES: gl.constexpr, PDL: gl.constexpr,
+    WAITS_FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Multiply what was asked for; return the sums of both tiles with both pieces of the rows."""
     if PDL:
         gdc_wait()
-        if SETTLES:
+        if WAITS_FIRST:
             gdc_launch_dependents()
     if FP8:
         sums = _multiply_fp8(stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW)
@@ -210,9 +210,9 @@ def stream_kernel(
     x_first, x_second, w_tiles, x_scale_ptr, w_scale_ptr, y_ptr, M, N, steps, y_stride, part_stride,
     FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, LATER: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr, AT_ONCE: gl.constexpr,
-    SETTLES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    WAITS_FIRST: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by one weight tile or a pair, over one stretch of columns; SETTLES as in `wide_kernel`."""
+    """Multiply all rows by one weight tile or a pair, over one split of K; WAITS_FIRST as in `wide_kernel`."""
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
     split = gl.program_id(2)
     num_outputs = N // 2 if SILU else N
@@ -237,7 +237,7 @@ def stream_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    if PDL and not SETTLES:
+    if PDL and not WAITS_FIRST:
         gdc_launch_dependents()
     # A group of four warps takes 64 weight rows; two groups share a tile of 64 by halves of the rows.
     DOWN: gl.constexpr = num_warps if 16 * num_warps <= BLOCK_N else 4
@@ -248,7 +248,7 @@ def stream_kernel(
     one, one_rest, two, two_rest = gl.warp_specialize(
         [
             (_take, (stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, FP8, AT_ONCE,
-                     SETTLES, PDL)),
+                     WAITS_FIRST, PDL)),
             (_ask, ((x_first, x_second, w_tiles), stores, ready, empty, (m_first, n_first, n_second),
                     split * steps * BLOCK_K, steps, FIRST, SECOND, PAIR, BLOCK_K, STAGES,
                     (TILES * BLOCK_N + FIRST + SECOND) * BLOCK_K * ITEM, PDL)),

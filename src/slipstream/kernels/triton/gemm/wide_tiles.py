@@ -3,7 +3,7 @@
 A token tile is one or two pieces whose widths are powers of two, 128 + 32 for 160 rows: the weight tile is multiplied
 by each in turn, and no column is computed for rows that are not there. A pair of weight tiles shares the rows' tile
 likewise; with SiLU they are gates and the rows `up` of the same outputs. Columns are added in the order of
-`slipstream.kernels.triton.gemm.split_k`: the same stretches, the same steps, the same matrix instruction.
+`slipstream.kernels.triton.gemm.split_k`: the same splits, the same steps, the same matrix instruction.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -71,7 +71,7 @@ def _keep(part, partial_ptr, at, N: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _leave(part, partial_ptr, m_first, n_first, split, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store sums [BLOCK_N, BLOCK_M] of a stretch where the kernel that follows finds them: [stretches, M, N]."""
+    """Store sums [BLOCK_N, BLOCK_M] of a stretch where the kernel that follows finds them: [splits, M, N]."""
     m = (m_first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     n = (n_first + tl.arange(0, BLOCK_N))[None, :]
     tl.store(partial_ptr + (split.to(tl.int64) * M + m) * N + n, tl.trans(part), mask=(m < M) & (n < N))
@@ -81,7 +81,7 @@ def _leave(part, partial_ptr, m_first, n_first, split, M, N, BLOCK_M: tl.constex
 def _added(
     partial_ptr, at, stride, SPLITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Add the stretches' parts in their order, for `M` columns of tiles that are `WIDTH` wide."""
+    """Add the splits' parts in their order, for `M` columns of tiles that are `WIDTH` wide."""
     inside = tl.arange(0, N)[:, None] * WIDTH + tl.arange(0, M)[None, :]
     total = tl.load(partial_ptr + at + inside, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
@@ -163,7 +163,7 @@ def _finish_piece(
     AFTER: tl.constexpr, SPLITS: tl.constexpr, KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Finish one piece of the rows; stretches that were kept are added first, few rows at a time to spare registers.
+    """Finish one piece of the rows; splits that were kept are added first, few rows at a time to spare registers.
 
     Args:
         AFTER: numbers from a kept tile to that of the pair's second.
@@ -193,7 +193,7 @@ def _stretch(
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one stretch of columns, `steps` tiles long: the first piece of the rows and the rest, by both tiles."""
+    """Multiply one split of K, `steps` tiles long: the first piece of the rows and the rest, by both tiles."""
     REST: tl.constexpr = SECOND if SECOND > 0 else 16
     one, one_rest = _zeros(BLOCK_N, FIRST, KIND), _zeros(BLOCK_N, REST, KIND)
     two, two_rest = _zeros(BLOCK_N, FIRST, KIND), _zeros(BLOCK_N, REST, KIND)
@@ -280,12 +280,12 @@ def wide_kernel(
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, LATER: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
     KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
-    TOGETHER: tl.constexpr, SETTLES: tl.constexpr, PDL: tl.constexpr,
+    TOGETHER: tl.constexpr, WAITS_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by one weight tile or a pair, over one stretch of columns; the last of a tile adds them up.
+    """Multiply all rows by one weight tile or a pair, over one split of K; the last of a tile adds them up.
 
-    With LATER nobody does: sums stay as they are, for the kernel that follows. With SETTLES that one starts only once
-    the inputs are there here.
+    With LATER nobody does: sums stay as they are, for the kernel that follows. With WAITS_FIRST that one starts only
+    once the inputs are there here.
     """
     n_tile, m_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     REST: tl.constexpr = SECOND if SECOND > 0 else 16
@@ -299,7 +299,7 @@ def wide_kernel(
         _ask_ahead(w_ptr, n_first, split * steps * BLOCK_K, N, K, BLOCK_N)
         if PAIR:
             _ask_ahead(w_ptr, n_second, split * steps * BLOCK_K, N, K, BLOCK_N)
-    if SETTLES:
+    if WAITS_FIRST:
         wait_then_let_start(PDL)
     else:
         wait_for_inputs(PDL)

@@ -29,7 +29,7 @@ def _scores_kernel(
     x_ptr, w_ptr, shared_ptr, out_ptr, T, E, N, D, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a stretch of columns: parts [split, token, N] of the E scores, then of the shared expert's rows."""
+    """Multiply a split of K: parts [split, token, N] of the E scores, then of the shared expert's rows."""
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(1)
     score_blocks = tl.cdiv(E, BLOCK_E)
