@@ -16,6 +16,7 @@ from slipstream.kernels.triton.gemm.small_m_launch import squares_of
 from slipstream.kernels.triton.gemm.split_k import Epilogue, FoldedNorm, Rows
 from slipstream.kernels.triton.norm import Norm
 from slipstream.kernels.triton.tuning import LinearConfig
+from slipstream.models.fused import llama
 
 HEADS_OF_64 = {"head_dim": 64, "rope": RopeSpec(10000.0, 64), "hidden_size": 96, "intermediate_size": 160}
 
@@ -210,9 +211,9 @@ def test_a_pass_of_few_rows_folds_and_one_of_many_does_not(generator, monkeypatc
     model = make_target(generator, **HEADS_OF_64, num_layers=2).to(torch.bfloat16).to(DEVICE)
     ops = triton_ops(weights_first=True, fold_rows=4)
     calls = []
-    for name in ("rms_norm", "rope_and_write"):
-        whole = getattr(norms, name)
-        monkeypatch.setattr(norms, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
+    for module, name in ((norms, "rms_norm"), (llama, "rope_and_write")):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=whole, n=name: (calls.append(n), f(*a))[1])
     run(model, ops, [4])
     assert calls == ["rms_norm"]  # before the first block
     calls.clear()
