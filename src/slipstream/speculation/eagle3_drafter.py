@@ -22,7 +22,7 @@ from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.controller import Reach
 from slipstream.speculation.copying import Copier
 from slipstream.speculation.drafter import DraftView, Observed
-from slipstream.speculation.grow import Candidates, grow
+from slipstream.speculation.grow import Candidates, grow, with_trees
 from slipstream.speculation.late import LatePages, LateRun
 from slipstream.speculation.levels import Levels, LevelsStart
 from slipstream.speculation.merge import Guess, add_copies
@@ -141,7 +141,7 @@ class Eagle3Drafter:
             slots = [self._last[view.request_id] for view in grown]
             start = LevelsStart(*self._stacked(slots), self._borrowed(grown))
             candidates = grow(self.shape, Levels(self._draft, self._kv, self._ops, grown, start))
-        trees = _with_trees(roots, known, candidates)
+        trees = with_trees(roots, known, candidates)
         if self._copier is None and self._pace is None:
             return trees
         scores = candidates.scores_RC.tolist()
@@ -386,16 +386,3 @@ def _late_run(follower: Follower, length: int) -> LateRun:
     """Return what a draft is late with in a request of so many committed tokens."""
     late = follower.late
     return LateRun(length - late, follower.late_tokens_L[:late].tolist(), follower.late_states_LF[:late])
-
-
-def _with_trees(roots: TreeBatch, known: list[int], candidates: Candidates) -> TreeBatch:
-    """Hang the candidates of the known requests on their roots; the others stay lone."""
-    num_requests, num_drafted = len(roots.sizes_R), candidates.tokens_RC.shape[1]
-    tokens_RN = roots.tokens_RN.new_zeros(num_requests, 1 + num_drafted)
-    parents_RN = torch.full_like(tokens_RN, -1)
-    tokens_RN[:, :1] = roots.tokens_RN
-    tokens_RN[known, 1:] = candidates.tokens_RC
-    parents_RN[known, 1:] = candidates.parents_RC + 1
-    sizes_R = roots.sizes_R.clone()
-    sizes_R[known] = 1 + num_drafted
-    return TreeBatch(tokens_RN, parents_RN, sizes_R)

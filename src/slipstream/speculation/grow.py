@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.speculation.tree import TreeShape
+from slipstream.speculation.tree import TreeBatch, TreeShape
 
 
 class Children(NamedTuple):
@@ -112,3 +112,16 @@ def _grow_static(shape: TreeShape, grower: Grower) -> Candidates:
             ids_W = [number[path] for path in expanded]
             level = grower.children(tokens[:, ids_W], hangs_W.expand(num_requests, -1), tried)
     return Candidates(tokens, parents.expand(num_requests, -1), scores)
+
+
+def with_trees(roots: TreeBatch, known: list[int], candidates: Candidates) -> TreeBatch:
+    """Hang the candidates of the known requests on their roots; the others stay lone."""
+    num_requests, num_drafted = len(roots.sizes_R), candidates.tokens_RC.shape[1]
+    tokens_RN = roots.tokens_RN.new_zeros(num_requests, 1 + num_drafted)
+    parents_RN = torch.full_like(tokens_RN, -1)
+    tokens_RN[:, :1] = roots.tokens_RN
+    tokens_RN[known, 1:] = candidates.tokens_RC
+    parents_RN[known, 1:] = candidates.parents_RC + 1
+    sizes_R = roots.sizes_R.clone()
+    sizes_R[known] = 1 + num_drafted
+    return TreeBatch(tokens_RN, parents_RN, sizes_R)
