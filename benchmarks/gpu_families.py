@@ -2,12 +2,12 @@
 
     PYTHONPATH=src python benchmarks/gpu_families.py --limit-s 110
 
-Of each kind (sinks and windows, chunks, a cap on logits, biased experts with a clamped SwiGLU, other experts, latents,
-sections of rotary positions, windows in every block) requests are answered one at a time without a draft; then
-together, arriving at random, in chunks, with too few pages for all: without a draft, with n-grams, with an EAGLE-3
-chain, step by step and captured, and once more on the pages the first round left. T = 0 and T = 1 with top-p. Every
-token must be the same. Trees are compared, too, but counted only with --trees, since a GPU does not promise them
-(docs/exact.md). In brackets: tokens a pass, and requests that were preempted.
+Of each kind (sinks and windows, chunks, a cap on logits, heads that differ by block, biased experts with a clamped
+SwiGLU, other experts, latents, sections of rotary positions, windows in every block) requests are answered one at a
+time without a draft; then together, arriving at random, in chunks, with too few pages for all: without a draft, with
+n-grams, with an EAGLE-3 chain, step by step and captured, and once more on the pages the first round left. T = 0 and
+T = 1 with top-p. Every token must be the same. Trees are compared, too, but counted only with --trees, since a GPU
+does not promise them (docs/exact.md). In brackets: tokens a pass, and requests that were preempted.
 """
 
 import argparse
@@ -47,6 +47,12 @@ KINDS = {
     "Gemma 3 (windows, norms around, a cap on logits)": {
         "architectures": ["Gemma3ForCausalLM"], "sliding_window": 7, "sliding_window_pattern": 3,
         "query_pre_attn_scalar": 24, "final_logit_softcapping": 30.0,
+    },
+    "Gemma 4 (heads by block, keys as values, experts beside the dense part)": {
+        "architectures": ["Gemma4ForCausalLM"], "sliding_window": 7, "global_head_dim": 32,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 8,
+        "top_k_experts": 3, "moe_intermediate_size": 32, "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
     "Llama 4 (chunks, blocks without positions, experts)": {
         "architectures": ["Llama4ForCausalLM"], "intermediate_size": 32, "intermediate_size_mlp": 48,

@@ -28,10 +28,10 @@ def _config(name: str, **fields: object) -> Callable[[], transformers.PreTrained
 
 
 def _seeing(
-    name: str, vision: dict[str, object], text: dict[str, object]
+    name: str, vision: dict[str, object], text: dict[str, object], tied: bool = False
 ) -> Callable[[], transformers.PreTrainedConfig]:
     config = getattr(transformers, f"{name}Config")
-    return lambda: config(text_config={**SIZES, **text}, vision_config=vision, tie_word_embeddings=False)
+    return lambda: config(text_config={**SIZES, **text}, vision_config=vision, tie_word_embeddings=tied)
 
 
 SMALL_VISION: dict[str, object] = {
@@ -39,6 +39,13 @@ SMALL_VISION: dict[str, object] = {
     "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
 }  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True}
+GEMMA4: dict[str, object] = {
+    "sliding_window": 7, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                           "rope_theta": 1e6}},
+}  # fmt: skip
 CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "Qwen3-MoE": _config(
         "Qwen3MoeConfig", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
@@ -64,6 +71,16 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                          "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+    ),
+    "Gemma 4": _seeing(
+        "Gemma4", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                   "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        {**GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2},
+        tied=True,
+    ),
+    "Gemma 4 MoE": _config(
+        "Gemma4TextConfig", **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
     "Llama 4": _config(
         "Llama4TextConfig", num_hidden_layers=4, intermediate_size=32, intermediate_size_mlp=48, num_local_experts=4,

@@ -88,7 +88,7 @@ def test_moved_slots_take_their_scales_along(generator):
 def test_a_page_takes_half_the_bytes():
     shape = make_target(torch.Generator().manual_seed(0), head_dim=128).kv_shape
     halves = shape.bytes_per_token(torch.bfloat16)
-    assert shape.bytes_per_token(FP8) == halves // 2 + 2 * shape.num_layers * shape.num_kv_heads
+    assert shape.bytes_per_token(FP8) == halves // 2 + 2 * sum(heads for heads, _ in shape.layers)
     layer = KvCache.allocate(shape, 3, 4, FP8, torch.device("cpu")).layers[0]
     taken = sum(part.nbytes for part in (layer.keys_SGd, layer.values_SGd, *layer.scales))
-    assert taken * shape.num_layers == 12 * shape.bytes_per_token(FP8)
+    assert taken * len(shape.layers) == 12 * shape.bytes_per_token(FP8)

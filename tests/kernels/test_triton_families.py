@@ -15,6 +15,7 @@ from slipstream.quant.scheme import scheme_named
 
 OPS = TritonOps(DEVICE)
 REFERENCE = select(DEVICE, "reference")
+CLAMPED = Activation("clamped", 1.5, 1.702)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +78,11 @@ def test_a_query_with_sinks_has_the_same_bits_alone_as_in_company(generator):
     assert torch.equal(OPS.attention(q[2:3], layer, alone, 0.25, sight)[0], together[2])
 
 
-@pytest.mark.parametrize("format", ["dense", "mxfp4_weight_only"])
-def test_experts_with_biases_and_a_clamped_activation_are_the_references(format, generator):
+@pytest.mark.parametrize(
+    ("format", "activation"),
+    [("dense", CLAMPED), ("mxfp4_weight_only", CLAMPED), ("dense", Activation("gelu"))],
+)
+def test_experts_with_biases_and_other_activations_are_the_references(format, activation, generator):
     def weights(outputs, inputs):
         numbers = torch.randn(4, outputs, inputs, generator=generator)
         bias_EN = torch.randn(4, outputs, generator=generator).to(DEVICE)
@@ -91,7 +95,6 @@ def test_experts_with_biases_and_a_clamped_activation_are_the_references(format,
     x_TD = torch.randn(3, 64, generator=generator).to(DEVICE)
     ids_TK = torch.tensor([[0, 2], [3, 1], [-1, 2]], device=DEVICE)
     chosen = (ids_TK, torch.rand(3, 2, generator=generator).to(DEVICE))
-    activation = Activation("clamped", 1.5, 1.702)
     got = OPS.experts(x_TD, gate_up, down, *chosen, activation)
     expected = REFERENCE.experts(x_TD, gate_up, down, *chosen, activation)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from slipstream.checkpoint.fields import Fields
 from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.models.layers import Linear
 from slipstream.models.load import load_target
 from slipstream.models.moe import Experts
 from slipstream.quant.formats import mxfp4
@@ -57,6 +58,20 @@ def test_compressed_tensors_int4_experts_load_as_stored(tmp_path):
     )
     assert formats(load_target(open_checkpoint(folder), torch.float32, CPU)) == {"int4_group"}
     assert any(name.endswith("weight_packed") for path in folder.glob("*.safetensors") for name in load_file(path))
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "Gemma 4 MoE"])
+def test_a_quantized_gemma_4_is_the_dequantized_model(name, tmp_path):
+    """Blocks without value projections join what they have, and the router stays as it is."""
+    folder = quantized(folder_of(name, tmp_path / "dense"), tmp_path / "int4", "int4", 16, "compressed-tensors", ())
+    packed, dense = (load_target(open_checkpoint(folder), torch.float32, CPU) for _ in range(2))
+    for part in dense.modules():
+        if isinstance(part, Linear) and part.packed is not None:
+            part.weight = torch.nn.Parameter(dequantize(part.packed).float(), requires_grad=False)
+    assert dense.layers[-1].self_attn.qkv_proj.packed.format == "int4_group"
+    tokens_T = some_tokens(24)
+    expected_TV = passes(dense, tokens_T, [24], True)[0]
+    torch.testing.assert_close(passes(packed, tokens_T, [24], True)[0], expected_TV, atol=1e-4, rtol=0)
 
 
 def words(codes: torch.Tensor, axis: int, order: tuple[int, ...]) -> torch.Tensor:

@@ -55,11 +55,11 @@ def test_a_split_target_gives_the_tokens_of_the_whole_one(at_work, dense, size, 
     assert (split[2] > 1.1) == (draft != "none")
 
 
-@pytest.mark.parametrize(("name", "experts"), [("gpt-oss", 1), ("gpt-oss", 2), ("Phi-4", 1)])
+@pytest.mark.parametrize(("name", "experts"), [("gpt-oss", 1), ("gpt-oss", 2), ("Phi-4", 1), ("Gemma 4 MoE", 2)])
 def test_a_split_target_of_another_family_gives_the_tokens_of_the_whole_one(at_work, name, experts, tmp_path):
     """Sinks go with their heads, an expert's bias is added once, and joined tensors are cut as if they lay apart."""
     folder = folder_of(name, tmp_path, folders.VOCAB)
-    whole = programs.answers(ALONE, folder, None)  # trees over windows are refused
+    whole = programs.answers(ALONE, folder, None)
     split, *_ = at_work.run(2, programs.answers, folder, None, experts=experts)
     assert split[0] == whole[0]
     assert split[1] == pytest.approx(whole[1], abs=1e-4)

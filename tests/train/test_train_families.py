@@ -13,7 +13,14 @@ from tiny_families import CONFIGS, folder_of, some_tokens
 from tiny_moe import passes
 from training import objective_for, random_texts, train
 
-TAUGHT = ("Qwen3-MoE", "gpt-oss", "Gemma 3", "Llama 4", "Phi-4")  # the others' blocks are among these or older tests'
+TAUGHT = (
+    "Qwen3-MoE",
+    "gpt-oss",
+    "Gemma 3",
+    "Gemma 4 MoE",
+    "Llama 4",
+    "Phi-4",
+)  # the others' blocks are among these or older tests'
 CPU = torch.device("cpu")
 
 

@@ -9,7 +9,7 @@ from slipstream.checkpoint.draft_config import draft_spec
 from slipstream.checkpoint.draft_export import DraftDialect, DraftOrigin, draft_config
 from slipstream.checkpoint.families import FAMILIES, Family
 from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
-from slipstream.checkpoint.gemma_config import with_gemma
+from slipstream.checkpoint.gemma_config import full_heads, with_gemma
 from slipstream.checkpoint.llama4_config import with_llama4
 from slipstream.checkpoint.moe_config import read_experts, read_mla, text_fields
 from slipstream.checkpoint.rope import write_rope
@@ -41,7 +41,9 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         check_activation(fields)
     attention_bias = fields.flag("attention_bias", False)
     max_position = fields.integer("max_position_embeddings")
-    ropes = read_ropes(fields, head_dim if mla is None else mla.rope_dim, max_position, family)
+    heads = full_heads(fields, head_dim, num_kv_heads) if family.gemma == 4 else None
+    widths = (head_dim if heads is None else heads[0], head_dim) if mla is None else (mla.rope_dim, mla.rope_dim)
+    ropes = read_ropes(fields, widths, max_position, family)
     bos = fields.integers("bos_token_id")
     spec = ModelSpec(
         architecture=architecture,
@@ -61,7 +63,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
         mlp_bias=fields.flag("mlp_bias", False),
         qk_norm=_qk_norm(fields, family),
         sliding_window=_sliding_window(fields, family),
-        blocks=read_blocks(fields, family, ropes),
+        blocks=read_blocks(fields, family, ropes, heads),
         sinks=family.sinks,
         mla=mla,
         moe=None if family.experts is None else read_experts(fields, family.experts),
@@ -71,7 +73,7 @@ def model_spec(config: Mapping[str, Any], source: Path) -> ModelSpec:
     )
     if family.window == "chunks":
         return with_llama4(spec, fields)
-    return with_gemma(spec, fields) if family.gemma else spec
+    return spec if family.gemma is None else with_gemma(spec, fields, family.gemma)
 
 
 def model_config(spec: ModelSpec) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Experts = Literal["deepseek", "minimax", "qwen3", "qwen3_vl", "gpt_oss", "llama4"]
+Experts = Literal["deepseek", "minimax", "qwen3", "qwen3_vl", "gpt_oss", "llama4", "gemma4"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,11 @@ class Family:
         full_every: where `layer_types` is absent, every so many blocks one sees all keys, the others a window.
         sinks: whether attention has a learned score for no key.
         local_theta: the base of rotary positions in blocks with a window, where it is another than in the others.
+        full_rope: how blocks that see all keys turn positions where the config does not say.
         dense_size: the field that holds the width of dense feed-forward parts.
-        gemma: whether embeddings are scaled, norms lie around blocks and are stored less one, GELU gates, and the
-            scale of attention is a field.
+        gemma: whether embeddings are scaled, norms lie around blocks and GELU gates; in the third version norms are
+            stored less one and the scale of attention is a field, in the fourth blocks that see all keys have heads
+            of their own and every block scales its output.
         tied: whether the head is the table of embeddings where the config does not say.
         defaults: further fields that published configs leave out, being those of transformers' class.
         experts: whose fields describe the experts; None for a dense model.
@@ -48,8 +50,9 @@ class Family:
     full_every: int = 1
     sinks: bool = False
     local_theta: float | None = None
+    full_rope: Mapping[str, str | float] = field(default_factory=dict)
     dense_size: str = "intermediate_size"
-    gemma: bool = False
+    gemma: Literal[3, 4] | None = None
     tied: bool = False
     defaults: Mapping[str, int | float] = field(default_factory=dict)
     experts: Experts | None = None
@@ -62,10 +65,21 @@ class Family:
 
 
 _GEMMA3 = Family(
-    "gemma3_text", head_dim=256, qk_norm="head", window="layers", full_every=6, theta=1e6, local_theta=1e4, gemma=True,
+    "gemma3_text", head_dim=256, qk_norm="head", window="layers", full_every=6, theta=1e6, local_theta=1e4, gemma=3,
     tied=True,
     defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
               "max_position_embeddings": 131072},
+)  # fmt: skip
+_GEMMA4 = Family(
+    "gemma4_text", head_dim=256, qk_norm="head", window="layers", full_every=6, theta=1e6, local_theta=1e4, gemma=4,
+    tied=True, full_rope={"rope_type": "proportional", "partial_rotary_factor": 0.25}, experts="gemma4",
+    joined="experts",
+    defaults={"vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 512,
+              "max_position_embeddings": 131072},
+)  # fmt: skip
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4, model_type="gemma4_unified_text",
+    defaults={**_GEMMA4.defaults, "sliding_window": 1024, "max_position_embeddings": 262144},
 )  # fmt: skip
 _LLAMA4 = Family(
     "llama4_text", head_dim=128, window="chunks", dense_size="intermediate_size_mlp", experts="llama4", theta=5e5,
@@ -98,6 +112,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, model_type="gemma3", sees=True),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, model_type="gemma4", sees=True),
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA4_UNIFIED, model_type="gemma4_unified", sees=True),
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": replace(_LLAMA4, model_type="llama4", sees=True),
     "Phi3ForCausalLM": Family(

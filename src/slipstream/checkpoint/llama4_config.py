@@ -21,7 +21,10 @@ def with_llama4(spec: ModelSpec, fields: Fields) -> ModelSpec:
             "layer_types",
             "shows chunks to other blocks than those with positions ('no_rope_layers'), which is not read.",
         )
-    tempered = fields.flag("attn_temperature_tuning", True)
+    # Scout's file says 4, as Meta's own code once counted blocks; transformers takes any number but 0 for true.
+    key = "attn_temperature_tuning"
+    counted = isinstance(fields.values.get(key), int) and not isinstance(fields.values[key], bool)
+    tempered = fields.integer(key, minimum=0) > 0 if counted else fields.flag(key, True)
     return replace(
         spec,
         blocks=tuple(BlockSpec(spec.rope, chunk=chunk) if rotated else BlockSpec(None) for rotated in rotates),

@@ -41,15 +41,16 @@ def read_mla(fields: Fields) -> MlaSpec:
     )
 
 
-def read_experts(fields: Fields, whose: Experts) -> MoeSpec:
-    """Return the experts of a config, in the spelling of one family."""
-    readers: dict[Experts, Callable[[Fields], MoeSpec]] = {
+def read_experts(fields: Fields, whose: Experts) -> MoeSpec | None:
+    """Return the experts of a config, in the spelling of one family; None for a dense member of one that has both."""
+    readers: dict[Experts, Callable[[Fields], MoeSpec | None]] = {
         "deepseek": _read_deepseek,
         "minimax": _read_minimax,
         "qwen3": partial(_read_qwen3, normalise=False),
         "qwen3_vl": partial(_read_qwen3, normalise=True),
         "gpt_oss": _read_gpt_oss,
         "llama4": _read_llama4,
+        "gemma4": _read_gemma4,
     }
     return readers[whose](fields)
 
@@ -144,6 +145,17 @@ def _read_llama4(fields: Fields) -> MoeSpec:
     sparse = set(fields.integers("moe_layers") if fields.has("moe_layers") else range(step - 1, num_layers, step))
     dense = tuple(layer for layer in range(num_layers) if layer not in sparse)
     return MoeSpec(num_experts, inner, routing, shared_size=inner, dense_layers=dense)
+
+
+def _read_gemma4(fields: Fields) -> MoeSpec | None:
+    """Return the experts of a Gemma 4 config, beside the dense part of every block; most sizes have none."""
+    if not fields.flag("enable_moe_block", False):
+        return None
+    num_experts = fields.integer("num_experts", maximum=MOST_EXPERTS)
+    routing = RoutingSpec(fields.integer("top_k_experts"), scoring="softmax", bias="none", scaled_experts=True)
+    _check_routing(fields, routing, num_experts)
+    inner = fields.integer("moe_intermediate_size")
+    return MoeSpec(num_experts, inner, routing, activation=Activation("gelu"), beside_dense=True)
 
 
 def _dense_layers(fields: Fields) -> tuple[int, ...]:

@@ -39,9 +39,22 @@ _NORMS_AROUND = {
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "feed_forward_out_norm",
 }
+# Gemma 4's experts stand beside the dense part, with norms of their own.
+_BESIDE = {
+    ".experts.": ".beside.mixture.experts.",
+    ".router.proj.": ".beside.mixture.gate.",
+    ".router.per_expert_scale": ".beside.mixture.gate.expert_scale",
+    ".router.scale": ".beside.gate_norm.weight",
+    ".post_feedforward_layernorm_1.": ".beside.dense_out_norm.",
+    ".pre_feedforward_layernorm_2.": ".beside.input_norm.",
+    ".post_feedforward_layernorm_2.": ".beside.out_norm.",
+}
 # Llama 4's and gpt-oss's words, in this order.
 _OTHER_WORDS = {".feed_forward.": ".mlp.", ".shared_expert.": ".shared_experts.", ".mlp.router.": ".mlp.gate."}
-_VISION = re.compile(r"(model\.)?(vision_tower|vision_model|visual|mm_projector|multi_modal_projector)\.")
+_OTHER_SENSES = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|mm_projector|multi_modal_projector|audio_tower|embed_vision|embed_audio"
+    r"|vision_embedder)\."
+)
 _BLOCK_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
 _TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -97,8 +110,13 @@ def draft_name(canonical: str, dialect: NameDialect) -> str:
 
 def canonical_target_name(name: str, norms_around: bool = False) -> str:
     """Return our name for a tensor of a target: `model.layers.N...`, `model.norm.weight`, `lm_head.weight`"""
-    if norms_around and (module := name.split(".")[-2]) in _NORMS_AROUND:
-        name = name.replace(f".{module}.", f".{_NORMS_AROUND[module]}.")
+    if norms_around:
+        above, _, last = name.rpartition(".")
+        before, _, module = above.rpartition(".")
+        name = f"{before}.{_NORMS_AROUND[module]}.{last}" if module in _NORMS_AROUND else name
+        name = f"{above}.out_scale.weight" if last == "layer_scalar" else name
+        for theirs, ours in _BESIDE.items():
+            name = name.replace(theirs, ours)
     for prefix in _TARGET_PREFIXES:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
@@ -117,8 +135,8 @@ def left_out_of_target(name: str, spec: ModelSpec) -> str | None:
     Models that also see come with a vision tower, and mixtures of experts with blocks that predict several tokens,
     numbered after the last block.
     """
-    if FAMILIES[spec.architecture].sees and _VISION.match(name):
-        return "the vision tower and its projector, as slipstream runs the text part only, are"
+    if FAMILIES[spec.architecture].sees and _OTHER_SENSES.match(name):
+        return "the vision tower and other parts for pictures and sound, as slipstream runs the text part only, are"
     block = _BLOCK_NUMBER.match(canonical_target_name(name)) if spec.moe is not None else None
     if block is not None and int(block[1]) >= spec.num_layers:
         return "the blocks for multi-token prediction, in whose place a draft goes, are"

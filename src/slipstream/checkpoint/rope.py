@@ -15,6 +15,7 @@ _SCALINGS: dict[str, RopeScaling] = {
     "llama3": "llama3",
     "yarn": "yarn",
     "longrope": "longrope",
+    "proportional": "proportional",
     "su": "longrope",  # as Phi-3's first files call it
     "mrope": "none",  # positions in pictures; those of text are the same in every section
 }
@@ -37,6 +38,12 @@ def read_rope(fields: Fields, head_dim: int, max_position: int, family: Family =
             "rope_parameters",
             f"is {shown(dict(new.values))}, but 'rope_scaling' is {shown(dict(old.values))}; make them agree.",
         )
+    if kind == "proportional":  # turns the first pairs of whole heads, as slowly as if it turned all
+        share = block.number("partial_rotary_factor", 1.0)
+        turning = int(share * head_dim // 2)
+        if head_dim % 2 or share > 1:
+            raise block.error("partial_rotary_factor", f"is {share:g} of a head's {head_dim} numbers, which are pairs.")
+        return RopeSpec(theta, head_dim, kind, block.number("factor", 1.0), turning=turning)
     rotary_dim = _rotary_dim(fields, block, head_dim, family.partial_rotary)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise fields.error(
@@ -104,6 +111,7 @@ def write_rope(rope: RopeSpec, head_dim: int) -> dict[str, Any]:
             "long_factor": list(rope.long_divisors),
             "attention_factor": rope.attention_factor,
         }
+    assert rope.scaling != "proportional", "no draft has it"
     kind = "default" if rope.scaling == "none" else rope.scaling
     result: dict[str, Any] = {
         "rope_theta": rope.theta,

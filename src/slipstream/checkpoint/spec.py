@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class RopeSpec:
         divisors: what LongRoPE divides each pair's frequency by, up to the original context.
         long_divisors: what it divides by where texts may be longer (`at_context`).
         truncate: whether YaRN's ramp begins and ends at whole dimensions.
+        turning: how many pairs "proportional" turns, the first ones; the others stay as they are.
     """
 
     theta: float
@@ -29,6 +30,7 @@ class RopeSpec:
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
     truncate: bool = True
+    turning: int = 0
 
     def at_context(self, max_context: int) -> "RopeSpec":
         """Return the rope of texts of up to so many tokens: LongRoPE turns them all as the longest may need it."""
@@ -81,6 +83,7 @@ class RoutingSpec:
         scoring: what turns the router's logits into scores.
         bias: what the router's bias is added to: the scores experts are chosen by (not those they are weighted by),
             or the logits.
+        scaled_experts: whether each expert's weight is multiplied by a stored number of its own.
     """
 
     top_k: int
@@ -91,6 +94,7 @@ class RoutingSpec:
     scoring: Literal["sigmoid", "softmax"] = "sigmoid"
     bias: Literal["choice", "logits", "none"] = "choice"
     weighs_inputs: bool = False
+    scaled_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class MoeSpec:
         shared_size: the intermediate size of the expert every token goes through; 0 for none.
         dense_layers: the blocks that keep their dense feed-forward part, ascending.
         bias: whether the experts' products have biases.
+        beside_dense: whether experts stand beside every block's dense part, each with norms of its own (Gemma 4).
     """
 
     num_experts: int
@@ -128,6 +133,7 @@ class MoeSpec:
     dense_layers: tuple[int, ...] = ()
     bias: bool = False
     activation: Activation = SILU
+    beside_dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,11 +144,15 @@ class BlockSpec:
         rope: its rotary positions; None for a block that knows no positions.
         window: how many keys a token sees, the last ones, its own included; None sees all.
         chunk: keys lie in chunks of so many positions, and a token sees those of its own chunk; None sees all.
+        heads: the width of its heads and the number of its key heads; None for the model's.
+        keys_as_values: whether values are what the keys are made of, so there is no projection for them.
     """
 
     rope: RopeSpec | None
     window: int | None = None
     chunk: int | None = None
+    heads: tuple[int, int] | None = None
+    keys_as_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,8 @@ class ModelSpec:
         norm_offset: what is added to every norm's stored weight.
         embedding_scale: what embeddings are multiplied by before the first block.
         logit_cap: where logits are squeezed between minus and plus this number.
+        unit_values: whether each head's values are normed, without a weight.
+        scaled_blocks: whether the stream is multiplied by a stored number after each block.
     """
 
     architecture: str
@@ -200,6 +212,8 @@ class ModelSpec:
     norm_offset: float = 0.0
     embedding_scale: float | None = None
     logit_cap: float | None = None
+    unit_values: bool = False
+    scaled_blocks: bool = False
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
     bos_token_id: int | None = None
@@ -209,6 +223,10 @@ class ModelSpec:
     def block(self, index: int) -> BlockSpec:
         """Return what a block's attention has of its own."""
         return self.blocks[index] if self.blocks else BlockSpec(self.rope, self.sliding_window)
+
+    def block_heads(self, index: int) -> tuple[int, int]:
+        """Return the width of a block's heads and the number of its key heads."""
+        return self.block(index).heads or (self.head_dim, self.num_kv_heads)
 
     @property
     def widest_window(self) -> int | None:

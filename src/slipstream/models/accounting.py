@@ -9,7 +9,7 @@ from torch import nn
 from slipstream.checkpoint.source import TensorSource
 from slipstream.checkpoint.span import Span, Window
 from slipstream.errors import CheckpointError
-from slipstream.models.layers import Attention, Embedding, Linear, RMSNorm
+from slipstream.models.layers import Attention, Embedding, Linear, RMSNorm, Scale
 from slipstream.models.moe import Experts, Router
 
 _MAX_LISTED = 12
@@ -24,16 +24,17 @@ class Place:
     Args:
         expert: which of this rank's stack of experts it belongs to; None elsewhere.
         dtype: what the parameter must be kept in whatever the model's type; None if it follows that.
-        offset: what is added to the stored values.
+        offset: what is added to the stored values, after `factor` has multiplied them.
     """
 
-    module: Linear | RMSNorm | Embedding | Router | Experts | Attention
+    module: Linear | RMSNorm | Embedding | Router | Experts | Attention | Scale
     parameter: str
     start: int
     window: Window
     expert: int | None = None
     dtype: torch.dtype | None = None
     offset: float = 0.0
+    factor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,8 +61,11 @@ def places(model: nn.Module) -> dict[str, Place]:
                     found[f"{name}.bias"] = Place(module, "bias", start, (rows,))
                 start += rows.size
         elif isinstance(module, RMSNorm):
-            kept = torch.float32 if module.offset else None
-            found[f"{path}.weight"] = Place(module, "weight", 0, (module.columns,), dtype=kept, offset=module.offset)
+            offset, factor = module.offset, module.factor
+            kept = torch.float32 if (offset, factor) != (0, 1) else None
+            found[f"{path}.weight"] = Place(module, "weight", 0, (module.columns,), None, kept, offset, factor)
+        elif isinstance(module, Scale):
+            found[f"{path}.weight"] = Place(module, "weight", 0, _whole(module.weight.shape))
         elif isinstance(module, Embedding):
             found[f"{path}.weight"] = Place(module, "weight", 0, _whole(module.shape))
         elif isinstance(module, Router):
@@ -69,6 +73,9 @@ def places(model: nn.Module) -> dict[str, Place]:
             if (bias := module.bias_E) is not None:
                 whole = _whole(bias.shape)
                 found[f"{path}.{module.bias_name}"] = Place(module, module.bias_name, 0, whole, dtype=torch.float32)
+            if (scale := module.expert_scale) is not None:
+                whole = _whole(scale.shape)
+                found[f"{path}.expert_scale"] = Place(module, "expert_scale", 0, whole, dtype=torch.float32)
         elif isinstance(module, Experts):
             found |= _expert_places(path, module)
         elif isinstance(module, Attention) and module.sinks is not None:

@@ -57,9 +57,9 @@ class KvCache:
         shape: "KvShape", num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> "KvCache":
         """Reserve room for `num_pages` pages in every layer; FP8 has room for its scales, too."""
-        size = (num_pages * page_size, shape.num_kv_heads, shape.head_dim)
 
-        def layer() -> KvLayer:
+        def layer(num_kv_heads: int, head_dim: int) -> KvLayer:
+            size = (num_pages * page_size, num_kv_heads, head_dim)
             keys_SGd = torch.zeros(size, dtype=dtype, device=device)
             shared = shape.value_view is not None
             values_SGd = keys_SGd[..., : shape.value_view] if shared else torch.zeros_like(keys_SGd)
@@ -68,7 +68,7 @@ class KvCache:
             scales_SG = torch.zeros(size[:2], dtype=torch.uint8, device=device)
             return KvLayer(keys_SGd, values_SGd, (scales_SG, scales_SG if shared else torch.zeros_like(scales_SG)))
 
-        return KvCache([layer() for _ in range(shape.num_layers)], page_size)
+        return KvCache([layer(*heads) for heads in shape.layers], page_size)
 
 
 @dataclass(frozen=True)
@@ -76,24 +76,22 @@ class KvShape:
     """What one token's keys and values take.
 
     Args:
+        layers: each layer's number of key heads, and their width.
         value_view: where values are the first columns of keys, in the same memory, how many; None where they are apart.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[tuple[int, int], ...]
     value_view: int | None = None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of keys and values one token needs in all layers; FP8 has a scale of one byte a head."""
         tensors = 2 if self.value_view is None else 1
-        head_bytes = self.head_dim * dtype.itemsize + (dtype == KV_FP8)
-        return tensors * self.num_layers * self.num_kv_heads * head_bytes
+        return tensors * sum(heads * (width * dtype.itemsize + (dtype == KV_FP8)) for heads, width in self.layers)
 
 
 def latent_shape(mla: MlaSpec, num_layers: int) -> KvShape:
     """Return what the latents of a token take: they are its keys, and without their rotary part its values."""
-    return KvShape(num_layers, 1, mla.latent_dim, mla.kv_rank)
+    return KvShape(((1, mla.latent_dim),) * num_layers, mla.kv_rank)
 
 
 @dataclass(frozen=True)
@@ -244,6 +242,26 @@ def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTo
         max_keys=page_table_RP.shape[1] * kv.page_size,
     )
     return PagedContext(ops, queries.positions_T.contiguous(), slots_T, batch, kv, queries.prompt_rows)
+
+
+def level_context(
+    ops: Ops, kv: KvCache, page_table_RP: Tensor, index_RW: Tensor, position_RW: Tensor, ancestors_RW: Tensor
+) -> PagedContext:
+    """Lay out a pass over as many query tokens of every request, without asking the host anything."""
+    (num_requests, width), page_size = index_RW.shape, kv.page_size
+    column_RW = index_RW // page_size
+    slots_RW = page_table_RP.gather(1, column_RW).long() * page_size + index_RW % page_size
+    batch = AttentionBatch(
+        query_starts_R1=torch.arange(num_requests + 1, dtype=torch.int32, device=index_RW.device) * width,
+        kv_lens_R=(index_RW[:, -1] + 1).int(),
+        page_table_RP=page_table_RP,
+        kv_index_T=index_RW.flatten(),
+        ancestors_T=ancestors_RW.flatten(),
+        page_size=page_size,
+        max_queries=width,
+        max_keys=page_table_RP.shape[1] * page_size,
+    )
+    return PagedContext(ops, position_RW.flatten().contiguous(), slots_RW.flatten(), batch, kv)
 
 
 def _batch_by_path(page_table_RP: Tensor, queries: QueryTokens, page_size: int) -> AttentionBatch:

@@ -94,7 +94,8 @@ class Eagle3Draft(nn.Module):
         """What this rank keeps of the draft's keys and values, or the latents that stand for them."""
         if self.spec.mla is not None:
             return latent_shape(self.spec.mla, self.spec.num_layers)
-        return KvShape(self.spec.num_layers, self.ranks.cut_or_copy(self.spec.num_kv_heads).size, self.spec.head_dim)
+        heads = (self.ranks.cut_or_copy(self.spec.num_kv_heads).size, self.spec.head_dim)
+        return KvShape((heads,) * self.spec.num_layers)
 
     def share_embedding(self, embedding: Embedding) -> None:
         """Use the target's table of embeddings."""

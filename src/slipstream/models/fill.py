@@ -87,8 +87,8 @@ class Filler:
                 f"{self._source.info(self._names[name]).file}: tensor {self._names[name]} holds NaN or infinite "
                 "values; the file is damaged or the training run diverged."
             )
-        if place.offset:
-            values = values.float() + place.offset
+        if (place.offset, place.factor) != (0, 1):
+            values = values.float() * place.factor + place.offset
         parameter = getattr(place.module, place.parameter)
         if parameter.is_meta:
             empty = torch.empty(parameter.shape, dtype=place.dtype or self._dtype, device=self._device)

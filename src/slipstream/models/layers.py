@@ -89,13 +89,13 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale; a width that is a span is this rank's part of the row.
 
-    Where checkpoints store the scale less an `offset`, it is kept whole here, in float32.
+    Where checkpoints store the scale less an `offset`, or without a `factor`, it is kept whole here, in float32.
     """
 
-    def __init__(self, width: int | Span, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, width: int | Span, eps: float, offset: float = 0.0, factor: float = 1.0) -> None:
         super().__init__()
         self.columns = _span(width)
-        self.offset = offset
+        self.offset, self.factor = offset, factor
         self.weight = nn.Parameter(torch.ones(self.columns.size))
         self.eps = eps
 
@@ -107,6 +107,18 @@ class RMSNorm(nn.Module):
         """Normalise this rank's part of rows whose squares, all ranks' parts together, add up to `squares_T1`."""
         scale_T1 = torch.rsqrt(squares_T1 / self.columns.total + self.eps)
         return self.weight * (x_TD.float() * scale_T1).to(x_TD.dtype)
+
+
+class Scale(nn.Module):
+    """A learned number that rows are multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Multiply every row."""
+        return x_TD * self.weight
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,8 @@ class AttentionShape:
     neighbours: bool = False
     unit_qk_eps: float | None = None
     tempering: Tempering | None = None
+    keys_as_values: bool = False
+    unit_values_eps: float | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -147,7 +161,8 @@ class Attention(nn.Module):
         self.shape = replace(shape, num_heads=heads.size, num_kv_heads=kv_heads.size)  # this rank's
         self.layer_index = layer_index
         q, kv = heads.times(shape.head_dim), kv_heads.times(shape.head_dim)
-        self.qkv_proj = Linear(shape.input_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, shape.qkv_bias)
+        parts = {"q_proj": q, "k_proj": kv} | ({} if shape.keys_as_values else {"v_proj": kv})
+        self.qkv_proj = Linear(shape.input_size, parts, shape.qkv_bias)
         self.o_proj = Linear(q, {"o_proj": shape.output_size}, shape.output_bias, ranks)
         q_width, k_width = (q, kv) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
         eps, offset = shape.qk_norm_eps, shape.norm_offset
@@ -172,19 +187,25 @@ class Attention(nn.Module):
         shape = self.shape
         leading = x_TD.shape[:-1]
         qkv = self.qkv_proj(x_TD, ctx.ops).unflatten(-1, (-1, shape.head_dim))
-        q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
+        q, k, *own = qkv.split([rows // shape.head_dim for rows in self.qkv_proj.parts.values()], dim=-2)
+        v = k if shape.keys_as_values else own[0]
+        if shape.unit_values_eps is not None:
+            v = self._unit(v, shape.unit_values_eps, ctx.ops)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(q, k, self.q_norm, self.k_norm, ctx.ops)
         if rotary is not None:
             q, k = ctx.ops.rotate(q, *rotary), ctx.ops.rotate(k, *rotary)
             if shape.unit_qk_eps is not None:
-                ones_d = torch.ones(shape.head_dim, dtype=q.dtype, device=q.device)
-                q, k = (ctx.ops.rms_norm(x, ones_d, shape.unit_qk_eps) for x in (q, k))
+                q, k = (self._unit(x, shape.unit_qk_eps, ctx.ops) for x in (q, k))
         elif shape.tempering is not None:
             q = q * _temper(ctx.positions_T, shape.tempering).to(q.dtype)
         out = ctx.attend(self.layer_index, q, k, v, shape.softmax_scale, self.sight)
         projected: Tensor = self.o_proj(out.reshape(*leading, -1), ctx.ops)
         return projected
+
+    def _unit(self, x_THd: Tensor, eps: float, ops: Ops) -> Tensor:
+        """Norm each head, without a weight."""
+        return ops.rms_norm(x_THd, torch.ones(self.shape.head_dim, dtype=x_THd.dtype, device=x_THd.device), eps)
 
     def _normed(
         self, q_THd: Tensor, k_TGd: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, ops: Ops

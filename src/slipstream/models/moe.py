@@ -1,5 +1,6 @@
-"""Mixture of experts in place of a block's feed-forward part, its weights dense or as a checkpoint stores them."""
+"""Mixture of experts in place of a block's feed-forward part or beside it, its weights dense or as stored."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -7,13 +8,16 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import MoeSpec, RoutingSpec
 from slipstream.kernels import Ops
-from slipstream.models.layers import MLP
+from slipstream.models.layers import MLP, RMSNorm
 from slipstream.models.parallel import ALONE, Ranks
 from slipstream.quant.packed import ExpertWeights
 
 
 class Router(nn.Module):
-    """Scores the experts; a correction bias takes part in the choice, not in the weights, a plain one in both."""
+    """Scores the experts; a correction bias takes part in the choice, not in the weights, a plain one in both.
+
+    Experts may have a scale each, by which their weights are multiplied.
+    """
 
     def __init__(self, width: int, num_experts: int, routing: RoutingSpec) -> None:
         super().__init__()
@@ -21,6 +25,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, width))
         if routing.bias != "none":
             self.register_parameter(self.bias_name, nn.Parameter(torch.empty(num_experts, dtype=torch.float32)))
+        scale_E = torch.empty(num_experts, dtype=torch.float32) if routing.scaled_experts else None
+        self.expert_scale = None if scale_E is None else nn.Parameter(scale_E)
 
     @property
     def bias_name(self) -> str:
@@ -34,7 +40,8 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights, both [T, K]."""
-        return ops.route(x_TD, self.weight, self.bias_E, self.routing)
+        ids_TK, weights_TK = ops.route(x_TD, self.weight, self.bias_E, self.routing)
+        return ids_TK, weights_TK if self.expert_scale is None else weights_TK * self.expert_scale[ids_TK]
 
 
 class Experts(nn.Module):
@@ -111,10 +118,33 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec, width, ranks)
         self.shared_experts = MLP(width, spec.shared_size, False, ranks, adds_up=False) if spec.shared_size else None
 
-    def forward(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        """Route each token, whatever leading dimensions there are; every rank routes alike, and one sum joins them."""
+    def forward(self, x_TD: Tensor, ops: Ops, routed_by_TD: Tensor | None = None) -> Tensor:
+        """Route each token, whatever leading dimensions there are; every rank routes alike, and one sum joins them.
+
+        Args:
+            routed_by_TD: what the router reads; None for what the experts are given.
+        """
         rows_TD = x_TD.reshape(-1, x_TD.shape[-1])
-        out_TD: Tensor = self.experts(rows_TD, self.gate(rows_TD, ops), ops)
+        chosen = self.gate(rows_TD if routed_by_TD is None else routed_by_TD.reshape(rows_TD.shape), ops)
+        out_TD: Tensor = self.experts(rows_TD, chosen, ops)
         if self.shared_experts is not None:
             out_TD = out_TD + self.shared_experts(rows_TD, ops)
         return self._ranks.sum(out_TD).view(x_TD.shape)
+
+
+class ExpertsBeside(nn.Module):
+    """Experts that a block has beside its dense part: both read the stream, both are normed, and they add up."""
+
+    def __init__(self, spec: MoeSpec, norm: Callable[[], RMSNorm], ranks: Ranks = ALONE) -> None:
+        super().__init__()
+        self.dense_out_norm, self.input_norm, self.out_norm = norm(), norm(), norm()
+        width, eps = self.input_norm.columns.size, self.input_norm.eps
+        self.gate_norm = RMSNorm(width, eps, factor=width**-0.5)
+        self.mixture = MixtureOfExperts(spec, width, ranks)
+
+    def forward(self, dense_TD: Tensor, hidden_TD: Tensor, ops: Ops) -> Tensor:
+        """Return the sum of what the dense part and the experts make of the stream."""
+        routed_by_TD = self.gate_norm(hidden_TD, ops)
+        out_TD = self.out_norm(self.mixture(self.input_norm(hidden_TD, ops), ops, routed_by_TD), ops)
+        both_TD: Tensor = self.dense_out_norm(dense_TD, ops) + out_TD
+        return both_TD

@@ -49,6 +49,9 @@ def _frequencies(spec: RopeSpec) -> Tensor:
         return _llama3(spec, frequency_r)
     if spec.scaling == "yarn":
         return _yarn(spec, frequency_r)
+    if spec.scaling == "proportional":
+        turns_r = torch.arange(len(frequency_r)) < spec.turning
+        return torch.where(turns_r, frequency_r / spec.factor, 0.0)
     if spec.scaling == "longrope":
         return 1.0 / (torch.tensor(spec.divisors) * spec.theta**exponent_r)
     return frequency_r

@@ -10,9 +10,9 @@ from slipstream.checkpoint.spec import SILU, ModelSpec
 from slipstream.kernels import Ops, Sight
 from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.fused.run import run_layers
-from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
+from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm, Scale
 from slipstream.models.mla import LatentAttention
-from slipstream.models.moe import MixtureOfExperts
+from slipstream.models.moe import ExpertsBeside, MixtureOfExperts
 from slipstream.models.parallel import ALONE, Ranks
 from slipstream.models.rope import Rotary
 
@@ -37,8 +37,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = norm()
         self.attention_out_norm = norm() if spec.norms_around else None
         self.feed_forward_out_norm = norm() if spec.norms_around else None
+        beside = spec.moe is not None and spec.moe.beside_dense
+        self.beside = ExpertsBeside(spec.moe, norm, ranks) if spec.moe is not None and beside else None
+        self.out_scale = Scale() if spec.scaled_blocks else None
         self.mlp: MLP | MixtureOfExperts
-        if spec.moe is None or layer_index in spec.moe.dense_layers:
+        if spec.moe is None or beside or layer_index in spec.moe.dense_layers:
             self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, ranks, True, spec.activation)
         else:
             self.mlp = MixtureOfExperts(spec.moe, spec.hidden_size, ranks)
@@ -74,10 +77,12 @@ class DecoderLayer(nn.Module):
             attended_TD = self.attention_out_norm(attended_TD, ctx.ops)
         hidden_TD = hidden_TD + attended_TD
         fed_TD = self.mlp(self.post_attention_layernorm(hidden_TD, ctx.ops), ctx.ops)
+        if self.beside is not None:
+            fed_TD = self.beside(fed_TD, hidden_TD, ctx.ops)
         if self.feed_forward_out_norm is not None:
             fed_TD = self.feed_forward_out_norm(fed_TD, ctx.ops)
         out_TD: Tensor = hidden_TD + fed_TD
-        return out_TD
+        return out_TD if self.out_scale is None else self.out_scale(out_TD)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,8 @@ class Target(nn.Module):
     @property
     def kv_shape_by_head(self) -> KvShape:
         """What keys and values take in a cache that keeps the heads apart, as training's does."""
-        return KvShape(self.spec.num_layers, self.ranks.cut_or_copy(self.spec.num_kv_heads).size, self.spec.head_dim)
+        blocks = (self.spec.block_heads(index) for index in range(self.spec.num_layers))
+        return KvShape(tuple((self.ranks.cut_or_copy(kv_heads).size, width) for width, kv_heads in blocks))
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext, captured_layers: Sequence[int] = ()) -> Hidden:
         """Run the blocks; `captured_layers` counts blocks applied (0 = the embedding)."""
@@ -143,12 +149,13 @@ class Target(nn.Module):
 def attention_shape(spec: ModelSpec, layer_index: int = 0) -> AttentionShape:
     """Read the shape of a block's attention off a target's spec."""
     block = spec.block(layer_index)
+    head_dim, num_kv_heads = spec.block_heads(layer_index)
     return AttentionShape(
         input_size=spec.hidden_size,
         output_size=spec.hidden_size,
         num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         qkv_bias=spec.qkv_bias,
         output_bias=spec.output_bias,
         qk_norm_eps=spec.rms_eps if spec.qk_norm else None,
@@ -162,4 +169,6 @@ def attention_shape(spec: ModelSpec, layer_index: int = 0) -> AttentionShape:
         sinks=spec.sinks,
         scale=spec.attention_scale,
         norm_offset=spec.norm_offset,
+        keys_as_values=block.keys_as_values,
+        unit_values_eps=spec.rms_eps if spec.unit_values else None,
     )

@@ -12,7 +12,8 @@ EMBEDDINGS = frozenset(
     {"embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "tok_embeddings", "word_embeddings", "embedding"}
 )
 # What others keep as it is: the draft's fusion, the head, and the routers of experts.
-_KEPT = frozenset({"fc", "lm_head", "embed_out", "gate", "router", "shared_expert_gate"})
+_KEPT = ("fc", "lm_head", "embed_out", "gate", "router", "router.proj", "shared_expert_gate")
+_KEPT_ENDINGS = tuple(f".{name}" for name in _KEPT)
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -65,7 +66,7 @@ def select(
     quantized = [
         module
         for module in modules
-        if module not in excluded and (module in included or module.rpartition(".")[2] not in _KEPT)
+        if module not in excluded and (module in included or not f".{module}".endswith(_KEPT_ENDINGS))
     ]
     if not quantized:
         raise ConfigError("Nothing is left to quantize: every linear layer is excluded or of a kind that is kept.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.spec import DraftSpec, ModelSpec
+from slipstream.checkpoint.spec import DraftSpec, ModelSpec, RopeSpec
 from slipstream.errors import ConfigError
 from slipstream.kernels.training.loss import Labels, Teacher, make_narrow_teacher, make_teacher, soft_cross_entropy
 from slipstream.kernels.training.ops import train_ops
@@ -73,7 +73,7 @@ class DraftShape:
             num_kv_heads=target.num_kv_heads,
             head_dim=target.head_dim,
             rms_eps=target.rms_eps,
-            rope=target.rope,
+            rope=_draft_rope(target),
             max_position=target.max_position,
             captured_layers=captured,
             num_features=len(captured),
@@ -81,6 +81,11 @@ class DraftShape:
             feature_norm=self.feature_norm,  # type: ignore[arg-type]  # checked above
             feedback=self.feedback,  # type: ignore[arg-type]  # checked above
         )
+
+
+def _draft_rope(target: ModelSpec) -> RopeSpec:
+    """Return the target's rotary positions, or plain ones where they are made for wider heads than the draft's."""
+    return RopeSpec(target.rope.theta, target.head_dim) if target.rope.rotary_dim > target.head_dim else target.rope
 
 
 def default_captures(target: ModelSpec) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class ExpertOptions:
         shared: a shared expert's inner rows [T, i] and down weight [D, i]; its output is added with `add_TD`.
         codes: the rows as INT8 and their scales (see `row_codes`), where whoever chose the experts made them already.
         dependent: whether kernels may start while the one before them drains (`launch_options`).
-        activation: what becomes of gate and up: SiLU's, or the clamped one.
+        activation: what becomes of gate and up.
     """
 
     tiles: ExpertTiles | None = None
@@ -233,7 +233,7 @@ class _Run:
             sums, x.scale, gate_up.scales.get("scale"), gate_up.scales.get("scale_2"), gate_up.bias_EN, self._ids_TK,
             hidden.codes, hidden.scale, num_pairs, width, self._activation.limit, self._activation.alpha,
             TOP_K=self._top_k, SCALES=self._arithmetic.scales, SPLITS=splits, INPUT=self._arithmetic.input,
-            CLAMPED=self._activation.kind == "clamped", TYPE=_TYPES[self._x_TD.dtype], BLOCK=_block(width),
+            ACTIVATION=self._activation.kind, TYPE=_TYPES[self._x_TD.dtype], BLOCK=_block(width),
             **self._launch,
         )  # fmt: skip
         return hidden

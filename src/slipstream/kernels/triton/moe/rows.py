@@ -142,9 +142,16 @@ def clamped(gate, up, limit, alpha, TYPE: tl.constexpr):
 
 
 @triton.jit
+def gelu(gate, up, TYPE: tl.constexpr):
+    """Return up times GELU of gate in its tanh form, rounded once; 0.5 * (1 + tanh(z)) is the logistic of 2 z."""
+    twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    return (tl.div_rn(gate, 1.0 + tl.exp(-twice)) * up).to(TYPE)
+
+
+@triton.jit
 def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, bias_ptr, ids_ptr, codes_ptr, scale_ptr,
                     num_pairs, width, limit, alpha, TOP_K: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr,
-                    INPUT: tl.constexpr, CLAMPED: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
+                    INPUT: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
                     PDL: tl.constexpr):  # fmt: skip
     """Add one pair's splits, apply scales, bias and activation, round to TYPE and write the row stage 2 reads."""
     wait_for_inputs(PDL)
@@ -178,8 +185,10 @@ def activate_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, bias_ptr,
         bias_at = bias_ptr + expert * (2 * width) + column
         gate += tl.load(bias_at, mask=inside, other=0).to(tl.float32)
         up += tl.load(bias_at + width, mask=inside, other=0).to(tl.float32)
-    if CLAMPED:
+    if ACTIVATION == "clamped":
         inner = clamped(gate, up, limit, alpha, TYPE).to(tl.float32)
+    elif ACTIVATION == "gelu":
+        inner = gelu(gate, up, TYPE).to(tl.float32)
     else:
         inner = activated(gate, up, TYPE).to(tl.float32)
     write_row(inner, pair, width, codes_ptr, scale_ptr, INPUT, BLOCK)
