@@ -3,15 +3,14 @@
 from collections import Counter
 
 import pytest
-import typer
 
 from slipstream.bench.like import read_line
-from slipstream.cli.foreign_line import own_flags
 from slipstream.cli.quantize import quantize
 from slipstream.cli.serve import serve
 from slipstream.flags.line import settle
 from slipstream.flags.table import flag_table
 from tests.published.documents import ABSENT, FOLDER, published_lines, stray_flags
+from tests.published.verbs import own_of
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=ABSENT)
 LINES = published_lines() if FOLDER.is_dir() else []
@@ -21,12 +20,6 @@ ELSEWHERE = {
     "cd": "goes to Quark's examples, which are not needed",
     "export": "sets a variable for the lines after it",
 }
-
-
-def own_of(verb):
-    app = typer.Typer()
-    app.command()(verb)
-    return own_flags(typer.main.get_command(app))
 
 
 def test_the_commands_are_found():

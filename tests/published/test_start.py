@@ -17,9 +17,13 @@ import pytest
 from slipstream.bench.plan import build_plan
 from slipstream.bench.plan_text import plan_rows
 from slipstream.bench.recipe_file import load_recipe
+from slipstream.cli.serve import serve
+from slipstream.flags.line import settle
+from slipstream.flags.table import flag_table
 from tests.ports import free_port
 from tests.published.checkpoints import write_published
 from tests.published.documents import ABSENT, FOLDER, published_lines
+from tests.published.verbs import own_of
 
 pytestmark = [pytest.mark.published, pytest.mark.skipif(not FOLDER.is_dir(), reason=ABSENT)]
 ROOT = Path(__file__).parents[2]
@@ -176,22 +180,23 @@ def test_an_inferencex_line_starts_and_answers(folder, row):
     sys.stdout.write(f"\n{row['arm']} {row['workload']} {row['topology']}: {'; '.join(changed)}\n")
 
 
-def without(words, flags):
-    """Return a line without some flags and their values, and those."""
-    kept, left_out = [], []
-    for i, word in enumerate(words):
-        mine = word in flags or (i > 0 and words[i - 1] in flags)
-        (left_out if mine else kept).append(word)
-    return kept, left_out
+LAUNCHES = [
+    *(pytest.param(line.arguments(), line.env, id=line.document) for line in LINES if line.kind() == "serve"),
+    *(  # one InferenceX line of each arm
+        pytest.param(row["argv"][2:], tuple(row["env"].items()), id=f"{row['argv'][2]}-{row['arm']}")
+        for row in inferencex_rows()
+        if row["workload"] == "1k1k"
+    ),
+]
 
 
-def test_flags_that_are_not_needed_change_no_token(folder):
-    (line,) = [line for line in LINES if line.kind() == "serve" and line.document.startswith("000")]
-    plain, _ = without(line.arguments(), ["--attention-backend"])
-    plain = [word for word in plain if word not in ("--enable-torch-compile", "--trust-remote-code", "--numa-node")]
-    plain = plain[: plain.index("0")] + plain[plain.index("--speculative-algorithm") :]
-    with started(folder, line.arguments(), line.env) as (url, _, _):
+@pytest.mark.parametrize(("words", "env"), LAUNCHES)
+def test_what_is_not_needed_here_changes_no_token(folder, words, env):
+    with started(folder, words, env) as (url, _, _):
         published = completion(url)
-    with started(folder, plain) as (url, log, _):
+    line, _, _ = on_this_machine(words)
+    own = settle(line, own_of(serve), flag_table("serve")).words  # all flags that are not needed are gone
+    with started(folder, own) as (url, log, _):
         assert completion(url) == published
         assert "not needed here" not in log.read_text()
+    sys.stdout.write(f"\n{len(line) - len(own)} words and {len(env)} variables fewer, the same tokens\n")
