@@ -59,6 +59,21 @@ def test_every_figure_and_section_is_there(page):
     assert page.count("data:image/svg+xml") == 8
 
 
+def test_prompt_lengths_are_compared_where_answers_are_as_long():
+    points = [
+        replace(point(arm, 4, seed, workload, context), output_tokens=answer)
+        for arm in ("no-spec", "eagle3-bf16")
+        for seed in (1, 2)
+        for workload, context, answer in (("1k1k", 64, 60), ("1k8k", 64, 512), ("8k1k", 512, 64))
+    ]
+    figure = lines.speedup_by_context(Grid(points)).figure
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert titles == ["tp1, concurrency 4: 1k1k, 8k1k"] * 2
+    drawn = [line.get_xdata() for axis in figure.axes for line in axis.lines if len(line.get_xdata()) == 2]
+    assert any(list(xs) == [64, 512] for xs in drawn)
+    assert lines.speedup_by_context(Grid([one for one in points if one.key.workload != "8k1k"])) is None
+
+
 def test_time_is_told_by_phase_and_not_made_up_for_servers_that_do_not_tell():
     told = point("eagle3-bf16", 4, 1, context=1024)
     other = replace(point("ngram", 4, 1, context=1024), phases=None)

@@ -47,7 +47,7 @@ class Engine:
         self._doubt = DraftDoubt() if drafter.has_kv else None
         self._simulated: tuple[float, ...] = ()
         self._prompt_pace = PromptPace(config, executor)
-        self._idle = False
+        self._idle = False  # whether the last request has ended and no step has begun since
         self._stepped: float | None = None  # when the last step of a busy spell ended
         self.stats = EngineStats()
 
@@ -213,6 +213,7 @@ class Engine:
         plan = self._scheduler.plan(self._prompt_pace.budget(self._scheduler.running, self.num_waiting))
         with self._ending_on_failure(plan):
             if plan:
+                self.stats.begin_step()
                 executor.submit(self._input(plan, patience_s))
             due = executor.in_flight > (executor.lookahead if plan else 0)
             output = executor.collect() if due else None
@@ -220,16 +221,16 @@ class Engine:
         if not self._sessions:
             self._settle()
         ended = time.perf_counter()
-        self._idle = not self._sessions
-        self.stats.add_busy(ended - started, self._idle or executor.in_flight > 0)
+        self.stats.add_busy(ended - started, executor.in_flight)
         self._stepped = ended
         return emissions
 
     def rest(self) -> None:
         """Wait until the device has done what the last step left it, and count that; for who has nothing else to do."""
         if self._idle and self._stepped is not None:
+            self._settle()  # the last request may have been aborted between two steps
             self.stats.add_times(self._executor.rest())
-            self.stats.add_busy(time.perf_counter() - self._stepped, in_flight=False)
+            self.stats.add_busy(time.perf_counter() - self._stepped, in_flight=0)
             self._stepped = None
 
     def hurry(self) -> None:
@@ -355,6 +356,7 @@ class Engine:
             self.stats.prompt_tokens += len(request.prompt)
             self._scheduler.finish(request, reason)
         self._sessions.pop(request.request_id, None)
+        self._idle = not self._sessions
 
 
 def draft_needs(drafter: Drafter) -> DraftNeeds:

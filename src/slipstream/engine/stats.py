@@ -1,6 +1,7 @@
 """What an engine counts while it runs, and what it says when a draft's counts look wrong."""
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 
 from slipstream.executors.interface import DecodePass, Phase, StepOutput
@@ -51,6 +52,8 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    _begun_s: deque[float] = field(default_factory=deque, repr=False)
+    _num_untold: int = field(default=0, repr=False)
 
     def add_times(self, output: StepOutput) -> None:
         """Count what an executor measured."""
@@ -58,13 +61,24 @@ class EngineStats:
             self.phase_seconds[phase] += seconds
         for decoded in output.passes:
             self.by_context.setdefault(counted_context(decoded.context), ContextCosts()).add(decoded)
+        self._num_untold = output.num_untold
 
-    def add_busy(self, seconds: float, in_flight: bool) -> None:
-        """Count the time of a call as it passed; while the device is at work, how much was the host's is not known."""
-        told_s = self.busy_s + (0.0 if in_flight else seconds)
+    def begin_step(self) -> None:
+        """Take note that a step is submitted by the call whose time is counted next."""
+        self._begun_s.append(self.busy_s)
+
+    def add_busy(self, seconds: float, in_flight: int) -> None:
+        """Count the time of a call, and the host's part of it.
+
+        That part is known up to where the oldest step began whose times are not: while the host launches a step the
+        device runs it, so what passed since may be either's.
+        """
         self.busy_s += seconds
+        while len(self._begun_s) > in_flight + self._num_untold:
+            self._begun_s.popleft()
+        known_s = self._begun_s[0] if self._begun_s else self.busy_s
         others = sum(taken for phase, taken in self.phase_seconds.items() if phase != "host")
-        self.phase_seconds["host"] = max(self.phase_seconds["host"], told_s - others)
+        self.phase_seconds["host"] = max(self.phase_seconds["host"], known_s - others)
 
 
 def counted_context(context: float) -> int:

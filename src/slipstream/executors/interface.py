@@ -154,12 +154,16 @@ class StepOutput:
     """What came of a step: outputs by row, in the order they were made, and what the time went to.
 
     Times are measured, and told when the device is past what they time: on a GPU that may be with a later step.
+
+    Args:
+        num_untold: steps read so far whose times are still to be told.
     """
 
     rows: Sequence[RowOutput]
     seconds: Mapping[Phase, float] = field(default_factory=dict)
     steps: int = 1
     passes: Sequence[DecodePass] = ()
+    num_untold: int = 0
 
 
 @dataclass(frozen=True)

@@ -110,4 +110,4 @@ class Laps:
             passes += decoded
             for phase, taken in times.items():
                 seconds[phase] = seconds.get(phase, 0.0) + taken
-        return StepOutput(output.rows, seconds, output.steps, passes)
+        return StepOutput(output.rows, seconds, output.steps, passes, num_untold=len(self._laps))

@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from slipstream.records.point import PointRecord
 from slipstream.report.series import (
     Cell,
     Grid,
@@ -13,6 +14,7 @@ from slipstream.report.series import (
     input_tokens,
     interactivity,
     output_per_device,
+    output_tokens,
 )
 from slipstream.report.style import Look, Plot, hide_unused, legend_below, looks_of, new_figure, to_svg
 
@@ -50,17 +52,16 @@ def speedup_by_concurrency(grid: Grid) -> Plot | None:
 
 
 def speedup_by_context(grid: Grid) -> Plot | None:
-    """Draw speed-up against prompt length, at the lowest and highest concurrency that several workloads share."""
-    lengths: dict[tuple[str, str], list[float]] = {}
-    for cell in grid.cells():
-        lengths.setdefault((cell.setting.recipe, cell.setting.topology), []).append(cell.mean(input_tokens) or 1.0)
-    topologies = [place for place, found in lengths.items() if max(found) >= 2 * min(found)]
-    if not topologies:
+    """Draw speed-up against prompt length, at the lowest and highest concurrency that several workloads share.
+
+    Workloads are compared whose answers are about as long, since a longer answer alone changes the speed-up.
+    """
+    rows = [settings for settings in _by_answer_length(grid) if _differ(grid, settings)]
+    if not rows:
         return None
     looks = looks_of(grid.all_arms())
-    figure, axes = new_figure(2.8 * len(topologies), len(topologies), 2)
-    for row, (recipe, topology) in enumerate(topologies):
-        settings = [s for s in grid.settings if (s.recipe, s.topology) == (recipe, topology)]
+    figure, axes = new_figure(2.8 * len(rows), len(rows), 2)
+    for row, settings in enumerate(rows):
         shared = sorted(set.intersection(*(set(grid.concurrencies(s)) for s in settings)))
         for axis, concurrency in zip(axes[row], [shared[0], shared[-1]] if shared else [], strict=False):
             shown: list[float] = []
@@ -71,10 +72,36 @@ def speedup_by_context(grid: Grid) -> Plot | None:
                     shown += _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
             _speedup_axis(axis, shown)
             context_axis(axis)
-            axis.set_title(f"{topology}, concurrency {concurrency}", fontsize=9, loc="left")
+            names = ", ".join(setting.workload for setting in settings)
+            axis.set_title(f"{settings[0].topology}, concurrency {concurrency}: {names}", fontsize=9, loc="left")
     legend_below(figure, axes)
     alt = "Line charts of speed-up against prompt length"
     return Plot("Speed-up against prompt length.", to_svg(figure), alt, figure)
+
+
+def _by_answer_length(grid: Grid) -> list[list[Setting]]:
+    """Return settings of one recipe and topology in groups: in each, an answer is at most 1.25 times the next."""
+    groups: list[list[Setting]] = []
+    lengths = {setting: _mean_of(grid, setting, output_tokens) for setting in grid.settings}
+    for setting in sorted(grid.settings, key=lambda s: (s.recipe, s.topology, lengths[s])):
+        last = groups[-1][-1] if groups else None
+        alike = last is not None and (last.recipe, last.topology) == (setting.recipe, setting.topology)
+        if last is not None and alike and lengths[setting] <= 1.25 * lengths[last]:
+            groups[-1].append(setting)
+        else:
+            groups.append([setting])
+    return groups
+
+
+def _differ(grid: Grid, settings: list[Setting]) -> bool:
+    """Say whether prompts of one setting are twice as long as another's."""
+    lengths = [_mean_of(grid, setting, input_tokens) for setting in settings]
+    return max(lengths) >= 2 * min(lengths)
+
+
+def _mean_of(grid: Grid, setting: Setting, value: Callable[[PointRecord], float | None]) -> float:
+    found = [cell.mean(value) or 1.0 for cell in grid.cells() if cell.setting == setting]
+    return sum(found) / len(found) if found else 1.0
 
 
 def acceptance_by_position(grid: Grid) -> Plot | None:

@@ -181,6 +181,11 @@ def input_tokens(record: PointRecord) -> float | None:
     return float(record.input_tokens) if record.input_tokens else None
 
 
+def output_tokens(record: PointRecord) -> float | None:
+    """Mean length of an answer."""
+    return float(record.output_tokens) if record.output_tokens else None
+
+
 def _by_start(records: Sequence[PointRecord]) -> list[PointRecord]:
     return sorted(records, key=lambda record: (record.provenance.started_at, record.key.arm))
 
