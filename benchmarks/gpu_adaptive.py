@@ -2,15 +2,17 @@
 
     PYTHONPATH=src:benchmarks python benchmarks/gpu_adaptive.py --batches 1,8 --steps 150
 
-Llama-8B's shape with random weights, contexts of 1k that are taken for computed, and acceptance simulated by position:
-useless to excellent. One engine; what is chosen is fixed for all arms but the automatic one.
+Llama-8B's shape with random weights, contexts that are taken for computed, and acceptance simulated by position:
+useless to excellent. One engine; what is chosen is fixed for all arms but the automatic one. With --tree its draft
+grows trees of 16 nodes, and smaller ones are among the choices; simulated acceptance is then that of chains, so trees
+can only lose, and the automatic choice must find that out.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,8 +40,8 @@ KINDS = {
 class Fixed(LengthController):
     """Always chooses the same."""
 
-    def __init__(self, choice: Choice) -> None:
-        super().__init__([1, 3, DEPTH])
+    def __init__(self, choice: Choice, trees: Sequence[tuple[int, int]]) -> None:
+        super().__init__([1, 3, DEPTH], trees)
         self._choice = choice
 
     def choose(self, num_rows: int, num_drafting: int, seconds: Mapping[Choice, float]) -> Choice:
@@ -81,6 +83,7 @@ def main() -> int:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--tree", action="store_true")
     args = parser.parse_args()
     device, batches = (
         torch.device("cuda" if torch.cuda.is_available() else "cpu"),
@@ -98,19 +101,22 @@ def main() -> int:
         adaptive_depth=True,
         cuda_graphs="on",
     )
-    engine = build_engine(target, draft, TreeShape.chain(DEPTH), config, select(device))
+    shape = TreeShape(depth=DEPTH, width=4, budget=16) if args.tree else TreeShape.chain(DEPTH)
+    trees = [(DEPTH, 8), (DEPTH, 16)] if args.tree else []
+    engine = build_engine(target, draft, shape, config, select(device))
     started = time.perf_counter()
     print(*engine.warm_up(), f"{time.perf_counter() - started:.0f} s", sep="\n", flush=True)
     fixed = {"plain": REST, **{f"chain {n}": Choice(n, follows=True) for n in (1, 3, DEPTH)}}
+    fixed |= {f"tree {budget}": Choice(depth, follows=True, budget=budget) for depth, budget in trees}
     worst, shares, count = 9.0, 0.0, 0
     for batch in batches:
         for kind, rates in KINDS.items():
             engine.simulate_acceptance(rates)
             found = {
-                name: tokens_a_second(engine, Fixed(choice), batch, args.context, args.steps)
+                name: tokens_a_second(engine, Fixed(choice, trees), batch, args.context, args.steps)
                 for name, choice in fixed.items()
             }
-            automatic = LengthController([1, 3, DEPTH])
+            automatic = LengthController([1, 3, DEPTH], trees)
             found["automatic"] = tokens_a_second(engine, automatic, batch, args.context, args.steps)
             best = max(found[name] for name in fixed)
             worst = min(worst, found["automatic"] / found["plain"])

@@ -148,7 +148,7 @@ def pass_ms(models: StepModels, num_rows: int, num_drafted: int, context: int, r
 
     def place_and_verify() -> None:
         # Only the target is measured, so what a draft would have written is put there instead.
-        step._chains.place_chains(step._rows, step._places, models.target_kv.page_size)
+        step._chains.place_chains(step._rows.chains, step._passes.places, models.target_kv.page_size)
         step.chain_RN[:, 1:].copy_(nodes_RK)
         step.verify()
 

@@ -2,16 +2,18 @@
 
     python benchmarks/gpu_bundle.py --questions A --questions B --count 400 --out trees.pt        # here
     PYTHONPATH=src:benchmarks python benchmarks/gpu_trees.py --bundle trees.pt --tokens 32          # on the GPU
-    PYTHONPATH=src:benchmarks:tests python benchmarks/gpu_trees.py --latent --tokens 32             # a tiny Kimi
+    PYTHONPATH=src:benchmarks:tests python benchmarks/gpu_trees.py --latent --dense --tokens 32     # tiny targets
 
-Each shape answers all prompts in float32 and in BF16, greedily and at temperature 0.8 in turns, in batches of 64, and
-is compared with plain decoding of the same type.
+With --captured, steps run as graphs; without, eagerly. Each shape answers all prompts in float32 and in BF16, greedily
+and at temperature 0.8 in turns, in batches of 16, and is compared with plain decoding of the same type, run eagerly.
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -25,6 +27,7 @@ from slipstream.models.target import Target
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 
+MOST = 16
 STATIC = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0))
 SHAPES = {
     "(5, 4, 16)": TreeShape(depth=5, width=4, budget=16),
@@ -35,12 +38,18 @@ Answers = list[list[tuple[int, float]]]
 
 
 def answers(
-    target: Target, draft: Eagle3Draft | None, shape: TreeShape | None, prompts: list[list[int]], tokens: int
+    target: Target,
+    draft: Eagle3Draft | None,
+    shape: TreeShape | None,
+    prompts: list[list[int]],
+    tokens: int,
+    captured: bool,
 ) -> tuple[Answers, float, float]:
     """Return every answer's tokens with their log probabilities, the tokens a pass, and the seconds."""
     device = target.embed_tokens.device
     context = max(map(len, prompts)) + tokens + 64
-    config = EngineConfig(max_context=context, max_requests=64, max_batch_tokens=4096, cuda_graphs="off")
+    mode: Literal["on", "off"] = "on" if captured else "off"
+    config = EngineConfig(max_context=context, max_requests=MOST, max_batch_tokens=4096, cuda_graphs=mode)
     engine = build_engine(target, draft, shape, config, select(device))
     started = time.perf_counter()
     ids = {}
@@ -58,13 +67,15 @@ def answers(
     return said, engine.stats.acceptance.acceptance_length, time.perf_counter() - started
 
 
-def compare(name: str, target: Target, draft: Eagle3Draft, prompts: list[list[int]], tokens: int) -> int:
+def compare(
+    name: str, target: Target, draft: Eagle3Draft, prompts: list[list[int]], tokens: int, captured: bool
+) -> int:
     """Print how many answers are the same with each shape; return how many are not."""
-    plain, _, seconds = answers(target, None, None, prompts, tokens)
+    plain, _, seconds = answers(target, None, None, prompts, tokens, captured=False)
     print(f"{name}: plain {seconds:.1f} s", flush=True)
     wrong = 0
     for label, shape in SHAPES.items():
-        drafted, length, seconds = answers(target, draft, shape, prompts, tokens)
+        drafted, length, seconds = answers(target, draft, shape, prompts, tokens, captured)
         same_tokens = sum([t for t, _ in a] == [t for t, _ in b] for a, b in zip(drafted, plain, strict=True))
         same_bits = sum(a == b for a, b in zip(drafted, plain, strict=True))
         wrong += len(prompts) - same_bits
@@ -76,15 +87,17 @@ def compare(name: str, target: Target, draft: Eagle3Draft, prompts: list[list[in
     return wrong
 
 
-def tiny_kimi(dtype: torch.dtype, device: torch.device) -> tuple[Target, Eagle3Draft]:
-    """Return a random target with latent attention that often repeats a token, and a draft that foresees it."""
-    import dataclasses
-
+def tiny(kind: str, dtype: torch.dtype, device: torch.device) -> tuple[Target, Eagle3Draft]:
+    """Return a random target, dense or latent, that often repeats a token, and a draft that foresees it."""
     from tiny import follower_draft
 
-    mla = MlaSpec(48, 64, 32, 16, 32, 48**-0.5)
-    spec = dataclasses.replace(TINY, hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=48, vocab_size=61, mla=mla)
-    target = random_target(dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, rotary_dim=16)), dtype, device)
+    spec = dataclasses.replace(TINY, hidden_size=64, num_heads=8, head_dim=64, vocab_size=61)
+    rotary_dim = 64
+    if kind == "latent":
+        mla, rotary_dim = MlaSpec(48, 64, 32, 16, 32, 48**-0.5), 16
+        spec = dataclasses.replace(spec, num_heads=16, num_kv_heads=16, head_dim=48, mla=mla)
+    rope = dataclasses.replace(spec.rope, rotary_dim=rotary_dim)
+    target = random_target(dataclasses.replace(spec, rope=rope), dtype, device)
     target.lm_head.weight.copy_(target.embed_tokens.weight)
     draft = follower_draft(target, hidden_size=64, target_hidden_size=64)
     return target, draft.to(device, dtype)
@@ -95,6 +108,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--latent", action="store_true")
+    parser.add_argument("--dense", action="store_true")
+    parser.add_argument("--captured", action="store_true")
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--dtypes", default="float32,bfloat16")
@@ -106,14 +121,15 @@ def main() -> int:
             if args.bundle is not None:
                 bundle, target, draft = read_bundle(args.bundle, dtype, device)
                 prompts = [prompt[-256:] for prompt in bundle.prompts[: args.count]]
-                wrong += compare(f"embedded {name}", target, draft, prompts, args.tokens)
-            if args.latent:
-                target, draft = tiny_kimi(dtype, device)
+                wrong += compare(f"embedded {name}", target, draft, prompts, args.tokens, args.captured)
+            for kind in [kind for kind, asked in (("latent", args.latent), ("dense", args.dense)) if asked]:
+                target, draft = tiny(kind, dtype, device)
                 generator = torch.Generator().manual_seed(0)
                 prompts = [
-                    torch.randint(0, 61, (5 + index % 40,), generator=generator).tolist() for index in range(args.count)
+                    torch.randint(0, 61, (5 + 7 * index % 300,), generator=generator).tolist()
+                    for index in range(args.count)
                 ]
-                wrong += compare(f"latent {name}", target, draft, prompts, args.tokens)
+                wrong += compare(f"{kind} {name}", target, draft, prompts, args.tokens, args.captured)
     print(f"{wrong} answers differ")
     return int(wrong > 0)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
 from slipstream.kernels.triton.bandwidth import read_bandwidth
 from slipstream.kernels.triton.gemm.dispatch import Products, Weight

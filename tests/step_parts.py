@@ -4,6 +4,7 @@ import torch
 
 from slipstream.executors.cuda_graph.state import BatchState, StepModels
 from slipstream.executors.cuda_graph.step import Step, StepBuffers
+from slipstream.executors.cuda_graph.tree_step import TreeStep
 from slipstream.kernels import SamplingState, TokenMasks
 from slipstream.kernels.sampling import num_words
 from slipstream.speculation.simulate import thresholds
@@ -22,7 +23,7 @@ def buffers_of(
     return StepBuffers(state, SamplingState(num_rows, vocab, device), TokenMasks(words_MW, row_L), thresholds_K)
 
 
-def run_step(step: Step) -> None:
+def run_step(step: Step | TreeStep) -> None:
     """Run all parts of a step."""
     step.draft()
     step.verify()

@@ -5,10 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from slipstream.executors.cuda_graph.state import Loaded, StepModels
-from slipstream.executors.cuda_graph.step import Step, StepKind
+from slipstream.executors.cuda_graph.step import StepKind
+from slipstream.executors.cuda_graph.tree_step import make_step
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
 from step_parts import buffers_of, run_step
 from tiny import DEVICE, tiny_draft, tiny_target
 
@@ -47,15 +49,30 @@ class KernelsThatMayAsk(ReferenceOps):
 WARM = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5, logprobs=3)
 
 
-@pytest.mark.parametrize(("num_drafted", "simulated"), [(0, ()), (3, ()), (3, (0.8, 0.5, 0.2)), (1, ())])
-def test_a_step_asks_the_host_for_nothing(num_drafted, simulated):
+DYNAMIC = TreeShape(depth=3, width=2, budget=6)
+STATIC = TreeShape(paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("num_drafted", "simulated", "tree"),
+    [
+        (0, (), None),
+        (3, (), None),
+        (3, (0.8, 0.5, 0.2), None),
+        (1, (), None),
+        (6, (), DYNAMIC),
+        (6, (0.8, 0.5, 0.2, 0.0, 0.0, 0.0), DYNAMIC),
+        (5, (), STATIC),
+    ],
+)
+def test_a_step_asks_the_host_for_nothing(num_drafted, simulated, tree):
     kv, draft_kv = (KvCache.allocate(model.kv_shape, 25, 4, torch.float32, DEVICE) for model in (TARGET, DRAFT))
     models = StepModels(KernelsThatMayAsk(DEVICE), TARGET, kv, (1, 2, 4), DRAFT, draft_kv)
     buffers = buffers_of(models, 4, 6, num_drafted + 1, simulated)
     for place, committed in enumerate((2, 5, 9)):
         buffers.state.load(place, Loaded(committed, 7, 3, 100, place, 0.8), range(6 * place, 6 * place + 6))
         buffers.sampling.load(place, WARM, 3, (1, 2), (), ())
-    step = Step(models, buffers, StepKind(4, num_drafted, 24))
+    step = make_step(models, buffers, StepKind(4, num_drafted, 24, tree=tree))
     with torch.inference_mode(), Captured():
         run_step(step)
         run_step(step)

@@ -26,7 +26,11 @@ from tiny_moe import deepseek, minimax, save
 
 OPS = select(DEVICE)
 TARGETS = ("llama", "latent", "experts")
-DRAFTS = ("chain", "n-gram", "none")
+DRAFTS = ("chain", "tree", "static tree", "n-gram", "none")
+SHAPES = {
+    "tree": TreeShape(depth=3, width=3, budget=7),
+    "static tree": TreeShape(paths=((0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1))),
+}
 EXECUTORS = ("eager", "captured", "native") if DEVICE.type == "cpu" else ("eager", "captured")
 
 
@@ -45,7 +49,7 @@ def target_of(name: str) -> Target:
 
 @functools.cache
 def draft_of(target: str, draft: str):
-    if draft == "chain":
+    if draft in ("chain", *SHAPES):
         wide = {} if target == "llama" else {"hidden_size": 64, "target_hidden_size": 64}
         return follower_draft(target_of(target), **wide).bfloat16()
     return "ngram" if draft == "n-gram" else None
@@ -56,7 +60,8 @@ def engine_of(target: str, draft: str, executor: str, **config) -> Engine:
     settings = {"max_context": 96, "page_size": 4, "max_requests": 6, "max_batch_tokens": 24, "num_pages": 28}
     settings["cuda_graphs"] = "on" if executor == "captured" else "off"
     built = EngineConfig(**{**settings, **config})
-    made = build_engine(target_of(target), draft_of(target, draft), TreeShape.chain(3), built, OPS)
+    shape = SHAPES.get(draft, TreeShape.chain(3))
+    made = build_engine(target_of(target), draft_of(target, draft), shape, built, OPS)
     if executor == "eager":
         runs = EagerExecutor(made.executor.runner, made.executor.drafter, built.max_requests)
         return Engine(runs, built, target_of(target).spec)
@@ -91,7 +96,11 @@ def check(target: str, draft: str, executor: str, count: int, **config) -> Engin
 
 @pytest.mark.parametrize(
     ("draft", "executor"),
-    [("n-gram", "eager"), *((draft, executor) for draft in ("chain", "none") for executor in EXECUTORS)],
+    [
+        ("n-gram", "eager"),
+        ("tree", "captured"),
+        *((draft, executor) for draft in ("chain", "none") for executor in EXECUTORS),
+    ],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_mixed_batch_gets_what_each_request_gets_alone(target, draft, executor):
@@ -100,6 +109,12 @@ def test_a_mixed_batch_gets_what_each_request_gets_alone(target, draft, executor
     assert engine.stats.preemptions > 0, "pages never ran out, so nothing was shown"
     kinds = {"eager": EagerExecutor, "captured": GraphExecutor, "native": NativeExecutor}
     assert type(engine.executor) is kinds[executor]
+
+
+def test_static_trees_run_in_captured_steps():
+    engine = check("llama", "static tree", "captured", 17)
+    assert type(engine.executor) is GraphExecutor
+    assert engine.stats.acceptance.acceptance_length > 1.2
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

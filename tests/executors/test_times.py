@@ -5,6 +5,7 @@ import time
 import pytest
 
 from slipstream.engine.stats import counted_context
+from slipstream.executors.stopwatch import Lap
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 from tiny import VOCAB, engine_of, follower_draft, stammering_target
@@ -58,6 +59,50 @@ def test_a_prompt_and_its_first_token_are_no_verification(draft, cuda_graphs):
         assert spent["verify"] == spent["mixed"] == 0
         assert spent["prefill"] > 0
     assert not engine.stats.by_context
+
+
+@pytest.mark.parametrize("cuda_graphs", ["off", "on"])
+@pytest.mark.parametrize("draft", ["none", "chain"])
+def test_a_device_that_is_behind_has_its_times_told_before_the_engine_rests(draft, cuda_graphs, monkeypatch):
+    begun, waited, mark = [], [], Lap.mark
+
+    def marked(lap, phase):
+        mark(lap, phase)
+        if phase is not None:
+            begun.append(lap)
+
+    def wait(lap):
+        waited.append(lap)
+
+    monkeypatch.setattr(Lap, "mark", marked)
+    monkeypatch.setattr(Lap, "over", property(lambda lap: lap in waited or lap is not begun[-1]))
+    monkeypatch.setattr(Lap, "wait", wait)
+    engine = engine_of(TARGET, *DRAFTS[draft], cuda_graphs=cuda_graphs)
+    for length, max_tokens in ((90, 24), (8, 1), (100, 1), (8, 12)):
+        before, busy_s = dict(engine.stats.phase_seconds), engine.stats.busy_s
+        answered(engine, [prompt_of(length)], max_tokens)
+        spent = {phase: seconds - before[phase] for phase, seconds in engine.stats.phase_seconds.items()}
+        assert spent["prefill"] > 0
+        assert (spent["verify"] > 0) == (max_tokens > 1)
+        assert sum(spent.values()) == pytest.approx(engine.stats.busy_s - busy_s)
+
+
+@pytest.mark.parametrize("cuda_graphs", ["off", "on"])
+@pytest.mark.parametrize("rests", [False, True])
+def test_time_without_a_request_is_nobodys(rests, cuda_graphs, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    engine = engine_of(TARGET, *DRAFTS["chain"], cuda_graphs=cuda_graphs)
+    given_up = engine.add(prompt_of(20), SamplingParams(max_tokens=30, ignore_eos=True), 0)
+    for _ in range(3):
+        engine.step()
+    engine.abort(given_up)
+    if rests:
+        engine.rest()
+        assert not engine.executor.in_flight
+    now_s[0] = 3600.0
+    answered(engine, [prompt_of(20, 2)], 8)
+    assert engine.stats.busy_s == sum(engine.stats.phase_seconds.values()) == 0
 
 
 @pytest.mark.parametrize("cuda_graphs", ["off", "on"])

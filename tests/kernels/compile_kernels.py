@@ -77,6 +77,8 @@ def _dense_passes(ops: TritonOps, few: bool) -> Iterator[None]:
                 yield _run(ops, target, Workload(requests, nodes, max_keys))
     for requests, nodes in ((40, 4), (1, 4), (1, 512)):
         yield _run(ops, hollow_target(LLAMA, ops), Workload(requests, nodes, 16384, keys=KV_FP8))
+    for requests, nodes, max_keys in ((1, 16, 4096),) if few else ((1, 16, 4096), (1, 64, 16384), (8, 64, 32768)):
+        yield _run(ops, hollow_target(LLAMA, ops), Workload(requests, nodes, max_keys, depth=5))
     target, context = hollow_target(QWEN, ops), meta_context(ops, hollow_target(QWEN, ops), Workload(8, 4))
     ending = Ending(torch.empty(8, dtype=torch.int64, device=META), meta_context(ops, target, Workload(8, 1)).batch)
     yield target(torch.empty(32, dtype=torch.int64, device=META), replace(context, ending=ending))
@@ -111,6 +113,8 @@ def _chosen(ops: TritonOps) -> Iterator[None]:
     rows = ChainRows(*(empty(8) for _ in range(3)), empty(8, dtype=torch.float32), *(empty(8) for _ in range(2)),
                      empty(8, 256, dtype=torch.int32))  # fmt: skip
     yield ops.place_chains(rows, ChainPlaces.allocate(8, 4, META), 16)
+    kv = meta_context(ops, hollow_target(LLAMA, ops), Workload(8, 4)).kv
+    yield ops.move_paths(kv.layers[0], empty(8, 5), empty(8, 5))
     yield ops.accept_chains(rows, empty(8, 4), empty(8, 4), empty(3), ChainOutcome.allocate(8, 4, META))
 
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
 from slipstream.kernels.triton.gemm.dispatch import Products
 from slipstream.kernels.triton.gemm.hopper_ws_launch import LEAST_ROWS, tile_of

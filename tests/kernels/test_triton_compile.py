@@ -3,7 +3,9 @@
 `make test` compiles one launch of each kernel and architecture; `make kernels` everything that passes launch.
 """
 
+import ast
 import sys
+from pathlib import Path
 
 import pytest
 from before_wait import touched_before_wait
@@ -11,6 +13,8 @@ from before_wait import touched_before_wait
 pytest.importorskip("triton")
 
 from triton_samples import compiled_by
+
+from slipstream.kernels.triton import launch
 
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10}
 PORTABLE = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
@@ -166,3 +170,16 @@ def test_a_read_above_the_wait_is_noticed():
     assert touched_before_wait(code.replace("READ", "")) == {"w_ptr"}
     assert touched_before_wait(code.replace("READ", "%x = tt.load %x_ptr : !tt.ptr<f32>")) == {"w_ptr", "x_ptr"}
     assert touched_before_wait(code.replace("griddepcontrol.wait", "nop")) is None
+
+
+def test_no_function_of_a_kernel_returns_none():
+    # Triton 3.7 compiles `return None`; 3.6, which comes with torch 2.11, does not.
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in Path(launch.__file__).parent.rglob("*.py")}
+    functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    jitted = [one for one in functions if any("jit" in ast.unparse(name) for name in one.decorator_list)]
+    assert len(jitted) > 100
+    for function in jitted:
+        returned = [
+            node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None
+        ]
+        assert "None" not in map(ast.unparse, returned), function.name

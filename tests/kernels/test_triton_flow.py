@@ -11,7 +11,7 @@ from cpu_samples import causal, filled_cache
 from triton_samples import batch_to_device, layer_to_device, numbers
 
 from interpreted import DEVICE
-from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention import dispatch as attending
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention, work_list_of
 from slipstream.kernels.triton.attention.hopper_launch import _work_shape

@@ -28,7 +28,7 @@ def run(chances, costs, steps=600, rows=4, controller=None):
             while count < choice.length and choose.random() < chances:
                 count += 1
             kept.append(count)
-        controller.learn(choice.length, kept)
+        controller.learn(choice, kept)
         tokens += rows + sum(kept)
         taken += costs[choice]
     return tokens / taken, controller
@@ -55,7 +55,7 @@ def test_it_rests_where_drafting_loses_and_wakes_when_what_it_knows_has_faded():
     _, controller = run(0.02, costs)
     assert controller.last.chosen == REST
     for _ in range(20_000):
-        controller.learn(0, ())
+        controller.learn(REST, ())
     assert controller.choose(4, 4, seconds()).length > 0
 
 
@@ -74,3 +74,38 @@ def test_why_is_told():
     told = controller.last
     assert told.rates[told.chosen] == pytest.approx(max(told.rates.values()), rel=0.02)
     assert list(told.chances) == sorted(told.chances, reverse=True)
+
+
+TREES = ((5, 8), (5, 16))
+
+
+@pytest.mark.parametrize("chances", [0.02, 0.4, 0.7])
+@pytest.mark.parametrize("node_s", [0.002, 0.05, 0.4])
+def test_trees_are_weighed_by_what_is_kept_of_them_and_what_their_nodes_cost(chances, node_s):
+    """Siblings make a token likelier to be kept, and cost nodes: the choice comes near the best fixed one."""
+    costs = seconds(node_s=node_s) | {Choice(d, True, b): 5.15 + b * node_s for d, b in TREES}
+    kept_after = {0: chances, 8: 1 - (1 - chances) ** 1.5, 16: 1 - (1 - chances) ** 1.8}
+    choose, controller, tokens, taken = random.Random(5), LengthController(LENGTHS, TREES), 0.0, 0.0
+    for _ in range(3000):
+        choice = controller.choose(4, 4, costs)
+        kept = []
+        for _ in range(4 if choice.length else 0):
+            count = 0
+            while count < choice.length and choose.random() < kept_after[choice.budget]:
+                count += 1
+            kept.append(count)
+        controller.learn(choice, kept)
+        tokens, taken = tokens + 4 + sum(kept), taken + costs[choice]
+
+    def rate(choice):
+        return 4 * sum(kept_after[choice.budget] ** k for k in range(choice.length + 1)) / costs[choice]
+
+    assert tokens / taken >= 0.95 * max(map(rate, costs))
+    assert tokens / taken >= 0.96 * rate(REST)
+
+
+def test_what_was_kept_of_a_tree_that_is_no_choice_is_not_learned():
+    controller = LengthController(LENGTHS, TREES)
+    before = controller.chances(8)
+    controller.learn(Choice(5, True, 11), [5, 5])
+    assert controller.chances(8) == before

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.speculation.grow import Children, grow
+from slipstream.speculation.grow import Children, growth
 from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape, relative_bits
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_a_dynamic_tree_is_the_best_of_what_was_expanded(depth, width, budget, s
         return
     grower = ScriptedGrower(11, seed)
     scores = grower.scores
-    candidates = grow(TreeShape(depth=depth, width=width, budget=budget), grower)
+    candidates = growth(TreeShape(depth=depth, width=width, budget=budget), CPU)(grower)
     # The same by hand: expand `width` nodes a level, keep every child tried, then the best of all.
     made: list[tuple[float, tuple[int, ...]]] = []
     beam = [(0.0, ())]
@@ -131,9 +131,27 @@ def test_a_static_tree_takes_the_ranks_it_names():
     grower = ScriptedGrower(11, 3)
     scores = grower.scores
     shape = TreeShape(paths=((1,), (0,), (0, 2), (0, 0), (0, 2, 1)))
-    paths = set(paths_of(grow(shape, grower)))
+    paths = set(paths_of(growth(shape, CPU)(grower)))
     rank = {}
     for named in sorted(shape.paths, key=len):
         above = rank.get(named[:-1], ())
         rank[named] = (*above, int(scores(above).topk(named[-1] + 1).indices[-1]))
     assert paths == set(rank.values())
+
+
+@given(
+    st.one_of(
+        st.builds(TreeShape, depth=st.integers(1, 5), width=st.integers(1, 4), budget=st.integers(1, 40)),
+        st.just(TreeShape(paths=((0,), (1,), (0, 0), (1, 2), (0, 0, 3)))),
+    ),
+    st.integers(-1, 40),
+)
+def test_a_shape_within_a_number_of_nodes_drafts_no_more_and_is_left_alone_where_it_fits(shape, most):
+    within = shape.within(most)
+    if most >= shape.num_nodes - 1:
+        assert within == shape
+    elif most < 1:
+        assert within is None
+    else:
+        assert 1 <= within.num_nodes - 1 <= most
+        assert within.depth <= shape.depth

@@ -36,8 +36,8 @@ class EngineConfig:
         copied_tokens: nodes of a draft's tree that may be copied from the request's own text; 0: none. On a CPU only.
         earlier_tokens: tokens of earlier answers, the latest, that requests may copy from as well; 0: none. How fast an
             answer comes may then tell what others were answered.
-        adaptive_depth: on a GPU, let each step's chains be as long as pays by measured costs and what was kept, up to
-            the tree's depth, or drop drafts; every length is captured before the first request.
+        adaptive_depth: on a GPU, let each step's chains or trees be as large as pays by measured costs and what was
+            kept, up to the tree asked for, or drop drafts; every choice is captured before the first request.
         cuda_graphs: run decoding as steps captured in CUDA graphs, with the host one step behind. "auto" does so on a
             GPU; "on" without one runs the same steps uncaptured, for tests. The tokens are the same either way.
     """

@@ -8,17 +8,16 @@ from typing import Literal, get_args
 import torch
 
 from slipstream.errors import KernelError
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer, TreePaths
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows, StepOps
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.ops import (
-    AttentionBatch,
     Borrowed,
     ChainOps,
     ChainStart,
     CompiledOps,
     Cut,
     Ending,
-    KvLayer,
     Ops,
     RowSampling,
     Sight,
@@ -79,6 +78,7 @@ __all__ = [
     "StepOps",
     "TextOps",
     "TokenMasks",
+    "TreePaths",
     "keys_and_values",
     "one_pool",
     "select",

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.ops import RowSampling
 
 
@@ -129,4 +130,8 @@ class StepOps(Protocol):
         outcome says -1 after it. Where thresholds are not negative (int64 [K], falling), as many are kept as a 32-bit
         number of the row's seed and position lies below, whatever the target says; a first one below 0 is the rule.
         """
+        ...
+
+    def move_paths(self, layer: KvLayer, from_RD: Tensor, to_RD: Tensor) -> None:
+        """Copy slots to slots as `Ops.move_kv` does, for every row of a batch; rows in use share no slot."""
         ...

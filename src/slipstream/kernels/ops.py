@@ -15,52 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.quant.packed import ExpertWeights, PackedWeight
-
-
-@dataclass(frozen=True)
-class KvLayer:
-    """One layer's keys and values, by slot; slot = page * page_size + offset (offsets are 64-bit throughout).
-
-    Latent attention keeps one latent per token: keys are [S, 1, C], and values a view of the keys' first columns, in
-    the same memory.
-
-    Args:
-        scales: of keys and values kept in FP8 (E4M3), uint8 [S, G] each: a key is its codes times 2^(scale - 127). One
-            tensor twice where values are a view of the keys.
-    """
-
-    keys_SGd: Tensor
-    values_SGd: Tensor
-    scales: tuple[Tensor, Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class AttentionBatch:
-    """Which keys each query token of a pass may see; the same for every layer.
-
-    A token's key has an index in its request's sequence of keys (`kv_index_T`), which the page table turns into a
-    slot. A token sees the key `b` places before its own if `b > 63` or bit `b` of its `ancestors_T` is set: all ones
-    is causal, and a draft tree clears the bits of nodes that are not ancestors. So prefill, decoding, chains and
-    trees of up to 64 nodes are one rule.
-
-    Args:
-        query_starts_R1: int32 [R + 1], where each request's query tokens start.
-        kv_lens_R: int32 [R], keys a request has once this pass has written its own.
-        page_table_RP: int32 [R, P], page numbers; entries past the last used one are never read.
-        max_queries: no request has more query tokens; known on the host, for kernels that may not ask the device.
-        max_keys: no request has more keys, likewise.
-    """
-
-    query_starts_R1: Tensor
-    kv_lens_R: Tensor
-    page_table_RP: Tensor
-    kv_index_T: Tensor
-    ancestors_T: Tensor
-    page_size: int
-    max_queries: int | None = None
-    max_keys: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.controller import Reach
 from slipstream.speculation.copying import Copier
 from slipstream.speculation.drafter import DraftView, Observed
-from slipstream.speculation.grow import Candidates, grow, with_trees
+from slipstream.speculation.grow import Candidates, growth, with_trees
 from slipstream.speculation.late import LatePages, LateRun
-from slipstream.speculation.levels import Levels, LevelsStart
+from slipstream.speculation.levels import LevelRows, Levels, LevelsStart
 from slipstream.speculation.merge import Guess, add_copies
 from slipstream.speculation.outcomes import Beyond, DraftedChain
 from slipstream.speculation.pace import Pace
@@ -140,7 +140,9 @@ class Eagle3Drafter:
         if candidates is None:
             slots = [self._last[view.request_id] for view in grown]
             start = LevelsStart(*self._stacked(slots), self._borrowed(grown))
-            candidates = grow(self.shape, Levels(self._draft, self._kv, self._ops, grown, start))
+            rows = LevelRows.of(grown, roots.tokens_RN.device)
+            levels = Levels(self._draft, self._kv, self._ops, rows, start)
+            candidates = growth(self.shape, roots.tokens_RN.device)(levels)
         trees = with_trees(roots, known, candidates)
         if self._copier is None and self._pace is None:
             return trees

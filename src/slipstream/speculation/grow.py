@@ -1,9 +1,12 @@
 """Growing a tree: expand the best nodes level by level (EAGLE-2), or fill a fixed shape; then keep a budget.
 
-A `Grower` runs the draft on a level's nodes and returns their best children; nothing here knows the model.
+A `Grower` runs the draft on a level's nodes and returns their best children; nothing here knows the model. Shapes
+follow from the tree's, and nothing is asked of the host, so that growing can be captured in a graph.
+
 Shape letters: R requests, W nodes expanded on a level, C candidates, K children tried.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -45,9 +48,11 @@ class Candidates:
     scores_RC: Tensor
 
 
-def grow(shape: TreeShape, grower: Grower) -> Candidates:
-    """Return the nodes of each request's tree, parents before children."""
-    return _grow_static(shape, grower) if shape.paths else _keep_budget(_grow_dynamic(shape, grower), shape)
+def growth(shape: TreeShape, device: torch.device) -> Callable[[Grower], Candidates]:
+    """Return what grows each request's tree, its nodes with parents before children."""
+    if shape.paths:
+        return _static(shape, device)
+    return lambda grower: _keep_budget(_grow_dynamic(shape, grower), shape)
 
 
 def _grow_dynamic(shape: TreeShape, grower: Grower) -> Candidates:
@@ -89,29 +94,58 @@ def _keep_budget(candidates: Candidates, shape: TreeShape) -> Candidates:
     )
 
 
-def _grow_static(shape: TreeShape, grower: Grower) -> Candidates:
+def _static(shape: TreeShape, device: torch.device) -> Callable[[Grower], Candidates]:
+    """Lay a static tree out level by level: which child of which expanded node each node is, and who is expanded."""
     paths = sorted(shape.paths, key=lambda path: (len(path), path))
     number = {path: index for index, path in enumerate(paths)}
     inner = {path[:-1] for path in paths}
     tried = 1 + max(path[-1] for path in paths)
-    level = grower.root_children(tried)
-    num_requests, device = len(level.tokens_RWK), level.tokens_RWK.device
-    tokens = torch.zeros(num_requests, len(paths), dtype=torch.int64, device=device)
-    scores = torch.zeros(num_requests, len(paths), device=device)
-    parents = torch.tensor([number.get(path[:-1], -1) for path in paths], device=device)
-    expanded: list[tuple[int, ...]] = [()]
+    levels: list[_Level] = []
+    above: list[tuple[int, ...]] = [()]
     for depth in range(1, shape.depth + 1):
-        for path in (path for path in paths if len(path) == depth):
-            above, rank = expanded.index(path[:-1]), path[-1]
-            tokens[:, number[path]] = level.tokens_RWK[:, above, rank]
-            inherited = scores[:, number[path[:-1]]] if depth > 1 else 0.0
-            scores[:, number[path]] = level.scores_RWK[:, above, rank] + inherited
-        above_level, expanded = expanded, [path for path in paths if len(path) == depth and path in inner]
-        if expanded:
-            hangs_W = torch.tensor([above_level.index(path[:-1]) for path in expanded], device=device)
-            ids_W = [number[path] for path in expanded]
-            level = grower.children(tokens[:, ids_W], hangs_W.expand(num_requests, -1), tried)
-    return Candidates(tokens, parents.expand(num_requests, -1), scores)
+        nodes = [path for path in paths if len(path) == depth]
+        taken = [above.index(path[:-1]) * tried + path[-1] for path in nodes]
+        before = [path for path in paths if len(path) == depth - 1]
+        parents = [before.index(path[:-1]) for path in nodes] if depth > 1 else []
+        expanded = [path for path in nodes if path in inner]
+        places = [nodes.index(path) for path in expanded]
+        hangs = [above.index(path[:-1]) for path in expanded]
+        columns = (taken, parents, places, hangs)
+        levels.append(_Level(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns)))
+        above = expanded
+    parents_C = torch.tensor([number.get(path[:-1], -1) for path in paths], device=device)
+
+    def grow(grower: Grower) -> Candidates:
+        children = grower.root_children(tried)
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for level in levels:
+            tokens.append(children.tokens_RWK.flatten(1)[:, level.taken])
+            own_RC = children.scores_RWK.flatten(1)[:, level.taken]
+            scores.append(own_RC + scores[-1][:, level.parents] if scores else own_RC)
+            if len(level.places):
+                hangs_RW = level.hangs.expand(len(own_RC), -1)
+                children = grower.children(tokens[-1][:, level.places], hangs_RW, tried)
+        tokens_RC = torch.cat(tokens, 1)
+        return Candidates(tokens_RC, parents_C.expand_as(tokens_RC), torch.cat(scores, 1))
+
+    return grow
+
+
+class _Level(NamedTuple):
+    """A level of a static tree.
+
+    Args:
+        taken: for each node, its place among the children of the nodes expanded above.
+        parents: for each node, its parent's place on the level above; empty on the first level.
+        places: which nodes are expanded.
+        hangs: for each of those, its parent's place among the nodes expanded above.
+    """
+
+    taken: Tensor
+    parents: Tensor
+    places: Tensor
+    hangs: Tensor
 
 
 def with_trees(roots: TreeBatch, known: list[int], candidates: Candidates) -> TreeBatch:

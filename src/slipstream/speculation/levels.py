@@ -11,11 +11,30 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import Borrowed, Ops, RowSampling
-from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
+from slipstream.models.context import KvCache, level_context, page_table
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.drafter import DraftView
 from slipstream.speculation.grow import Children
-from slipstream.speculation.tree import relative_bits
+
+
+@dataclass(frozen=True)
+class LevelRows:
+    """The requests whose trees are grown: their pages, keys the draft has committed, temperatures and seeds."""
+
+    pages_RP: Tensor
+    lengths_R: Tensor
+    temperature_R: Tensor
+    seed_R: Tensor
+
+    @staticmethod
+    def of(views: Sequence[DraftView], device: torch.device) -> "LevelRows":
+        """Return requests as tensors."""
+        return LevelRows(
+            page_table([view.pages for view in views], device),
+            torch.tensor([len(view.tokens) - 1 for view in views], device=device),
+            torch.tensor([view.temperature for view in views], device=device),
+            torch.tensor([view.seed for view in views], device=device),
+        )
 
 
 @dataclass(frozen=True)
@@ -30,19 +49,14 @@ class LevelsStart:
 class Levels:
     """Runs the draft on one level of nodes after another; a level's keys go to scratch slots behind the last slot."""
 
-    def __init__(
-        self, draft: Eagle3Draft, kv: KvCache, ops: Ops, views: Sequence[DraftView], start: LevelsStart
-    ) -> None:
-        self._draft, self._kv, self._ops = draft, kv, ops
-        device = self._draft.token_ids_V.device
-        self._pages_RP = page_table([view.pages for view in views], device)
-        self._lengths_R = torch.tensor([len(view.tokens) - 1 for view in views], device=device)
-        self._temperature_R = torch.tensor([view.temperature for view in views], device=device)
-        self._seed_R = torch.tensor([view.seed for view in views], device=device)
+    def __init__(self, draft: Eagle3Draft, kv: KvCache, ops: Ops, rows: LevelRows, start: LevelsStart) -> None:
+        self._draft, self._kv, self._ops, self._rows = draft, kv, ops, rows
         self._feedback_RWD, self._root_logits_RV = start.feedback_RD[:, None], start.logits_RV
         self._borrowed = start.borrowed
-        self._sees_RWS = torch.zeros(len(views), 1, 0, dtype=torch.bool, device=device)
-        self._depth = 0
+        # Attention bits of the last level's nodes, and where the first of them lies behind the committed keys; the
+        # level before the first is the last committed key.
+        self._bits_RW = torch.full_like(rows.lengths_R, -1)[:, None]
+        self._first, self._written, self._depth = -1, 0, 0
 
     def root_children(self, count: int) -> Children:
         """Return the root's best children: the last slot has foretold them already."""
@@ -53,36 +67,30 @@ class Levels:
     def children(self, tokens_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
         """Run the draft on this level's nodes and return their best children."""
         num_requests, width = tokens_RW.shape
-        num_written = self._sees_RWS.shape[-1]
         self._depth += 1
-        self._hang(parents_RW)
+        place_W = self._written + torch.arange(width, device=tokens_RW.device)
+        # A node sees itself, and what its parent sees.
+        self._bits_RW = 1 | self._bits_RW.gather(1, parents_RW) << (place_W - self._first - parents_RW)
+        self._first, self._written = self._written, self._written + width
         hidden_RWD = self._feedback_RWD.gather(1, parents_RW[..., None].expand(-1, -1, self._feedback_RWD.shape[-1]))
-        index_RW = self._lengths_R[:, None] + num_written + torch.arange(width, device=tokens_RW.device)
-        position_T = (self._lengths_R + self._depth - 1).repeat_interleave(width)
-        ancestors_RW = _last_rows_bits(self._sees_RWS)
-        queries = QueryTokens([width] * num_requests, index_RW.flatten(), position_T, ancestors_RW.flatten())
-        ctx = paged_context(self._ops, self._kv, self._pages_RP, queries)
+        lengths_R1 = self._rows.lengths_R[:, None]
+        position_RW = (lengths_R1 + self._depth - 1).expand(-1, width)
+        ctx = level_context(self._ops, self._kv, self._rows.pages_RP, lengths_R1 + place_W, position_RW, self._bits_RW)
         hidden = self._draft(hidden_RWD.flatten(0, 1), tokens_RW.flatten(), ctx)
         self._feedback_RWD = hidden.feedback_TD.view(num_requests, width, -1)
         return self._best(self._draft.logits(hidden.normed_TD, self._ops), hidden.normed_TD, count)
-
-    def _hang(self, parents_RW: Tensor) -> None:
-        """Record what each of the new nodes sees among the scratch keys: its parent's path, and itself."""
-        inherited_RWS = self._sees_RWS.gather(1, parents_RW[..., None].expand(-1, -1, self._sees_RWS.shape[-1]))
-        itself_RWW = torch.eye(parents_RW.shape[1], dtype=torch.bool, device=parents_RW.device)
-        self._sees_RWS = torch.cat([inherited_RWS, itself_RWW.expand(len(parents_RW), -1, -1)], dim=-1)
 
     def _best(self, logits_LV: Tensor, normed_LD: Tensor, count: int) -> Children:
         """Perturb with the noise the target will use for the same token, so that both tend to choose alike.
 
         The committed text ends at `length`, the root is at that position, and its children one further on.
         """
-        width = len(logits_LV) // len(self._lengths_R)
-        sampling = RowSampling(
-            self._temperature_R.repeat_interleave(width),
-            self._seed_R.repeat_interleave(width),
-            (self._lengths_R + 1 + self._depth).repeat_interleave(width),
-        )
+        rows, width = self._rows, len(logits_LV) // len(self._rows.lengths_R)
+
+        def each(values_R: Tensor) -> Tensor:
+            return values_R[:, None].expand(-1, width).flatten().contiguous()  # or one request's number is seen as many
+
+        sampling = RowSampling(each(rows.temperature_R), each(rows.seed_R), each(rows.lengths_R + 1 + self._depth))
         draft = self._draft
         if any(self._borrowed):
             scores_LK, tokens_LK = self._best_with_borrowed(logits_LV, normed_LD, sampling, count)
@@ -111,10 +119,3 @@ class Levels:
         tokens = torch.cat([own_V.expand(len(logits_LV), -1), tokens_LB], dim=-1)
         best = torch.log_softmax(values, dim=-1).topk(count, dim=-1)
         return best.values, tokens.gather(1, best.indices)
-
-
-def _last_rows_bits(sees_RWS: Tensor) -> Tensor:
-    """Return attention bits for the last W of S scratch keys, given what each of them sees among all S."""
-    num_requests, width, num_keys = sees_RWS.shape
-    earlier = torch.zeros(num_requests, num_keys - width, num_keys, dtype=torch.bool, device=sees_RWS.device)
-    return relative_bits(torch.cat([earlier, sees_RWS], dim=1))[:, num_keys - width :]

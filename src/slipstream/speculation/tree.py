@@ -78,6 +78,18 @@ class TreeShape:
             return len({path[:-1] for path in self.paths if len(path) > 1})
         return (self.depth - 1) * self.width
 
+    def within(self, most_drafted: int) -> "TreeShape | None":
+        """Return the shape with no more drafted nodes than this: its best, or first, ones; None if none is left."""
+        if most_drafted >= self.num_nodes - 1:
+            return self
+        if most_drafted < 1:
+            return None
+        if self.paths:
+            return TreeShape(paths=tuple(sorted(self.paths, key=lambda path: (len(path), path))[:most_drafted]))
+        if self.width == 1 or most_drafted <= self.depth:
+            return TreeShape.chain(min(self.depth, most_drafted))
+        return TreeShape(self.depth, self.width, most_drafted)
+
     def __str__(self) -> str:
         """Name the shape as people do."""
         if self.paths:

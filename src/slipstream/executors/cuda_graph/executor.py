@@ -2,42 +2,37 @@
 
 A row joins the batch when its prompt's last part has been computed and leaves it when its request does; nobody else's
 state moves. Parts of prompts run between two steps. Rows that need what graphs cannot do (log probabilities of a
-prompt, trees) run eagerly, alone.
+prompt) run eagerly, alone.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from slipstream.executors.choice import NodeMasks
+from slipstream.executors.cuda_graph.exchange import exchange_weights
 from slipstream.executors.cuda_graph.flight import Decoding, Flight, goes_on
+from slipstream.executors.cuda_graph.kinds import choice_of, chosen_kind, controller_of, whole_kind
 from slipstream.executors.cuda_graph.prepared import Prepared
 from slipstream.executors.cuda_graph.prompts import Part
 from slipstream.executors.cuda_graph.state import Loaded, StepModels
-from slipstream.executors.cuda_graph.step import StepBuffers, StepKind
+from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
 from slipstream.executors.cuda_graph.transfer import Arrival, download, upload
+from slipstream.executors.cuda_graph.tree_step import TreeStep
 from slipstream.executors.eager import EagerExecutor
 from slipstream.executors.interface import StepCosts, StepInput, StepOutput, Work
 from slipstream.executors.rows import Row
 from slipstream.executors.runner import Runner
 from slipstream.executors.stopwatch import Lap
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.layers import Linear
 from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.drafter import Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter, Exchanged
-from slipstream.speculation.lengths import REST, Choice, LengthController
 from slipstream.speculation.simulate import thresholds
-from slipstream.speculation.tree import Tree, TreeShape
-
-_MOST_DRAFTED = 15
-"""Chains are captured up to this length."""
-_LENGTHS = (1, 3, 5, 7)
-"""What is chosen among, up to the drafter's own length: each is captured for every batch size."""
+from slipstream.speculation.tree import MAX_NODES, Tree, TreeShape
 
 
 class GraphExecutor(EagerExecutor):
@@ -57,7 +52,7 @@ class GraphExecutor(EagerExecutor):
             None if eagle is None else eagle.kv,
         )
         self._eagle, self._max_context = eagle, max_context
-        most_nodes = 1 if eagle is None else _MOST_DRAFTED + 1
+        most_nodes = 1 if eagle is None else MAX_NODES
         self._buffers = StepBuffers.allocate(self._models, self._chooser.state, max_context, most_nodes)
         self._state = self._buffers.state
         self._prepared = Prepared(self._models, self._buffers, max_context)
@@ -67,15 +62,9 @@ class GraphExecutor(EagerExecutor):
         self._free = list(range(num_rows))
         self._sent: dict[int, int] = {}  # tokens of each row whose computing was begun
         self._masked = False
-        self._adapts, self._lengths = adapts, self._controller(adapts)
+        self._adapts = adapts
+        self._lengths = controller_of(self._shape) if adapts else None
         self._late: set[int] = set()  # rows whose draft has not followed their text
-
-    def _controller(self, adapts: bool) -> LengthController | None:
-        """Return what chooses among lengths up to the drafter's; None where they are always the same."""
-        longest = self._chain_length
-        if not adapts or not longest:
-            return None
-        return LengthController([*(length for length in _LENGTHS if length < longest), longest])
 
     @staticmethod
     def supports(runner: Runner, drafter: Drafter) -> bool:
@@ -84,8 +73,8 @@ class GraphExecutor(EagerExecutor):
 
     @property
     def lookahead(self) -> int:
-        """One step, while chains are drafted; trees are drafted from the host."""
-        return 0 if self._chain_length is None else 1
+        """One step."""
+        return 1
 
     @property
     def in_flight(self) -> int:
@@ -93,25 +82,27 @@ class GraphExecutor(EagerExecutor):
         return len(self._flights)
 
     @property
-    def _chain_length(self) -> int | None:
-        """How long the drafter's chains are, 0 without a draft; None if it grows trees."""
-        if self._eagle is None:
-            return 0
-        shape = self._eagle.shape
-        is_chain = shape.width == 1 and not shape.paths and shape.is_chain and shape.depth <= _MOST_DRAFTED
-        return shape.depth if is_chain else None
+    def _shape(self) -> TreeShape | None:
+        """How the draft grows; None without one."""
+        return None if self._eagle is None else self._eagle.shape
+
+    @property
+    def _extra_slots(self) -> int:
+        """Slots past a row's root that a step writes."""
+        return 0 if self._shape is None else max(self._shape.num_nodes - 1, self._shape.scratch)
 
     def reshape(self, shape: TreeShape) -> bool:
-        """Draft trees of another shape; rows start over where chains become trees, or trees chains."""
-        before = self._chain_length
+        """Draft trees of another shape; of what rows have on the device, only how far they draft depends on it."""
         self._drafter.reshape(shape)
-        self._lengths = self._controller(self._adapts)
-        return (before is None) != (self._chain_length is None)
+        for number, place in self._places.items():
+            self._state.draft_until(place, self._drafts_until(self._rows[number], self._extra_slots))
+        self._lengths = controller_of(self._shape) if self._adapts else None
+        return False
 
     def swap_draft(self, draft: Eagle3Draft, borrowers: Borrowers | None) -> Exchanged:
         """Exchange the weights in place, behind the steps in flight: graphs hold the tensors of the draft in use."""
         assert self._eagle is not None, "`DraftShelf` looked"
-        _exchange_weights(self._eagle.draft, draft)
+        exchange_weights(self._eagle.draft, draft)
         return self._eagle.exchange(self._eagle.draft, borrowers)._replace(draft=draft)
 
     def reset(self) -> None:
@@ -127,12 +118,16 @@ class GraphExecutor(EagerExecutor):
 
     def warm_up(self) -> list[str]:
         """Capture what decoding can need with the present tree, before the first request."""
-        if self._chain_length is None:
-            return []
         with torch.inference_mode():
-            longest = self._chain_length
-            fixed = [REST, Choice(longest, follows=True)] if longest else [REST]
-            return self._prepared.warm_up(fixed if self._lengths is None else self._lengths.choices)
+            return self._prepared.warm_up(self._kinds, by_context=self._lengths is not None)
+
+    def _kinds(self, num_rows: int, max_keys: int) -> list[StepKind]:
+        """Return the kinds of steps that so many rows may take."""
+        plain = StepKind(num_rows, 0, max_keys)
+        if self._lengths is None:
+            return list(dict.fromkeys([plain, whole_kind(plain, self._shape)]))
+        kinds = (chosen_kind(plain, choice, self._shape) for choice in self._lengths.choices)
+        return [kind for kind in kinds if kind is not None]
 
     def explain(self) -> dict[str, object]:
         """Say what the last step drafted, and what each choice would have given."""
@@ -147,11 +142,12 @@ class GraphExecutor(EagerExecutor):
 
     def costs(self, num_decoding: int) -> StepCosts | None:
         """Return what a step of so many decoding rows costs, as it was measured at the start."""
-        if self._chain_length is None or not self._places:
+        if not self._places:
             return None
         longest = max(len(self._rows[number].tokens) for number in self._places)
-        max_keys = self._prepared.max_keys(longest + 2 * (self._chain_length + 1))
-        return self._prepared.costs(StepKind(self._prepared.num_rows(num_decoding), self._chain_length, max_keys))
+        max_keys = self._prepared.max_keys(longest + 2 * (self._extra_slots + 1))
+        plain = StepKind(self._prepared.num_rows(num_decoding), 0, max_keys)
+        return self._prepared.costs(whole_kind(plain, self._shape))
 
     def submit(self, step: StepInput) -> None:
         """Launch the step."""
@@ -182,8 +178,9 @@ class GraphExecutor(EagerExecutor):
         outputs = sorted(flight.finished, key=lambda output: flight.order[output.row])
         return self._laps.told_with(StepOutput(outputs), flight.lap)
 
-    def _is_eager(self, row: Row) -> bool:
-        return self._chain_length is None or row.joined.params.prompt_logprobs is not None
+    @staticmethod
+    def _is_eager(row: Row) -> bool:
+        return row.joined.params.prompt_logprobs is not None
 
     def _take_in(self, step: StepInput) -> None:
         """Follow the changes of the batch, on the device too."""
@@ -211,16 +208,16 @@ class GraphExecutor(EagerExecutor):
     def _load(self, row: Row, committed: int, root: int) -> int:
         """Give a row its place in the decoding batch."""
         joined, place = row.joined, self._places[row.number]
-        until = self._drafts_until(row, self._chain_length or 0)
+        until = self._drafts_until(row, self._extra_slots)
         loaded = Loaded(committed, root, joined.seed, until, joined.row, joined.params.temperature)
         self._state.load(place, loaded, row.pages)
         return place
 
-    def _drafts_until(self, row: Row, num_drafted: int) -> int:
+    def _drafts_until(self, row: Row, extra_slots: int) -> int:
         """Return the length from which a drafted token could not be emitted any more; 0 if the row never drafts."""
-        if not row.joined.speculate or not num_drafted or row.number in self._late:
+        if not row.joined.speculate or not extra_slots or row.number in self._late:
             return 0
-        return min(row.joined.num_prompt + row.joined.params.max_tokens - 2, self._max_context - num_drafted)
+        return min(row.joined.num_prompt + row.joined.params.max_tokens - 2, self._max_context - extra_slots)
 
     def _launch(self, decoding: Sequence[Row], beginning: Sequence[tuple[Row, Work]], flight: Flight) -> None:
         """Launch a step of the decoding batch, and parts of prompts, in one pass of the target where that can be."""
@@ -261,19 +258,18 @@ class GraphExecutor(EagerExecutor):
         lap.mark("draft" if kind.num_drafted else "verify")
         launches.draft()
         followed = [row for row in decoding if row.grammar is not None]
-        chain = Arrival((launches.step.chain_RN,)) if followed else None
+        drafted = Arrival(launches.step.drafted) if followed else None
         lap.mark("verify" if size is None else "mixed")
         verify()
         if followed:
             lap.mark(None)  # masks are made meanwhile, and may be late
-        flight.unmasked = self._mask(followed, chain, kind.num_drafted)
+        flight.unmasked = self._mask(followed, drafted, launches.step)
         lap.mark("verify")
         launches.choose()
-        length = kind.num_drafted
-        until = self._chain_length or 0 if length else 0
-        flight.rows = [Decoding(row, self._places[row.number], self._drafts_until(row, until)) for row in decoding]
-        flight.num_drafted = length
-        flight.learn = None if self._lengths is None else self._lengths.learn
+        extra = self._extra_slots if kind.num_drafted else 0
+        flight.rows = [Decoding(row, self._places[row.number], self._drafts_until(row, extra)) for row in decoding]
+        flight.kind = kind
+        flight.learn = None if self._lengths is None else partial(self._lengths.learn, choice_of(kind))
         flight.out = Arrival((launches.step.out_RE,))
         if any(row.joined.params.logprobs is not None for row in decoding):
             assert launches.step.sampled is not None, "it was chosen when it was made ready"
@@ -290,28 +286,26 @@ class GraphExecutor(EagerExecutor):
                 self._places[number] = heapq.heappop(self._free)
                 self._state.move(place, self._places[number])
                 heapq.heappush(self._free, place)
-        assert self._chain_length is not None
-        ahead = (len(self._flights) + 1) * (self._chain_length + 1)
+        ahead = (len(self._flights) + 1) * (self._extra_slots + 1)
         longest = max(len(self._rows[number].tokens) for number in self._places) + ahead
         kind = self._chosen(decoding, StepKind(size, 0, self._prepared.max_keys(longest)))
         if not kind.extends:
             for row in decoding:
-                if row.joined.speculate and self._chain_length and row.number not in self._late:
+                if row.joined.speculate and self._shape is not None and row.number not in self._late:
                     self._late.add(row.number)
-                    self._state.stop_drafting(self._places[row.number])
+                    self._state.draft_until(self._places[row.number], 0)
         return kind
 
     def _chosen(self, decoding: Sequence[Row], plain: StepKind) -> StepKind:
         """Return the step with as many drafted tokens as pay; `plain` has none."""
         drafting = [row for row in decoding if row.joined.speculate]
-        whole = replace(plain, num_drafted=self._chain_length or 0)
+        whole = whole_kind(plain, self._shape)
         if not drafting or self._lengths is None:
             return whole if drafting else plain
-        kinds = {
-            choice: replace(plain, num_drafted=choice.length, follows=choice.follows and not choice.length)
-            for choice in self._lengths.choices
-        }
-        measured = {choice: self._prepared.seconds(kind) for choice, kind in kinds.items()}
+        made = {choice: chosen_kind(plain, choice, self._shape) for choice in self._lengths.choices}
+        kinds = {choice: kind for choice, kind in made.items() if kind is not None}
+        num_keys = sum(len(row.tokens) for row in decoding) / len(decoding)
+        measured = {choice: self._prepared.seconds(kind, num_keys) for choice, kind in kinds.items()}
         seconds = {choice: taken for choice, taken in measured.items() if taken is not None}
         if not seconds:  # nothing is measured where nothing is captured
             return whole
@@ -327,33 +321,30 @@ class GraphExecutor(EagerExecutor):
             upload(values, self._buffers.thresholds_K)
 
     def _mask(
-        self, followed: Sequence[Row], chain: Arrival | None, num_drafted: int
+        self, followed: Sequence[Row], drafted: Arrival | None, step: Step | TreeStep
     ) -> dict[tuple[int, int], Exception]:
         """Bring up what grammars leave at the drafted nodes, made while the target's pass runs; return what failed."""
         row_L = self._buffers.masks.row_L
-        if not followed or chain is None:
+        if not followed or drafted is None:
             if self._masked:
                 row_L.fill_(-1)
                 self._masked = False
             return {}
         for flight in self._flights:  # grammars stand where the last step left them
             flight.land()
-        (chain_RN,) = chain.wait()
-        rows = chain_RN.tolist()
-        nodes = list(range(num_drafted + 1))
-        trees = [
-            Tree(rows[self._places[row.number]], [n - 1 for n in nodes], nodes, [-1] * len(nodes)) for row in followed
-        ]
+        come = drafted.wait()
+        trees = [step.tree(come, self._places[row.number]) for row in followed]
+        count = step.kind.num_drafted + 1
         masks = self._chooser.masks(followed, trees)
         assert masks is not None, "these rows have grammars"
         at = torch.full((len(row_L),), -1, dtype=torch.int64)
         for index, row in enumerate(followed):
-            first = self._places[row.number] * len(nodes)
-            at[first : first + len(nodes)] = torch.tensor(masks.row_L[index * len(nodes) : (index + 1) * len(nodes)])
+            first = self._places[row.number] * count
+            at[first : first + count] = torch.tensor(masks.row_L[index * count : (index + 1) * count])
         upload(masks.words_MW, self._buffers.masks.words_MW[: len(masks.words_MW)])
         upload(at, row_L)
         self._masked = True
-        return {(followed[node // len(nodes)].number, node % len(nodes)): error for node, error in masks.failed.items()}
+        return {(followed[node // count].number, node % count): error for node, error in masks.failed.items()}
 
     def _parts(self, beginning: Sequence[tuple[Row, Work]], masks: NodeMasks | None) -> list[Part]:
         """Return the parts of prompts to compute; rows whose text ends with theirs have a place from now on."""
@@ -376,22 +367,3 @@ class GraphExecutor(EagerExecutor):
         """Return what grammars leave after whole prompts."""
         trees = [Tree([row.tokens[-1]], [-1], [0], [-1]) for row in ending]
         return self._chooser.masks(ending, trees)
-
-
-@torch.no_grad()
-def _exchange_weights(one: Eagle3Draft, other: Eagle3Draft) -> None:
-    """Give each of two drafts the other's numbers; tables and heads that are the target's own stay."""
-    mine, others = _numbers(one), _numbers(other)
-    assert [x.shape for x in mine] == [x.shape for x in others], "`DraftShelf` looked"
-    for x, y in zip(mine, others, strict=True):
-        if x.data_ptr() != y.data_ptr():
-            kept = x.clone()
-            x.copy_(y)
-            y.copy_(kept)
-
-
-def _numbers(draft: Eagle3Draft) -> list[Tensor]:
-    """Return all tensors that make a draft's guesses."""
-    packed = [module.packed for module in draft.modules() if isinstance(module, Linear) and module.packed is not None]
-    codes = [x for weight in packed for run in weight.runs for x in (run.codes, *run.scales.values())]
-    return [draft.token_ids_V, *(parameter.data for parameter in draft.parameters()), *codes]

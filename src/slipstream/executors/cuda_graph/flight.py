@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slipstream.executors.choice import nothing_left, read_logprobs
+from slipstream.executors.cuda_graph.step import RowValues, StepKind
 from slipstream.executors.cuda_graph.transfer import Arrival, read
 from slipstream.executors.interface import RowOutput, TokenLogprob, Work
 from slipstream.executors.rows import Row
@@ -31,33 +32,35 @@ class Flight:
 
     Args:
         order: the rows' places in the step, which outputs keep.
+        kind: of the step of the decoding batch, if there is one.
         unmasked: what went wrong with masks of grammars, by row and node.
-        learn: is told how many tokens were drafted, and how many of each row's were kept.
+        learn: is told how many drafted tokens of each row were kept.
         finished: what has been read.
     """
 
     lap: Lap
     order: dict[int, int]
     rows: list[Decoding] = field(default_factory=list)
-    num_drafted: int = 0
+    kind: StepKind | None = None
     out: Arrival | None = None
     logprobs: Arrival | None = None
     parts: list[tuple[Row, Work]] = field(default_factory=list)
     first: Arrival | None = None
     unmasked: dict[tuple[int, int], Exception] = field(default_factory=dict)
-    learn: Callable[[int, Sequence[int]], None] | None = None
+    learn: Callable[[Sequence[int]], None] | None = None
     finished: list[RowOutput] = field(default_factory=list)
 
     def land(self) -> None:
         """Read what the step gave, once, and move its rows on."""
         if self.out is not None:
             (out_RE,) = self.out.wait()
-            outputs = out_RE.tolist()
+            assert self.kind is not None, "a batch decoded"
+            outputs = [self.kind.read(values) for values in out_RE.tolist()]
             sampled = None if self.logprobs is None else read(self.logprobs)
             if self.learn is not None:
-                self.learn(self.num_drafted, [outputs[one.place][0] - 1 for one in self.rows if one.drafts])
+                self.learn([outputs[one.place].count - 1 for one in self.rows if one.drafts])
             decoded = [
-                self._decoded(decoding, outputs[decoding.place], sampled)
+                self._decoded(decoding, outputs[decoding.place], self.kind.num_drafted + 1, sampled)
                 for decoding in self.rows
                 if goes_on(decoding.row)
             ]
@@ -72,21 +75,23 @@ class Flight:
                 seen += work.emits
             self.parts = []
 
-    def _decoded(self, decoding: Decoding, values: Sequence[int], sampled: Sampled | None) -> RowOutput:
+    def _decoded(self, decoding: Decoding, values: RowValues, num_nodes: int, sampled: Sampled | None) -> RowOutput:
         """Move a row on by what a step of the decoding batch gave it."""
         row, place, drafts_until = decoding
-        count, *tokens = values
-        path = [(token, node) for node, token in enumerate(tokens[:count])]
+        count = values.count
+        path = list(zip(values.tokens[:count], values.nodes[:count], strict=True))
         failed = {}
-        if count <= self.num_drafted and tokens[count] < 0:
-            path.append((-1, count))
-            failed = {count: self.unmasked.get((row.number, count)) or nothing_left()}
-        drafted = [1] * self.num_drafted if len(row.tokens) - 1 < drafts_until else []
+        if count < len(values.tokens) and values.tokens[count] < 0:
+            node = values.nodes[count]
+            path.append((-1, node))
+            failed = {node: self.unmasked.get((row.number, node)) or nothing_left()}
+        drafted = values.by_depth if len(row.tokens) - 1 < drafts_until else []
         logprobs: dict[int, TokenLogprob] = {}
         num_top = row.joined.params.logprobs
         if num_top is not None and sampled is not None:
-            first = place * (self.num_drafted + 1)
-            logprobs = dict(enumerate(read_logprobs(sampled, range(first, first + count), num_top)))
+            nodes = values.nodes[:count]
+            at = [place * num_nodes + node for node in nodes]
+            logprobs = dict(zip(nodes, read_logprobs(sampled, at, num_top), strict=True))
         return row.emit(1, path, drafted, logprobs, failed)
 
 

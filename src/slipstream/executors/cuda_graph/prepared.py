@@ -17,9 +17,9 @@ from slipstream.executors.cuda_graph.prompts import PADDED_SIZES, Mixed, PaddedP
 from slipstream.executors.cuda_graph.state import StepModels
 from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
 from slipstream.executors.cuda_graph.transfer import Arrival, download
+from slipstream.executors.cuda_graph.tree_step import TreeStep, make_step
 from slipstream.executors.interface import StepCosts
 from slipstream.kernels import CompiledOps
-from slipstream.speculation.lengths import Choice
 
 _LONG_PROMPTS = (640, 2048, 8192)
 """Lengths of prompts between which the kernels for long ones change."""
@@ -33,7 +33,7 @@ class StepLaunches:
         mixed: the target's pass with a padded prompt batch beside it, by the size of that.
     """
 
-    step: Step
+    step: Step | TreeStep
     draft: Callable[[], None]
     verify: Callable[[], None]
     choose: Callable[[], None]
@@ -71,6 +71,7 @@ class Prepared:
         self._steps: dict[StepKind, StepLaunches] = {}
         self._padded: dict[int, PromptLaunches] = {}
         self._costs: dict[StepKind, StepCosts] = {}
+        self._key_s: dict[StepKind, float] = {}  # what steps take more for each key of their rows
         # Latents of prompts need passes of their own.
         self._sizes: tuple[int, ...] = PADDED_SIZES if models.target.spec.mla is None else ()
         self._buckets = row_buckets(len(buffers.state.active_R) - 1)
@@ -103,16 +104,18 @@ class Prepared:
         costs = self._costs.get(kind)
         return costs if costs is not None and costs.beside_s else None
 
-    def seconds(self, kind: StepKind) -> float | None:
-        """Return what such a step takes alone; None where it was not measured."""
+    def seconds(self, kind: StepKind, num_keys: float) -> float | None:
+        """Return what such a step takes alone with rows of so many keys; None where it was not measured."""
         costs = self._costs.get(kind)
-        return None if costs is None else costs.step_s
+        if costs is None:
+            return None
+        return costs.step_s + self._key_s.get(kind, 0.0) * num_keys
 
     def step(self, kind: StepKind) -> StepLaunches:
         """Return a kind of step."""
         if kind not in self._steps:
             with self._nobody_there():
-                step = Step(self._models, self._buffers, kind)
+                step = make_step(self._models, self._buffers, kind)
                 draft, verify = self._capturer.capture(step.draft), self._capturer.capture(step.verify)
                 if step.hidden is None:
                     step.draft()
@@ -142,15 +145,20 @@ class Prepared:
             self._padded[size] = PromptLaunches(prompts, compute, choose, extend)
         return self._padded[size]
 
-    def warm_up(self, choices: Sequence[Choice]) -> list[str]:
-        """Make ready all that chains of some lengths can need; return what that took, in sentences."""
+    def warm_up(self, kinds_of: Callable[[int, int], Sequence[StepKind]], *, by_context: bool = False) -> list[str]:
+        """Make ready all that traffic can need; return what that took, in sentences.
+
+        Args:
+            kinds_of: names the kinds of steps for so many rows and a bound on keys.
+            by_context: find out what contexts add to each kind, too.
+        """
         on_gpu = self._models.device.type == "cuda"
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
         kinds = [
-            StepKind(num_rows, choice.length, max_keys, choice.follows and not choice.length)
+            kind
             for max_keys in self._bounds
             for num_rows in reversed(self._buckets)  # the largest first: the others fit the memory it took
-            for choice in choices
+            for kind in kinds_of(num_rows, max_keys)
         ]
         started = time.perf_counter()
         self._compile(kinds)
@@ -166,6 +174,8 @@ class Prepared:
         if not self._capturer.count:
             return []
         self._measure()
+        if by_context:
+            self.measure_contexts()
         taken_mib = (free - torch.cuda.mem_get_info()[0]) / 2**20
         return [
             f"graphs: kernels ready in {compiled_s:.1f} s; {self._capturer.count} graphs captured in "
@@ -190,6 +200,29 @@ class Prepared:
                     beside_s[size] = seconds_of([*rest, verify, *ends]) - step_s
                 self._costs[kind] = StepCosts(step_s, beside_s, prompt_s)
 
+    def measure_contexts(self) -> None:
+        """Find out what steps take more for each key of their rows: half of what each kind is made for, but for few.
+
+        Keys are read all over the cache, as requests' would be; nobody has any yet.
+        """
+        state, num_pages = self._buffers.state, self._models.target_kv.num_pages
+        with self._nobody_there():
+            pages_RP = state.rows.pages_RP
+            spread = torch.arange(pages_RP.numel(), dtype=torch.int32, device=pages_RP.device) % num_pages
+            for kind, launches in self._steps.items():
+                parts = [
+                    launches.draft,
+                    launches.verify,
+                    launches.choose,
+                    *([launches.extend] if launches.extend else []),
+                ]
+                num_keys = min(kind.max_keys, self._max_context) // 2
+                pages_RP.copy_(spread.view_as(pages_RP))
+                state.active_R.fill_(1)
+                state.rows.committed_R.fill_(num_keys)
+                more_s = seconds_of(parts) - self._costs[kind].step_s
+                self._key_s[kind] = max(more_s, 0.0) / num_keys
+
     def _compile(self, kinds: Sequence[StepKind]) -> None:
         """Have the kernels of steps and prompts compiled, side by side where nothing depends on what they compute."""
         models, buffers = self._models, self._buffers
@@ -208,7 +241,7 @@ class Prepared:
             for count in self._part_counts():
                 self._pretend_prompts(_LONG_PROMPTS[0], count)
             for kind in kinds:
-                step = Step(models, buffers, kind)
+                step = make_step(models, buffers, kind)
                 step.draft()
                 step.verify()
                 step.choose()

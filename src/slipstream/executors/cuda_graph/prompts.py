@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.executors.cuda_graph.state import StepModels
 from slipstream.executors.cuda_graph.step import Step, StepBuffers
 from slipstream.executors.cuda_graph.transfer import Arrival, download, staged, upload
+from slipstream.executors.cuda_graph.tree_step import TreeStep
 from slipstream.kernels import AttentionBatch, Sampled, SampleRows, TokenMasks
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.target import Hidden
@@ -165,7 +166,7 @@ class Prompts:
 class Mixed:
     """A pass of the target over a step's nodes and a padded prompt batch behind them."""
 
-    def __init__(self, models: StepModels, step: Step, prompts: "PaddedPrompts") -> None:
+    def __init__(self, models: StepModels, step: Step | TreeStep, prompts: "PaddedPrompts") -> None:
         self._models, self._step, self._prompts = models, step, prompts
 
     def verify(self) -> None:

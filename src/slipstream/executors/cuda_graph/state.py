@@ -103,9 +103,9 @@ class BatchState:
             at = cells.to(device, non_blocking=True)
             self.rows.pages_RP.view(-1).index_copy_(0, at, pages.to(device, non_blocking=True))
 
-    def stop_drafting(self, place: int) -> None:
-        """Let nothing that is drafted for a place be kept: its draft has not followed its text."""
-        self.rows.drafts_until_R[place].fill_(0)
+    def draft_until(self, place: int, length: int) -> None:
+        """Let nothing that is drafted for a place be kept from a root index on; 0 keeps nothing at all."""
+        self.rows.drafts_until_R[place].fill_(length)
 
     def unload(self, place: int) -> None:
         """Let a place be nobody's."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.cpu.library import FORMATS, NativeAttention, NativeBatch, NativeKv
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, Ops, Sight, sight_of
+from slipstream.kernels.ops import Layer, Ops, Sight, sight_of
 
 _FORMATS = {
     torch.float32: FORMATS["f32"],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.errors import KernelError
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.cpu.batch import describe_attention, describe_batch, describe_kv, kv_is_plain, run_apart
 from slipstream.kernels.cpu.draft import DraftCache, describe_chain
 from slipstream.kernels.cpu.library import (
@@ -32,16 +33,7 @@ from slipstream.kernels.cpu.weights import (
     rows_of_panels,
     to_panels,
 )
-from slipstream.kernels.ops import (
-    AttentionBatch,
-    ChainStart,
-    Cut,
-    KvLayer,
-    Layer,
-    RowSampling,
-    Sight,
-    ended,
-)
+from slipstream.kernels.ops import ChainStart, Cut, Layer, RowSampling, Sight, ended
 from slipstream.kernels.reference.experts import choose_experts
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.rounds import RoundModels, RoundResult, RoundStart

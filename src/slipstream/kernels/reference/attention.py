@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Sight, sight_of
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
+from slipstream.kernels.ops import Sight, sight_of
 from slipstream.kernels.reference.kv_fp8 import keys_and_values
 
 
 def attention(q_THd: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, window: int | Sight | None) -> Tensor:
     """Attend over the pages of each request, in the queries' type; see `AttentionBatch` for what a token may see."""
     sight = sight_of(window)
+    batch = batch if batch.tree is None else batch.by_node
     out_THd = torch.empty_like(q_THd)
     starts = batch.query_starts_R1.tolist()
     kv_lens = batch.kv_lens_R.tolist()
@@ -53,6 +55,7 @@ def sink_attention(q_QHd: Tensor, kv: KvLayer, visible_QK: Tensor, scale: float,
 
 def latent_attention(q_THC: Tensor, layer: KvLayer, batch: AttentionBatch, scale: float, value_width: int) -> Tensor:
     """Attend over one latent per key, one token at a time, so that nothing depends on the other tokens."""
+    batch = batch if batch.tree is None else batch.by_node
     out_THc = q_THC.new_empty((*q_THC.shape[:-1], value_width))
     starts = batch.query_starts_R1.tolist()
     for row, kv_len in enumerate(batch.kv_lens_R.tolist()):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import Ops, RowSampling
 from slipstream.kernels.reference.noise import scattered
@@ -66,3 +67,7 @@ class TorchChains:
         outcome.last_R.copy_(torch.arange(num_rows, device=chain_RN.device) * num_nodes + accepted_R)
         outcome.out_RE[:, 0] = counts_R
         outcome.out_RE[:, 1:] = emitted_RN
+
+    def move_paths(self, layer: KvLayer, from_RD: Tensor, to_RD: Tensor) -> None:
+        """Copy slots to slots."""
+        self._ops.move_kv(layer, from_RD.flatten(), to_RD.flatten())

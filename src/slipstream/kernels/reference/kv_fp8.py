@@ -8,7 +8,7 @@ by it instead of keys and values, and get the bits that attention over the numbe
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import KvLayer
+from slipstream.kernels.attention_batch import KvLayer
 
 FP8 = torch.float8_e4m3fn
 MOST_SCALE = 246

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.errors import KernelError
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, Sight, ended
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
+from slipstream.kernels.ops import Layer, RowSampling, Sight, ended
 from slipstream.kernels.reference.activations import gated
 from slipstream.kernels.reference.attention import as_kept, attention, latent_attention
 from slipstream.kernels.reference.experts import choose_experts, experts

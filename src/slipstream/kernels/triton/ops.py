@@ -12,8 +12,9 @@ from torch import Tensor
 
 from slipstream.checkpoint.spec import SILU, Activation, RoutingSpec
 from slipstream.errors import KernelError
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Layer, RowSampling, Sight
+from slipstream.kernels.ops import Layer, RowSampling, Sight
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.kernels.triton import norm, sampling, speculative
@@ -27,6 +28,7 @@ from slipstream.kernels.triton.mla.heads import heads_linear
 from slipstream.kernels.triton.moe import router
 from slipstream.kernels.triton.moe.dispatch import ExpertOptions, experts
 from slipstream.kernels.triton.moe.tiles import MoeOptions, expert_tiles
+from slipstream.kernels.triton.move import move_paths
 from slipstream.kernels.triton.norm import Norm
 from slipstream.kernels.triton.tuning import Tuning, architecture_of, check_architecture, read_tuning
 from slipstream.quant.packed import ExpertWeights, PackedWeight
@@ -222,7 +224,8 @@ class TritonOps:
         if not 0 < k <= min(speculative.MAX_K, logits_LV.shape[1]):
             best = torch.log_softmax(self.perturb(logits_LV, token_ids_V, sampling), dim=-1).topk(k, dim=-1)
             return best.values, best.indices
-        return speculative.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
+        scores_LK, entries_LK = speculative.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
+        return scores_LK, entries_LK.zero_() if self._compiling else entries_LK
 
     def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
         """Write where a step's nodes lie."""
@@ -239,6 +242,13 @@ class TritonOps:
         """Keep what agrees of each chain, write what came of it, and move the rows on."""
         tokens_RN = (chain_RN.contiguous(), chosen_RN.contiguous())
         speculative.accept_chains(rows, tokens_RN, thresholds_K, outcome, self._dependent)
+
+    def move_paths(self, layer: KvLayer, from_RD: Tensor, to_RD: Tensor) -> None:
+        """Copy slots to slots; scales of FP8 take a pass of their own."""
+        if layer.scales is not None:
+            self._reference.move_kv(layer, from_RD.flatten(), to_RD.flatten())
+        else:
+            move_paths(layer, from_RD, to_RD, self._dependent)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import KvLayer
+from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.triton.gemm.split_k_reduce import PartialSums, scaled_sums, sum_partials
 from slipstream.kernels.triton.kv_codes import encode, scale_codes
 from slipstream.kernels.triton.launch import (

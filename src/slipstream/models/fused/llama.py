@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionBatch, Ending
+from slipstream.kernels.attention_batch import AttentionBatch
+from slipstream.kernels.ops import Ending
 from slipstream.kernels.triton import norm as norms
 from slipstream.kernels.triton.attention.dispatch import attention, work_list_of
 from slipstream.kernels.triton.attention.hopper_launch import WorkList

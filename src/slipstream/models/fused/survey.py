@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.spec import ModelSpec
-from slipstream.kernels import AttentionBatch
+from slipstream.kernels import AttentionBatch, TreePaths
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.record import META, Recorded, recording
 from slipstream.models.context import KvCache, PagedContext
@@ -19,13 +19,18 @@ from slipstream.quant.packed import PackedWeight
 
 @dataclass(frozen=True)
 class Workload:
-    """A pass: so many requests with so many query tokens each, a bound on their keys, and the type those have."""
+    """A pass: so many requests with so many query tokens each, a bound on their keys, and the type those have.
+
+    Args:
+        depth: query tokens are nodes of trees so deep; 0 is chains, and prompts.
+    """
 
     requests: int
     nodes: int
     max_keys: int = 4096
     page_size: int = 16
     keys: torch.dtype = torch.bfloat16
+    depth: int = 0
 
 
 def record_pass(spec: ModelSpec, architecture: str, workload: Workload, weights: str = "dense") -> list[Recorded]:
@@ -66,6 +71,7 @@ def meta_context(ops: TritonOps, target: Target, workload: Workload) -> PagedCon
     """Return the context of a pass that has shapes and bounds alone."""
     requests, num_tokens = workload.requests, workload.requests * workload.nodes
     kv = KvCache.allocate(target.kv_shape, 8, workload.page_size, workload.keys, META)
+    paths = TreePaths(_empty(torch.int32, requests), _empty(torch.int32, num_tokens, workload.depth))
     batch = AttentionBatch(
         _empty(torch.int32, requests + 1),
         _empty(torch.int32, requests),
@@ -75,6 +81,7 @@ def meta_context(ops: TritonOps, target: Target, workload: Workload) -> PagedCon
         workload.page_size,
         workload.nodes,
         workload.max_keys,
+        paths if workload.depth else None,
     )
     return PagedContext(ops, _empty(torch.int64, num_tokens), _empty(torch.int64, num_tokens), batch, kv)
 

@@ -1,7 +1,8 @@
 """Paged attention for decoding, verifying and prefill: query tokens x the heads that share a key, in one tile.
 
 A request's keys are cut in splits of a fixed length, and their results are merged in order: by one program where there
-are many queries (`prefill`), else by the last of several (`split_kv`).
+are many queries (`prefill`), else by the last of several (`split_kv`). Nodes of trees have kernels of their own
+(`tree`).
 """
 # ruff: noqa: PLR0913
 
@@ -12,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention.even import even_kernel
 from slipstream.kernels.triton.attention.hopper_launch import (
     WorkList,
@@ -30,6 +31,7 @@ from slipstream.kernels.triton.attention.split_kv import splits_kernel
 from slipstream.kernels.triton.attention.tile import (
     SPLITS_IN_GROUP,
 )
+from slipstream.kernels.triton.attention.tree import tree_attention
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import AttentionConfig
 
@@ -66,6 +68,11 @@ def attention(
         maxima_TH: where each head's largest magnitude goes, in passes of fewer queries than `serial_from`.
         work: what `work_list_of` has laid out for this batch, before the product that queries came of.
     """
+    if batch.tree is not None and window is not None:
+        batch = batch.by_node
+    if batch.tree is not None:
+        options = {"PDL": launch.dependent, **launch_options(launch.dependent, launch.instruction)}
+        return tree_attention(q_THd, layer, batch, scale * _LOG2E, launch.config, options, maxima_TH)
     num_tokens, num_heads, width = q_THd.shape
     num_groups, num_requests, config = layer.keys_SGd.shape[1], batch.kv_lens_R.shape[0], launch.config
     most_queries, most_keys, rows, tokens = _bounds(batch, num_tokens, num_heads // num_groups, config)
@@ -112,6 +119,8 @@ def work_list_of(
         layer: any of those layers' cache.
         dtype: that of queries.
     """
+    if batch.tree is not None:
+        return None
     num_groups, config = layer.keys_SGd.shape[1], launch.config
     most_queries, most_keys, rows, tokens = _bounds(batch, num_tokens, num_heads // num_groups, config)
     narrow = most_queries <= tokens and rows == _NARROW_ROWS and most_queries < config.serial_from

@@ -18,8 +18,8 @@ from slipstream.kernels.triton.attention.tile import (
     hide,
     merge,
     nothing,
+    numbers,
     powers,
-    scales_of,
 )
 from slipstream.kernels.triton.launch import arrived_last_at, let_next_start, wait_for_previous
 
@@ -126,10 +126,10 @@ def _attend_part(
         at = _offsets(page, slot_stride, start, tl.maximum(end, 1), BLOCK, PAGE)
         k = tl.load(k_at + at[None, :] + seen[:, None])
         v = tl.load(v_at + at[:, None] + seen[None, :])
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        scores = tl.dot(q, numbers(k, q), input_precision="ieee") * scale
         if k_scales_at is not None:
             scores = scores * powers(k_scales_at, at, WIDTH)[None, :]
-            v = v.to(q.dtype)
+            v = numbers(v, q)
         if start + BLOCK > sure:
             token = _tokens(q_first, last_token, ROWS, REPEATS)
             own = tl.load(index_ptr + token).to(tl.int32)
@@ -190,6 +190,9 @@ def even_kernel(
         wait_for_previous(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, part = tl.program_id(0), tl.program_id(1)
+    if k_scales_ptr is not None:  # FP8: scales of this head's codes
+        k_scales_ptr += group
+        v_scales_ptr += group
     r = tl.arange(0, REQUESTS)
     ends_R = _ends(starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES)
     blocks_R = tl.where(r < num_requests, tl.maximum(tl.cdiv(ends_R, BLOCK), 1), 0)
@@ -217,10 +220,9 @@ def even_kernel(
             wait_for_previous(PDL)
         q = _queries_at(q_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, D, ROWS)
         _attend_part(
-            q_ptr, k_ptr + group * WIDTH, v_ptr + group * WIDTH, scales_of(k_scales_ptr, group),
-            scales_of(v_scales_ptr, group), starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr,
-            partial_ptr, num_requests, num_results, slot_stride, pages_stride, scale, group,
-            request, start, num_blocks, q, page, q_first, last_token, end, sure,
+            q_ptr, k_ptr + group * WIDTH, v_ptr + group * WIDTH, k_scales_ptr, v_scales_ptr, starts_ptr, lens_ptr,
+            pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, num_requests, num_results, slot_stride,
+            pages_stride, scale, group, request, start, num_blocks, q, page, q_first, last_token, end, sure,
             HEADS, GROUPS, WIDTH, D, ROWS, TOKENS, SPLIT, BLOCK, PAGE, IN_GROUP,
         )  # fmt: skip
         # The last part that begins at group g or before it is ((g + 1) * num_parts - 1) // num_groups.

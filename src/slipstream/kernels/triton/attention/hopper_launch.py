@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.ops import KvLayer
+from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import AttentionConfig
 

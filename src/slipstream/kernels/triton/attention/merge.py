@@ -24,7 +24,7 @@ def _stored(sums_at, part_at, place, first, count, real, STRIDE: tl.constexpr, D
 
 
 @triton.jit
-def _stored_four(sums_at, part_at, place, first, count, real, STRIDE: tl.constexpr, D: tl.constexpr):
+def stored_four(sums_at, part_at, place, first, count, real, STRIDE: tl.constexpr, D: tl.constexpr):
     """Return four results, all read at once."""
     best_0, total_0, acc_0 = _stored(sums_at, part_at, place, first, count, real, STRIDE, D)
     best_1, total_1, acc_1 = _stored(sums_at, part_at, place + 1, first, count, real, STRIDE, D)
@@ -50,7 +50,7 @@ def _merge_four(best, total, acc, sums_at, part_at, place, first, count, real, R
             best_0, total_0, acc_0 = _stored(sums_at, part_at, other, first, count, real, ROWS, D)
             best, total, acc = merge(best, total, acc, best_0, total_0, acc_0)
     else:
-        four = _stored_four(sums_at, part_at, place, first, count, real, ROWS, D)
+        four = stored_four(sums_at, part_at, place, first, count, real, ROWS, D)
         best, total, acc = _merge_read(best, total, acc, four)
     return best, total, acc
 
@@ -84,7 +84,7 @@ def merge_stored(
 
 
 @triton.jit
-def _merge_group(best, total, acc, four, ROWS: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+def merge_group(best, total, acc, four, ROWS: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
     """Merge four results that were read: groups one after another (WHOLE), or splits among themselves first."""
     if WHOLE:
         best, total, acc = _merge_read(best, total, acc, four)
@@ -111,15 +111,15 @@ def merge_compact(
     if not WHOLE:
         first, count = first_split - first_group * IN_GROUP, last_split - first_group * IN_GROUP
     for place in range(0, count, 16):
-        four_0 = _stored_four(sums_at, part_at, place, first, count, real, STRIDE, D)
-        four_1 = _stored_four(sums_at, part_at, place + 4, first, count, real, STRIDE, D)
-        four_2 = _stored_four(sums_at, part_at, place + 8, first, count, real, STRIDE, D)
-        four_3 = _stored_four(sums_at, part_at, place + 12, first, count, real, STRIDE, D)
+        four_0 = stored_four(sums_at, part_at, place, first, count, real, STRIDE, D)
+        four_1 = stored_four(sums_at, part_at, place + 4, first, count, real, STRIDE, D)
+        four_2 = stored_four(sums_at, part_at, place + 8, first, count, real, STRIDE, D)
+        four_3 = stored_four(sums_at, part_at, place + 12, first, count, real, STRIDE, D)
         keep_order(PDL)  # or the assembler asks for some of them only when others are merged
-        best, total, acc = _merge_group(best, total, acc, four_0, ROWS, D, WHOLE)
-        best, total, acc = _merge_group(best, total, acc, four_1, ROWS, D, WHOLE)
-        best, total, acc = _merge_group(best, total, acc, four_2, ROWS, D, WHOLE)
-        best, total, acc = _merge_group(best, total, acc, four_3, ROWS, D, WHOLE)
+        best, total, acc = merge_group(best, total, acc, four_0, ROWS, D, WHOLE)
+        best, total, acc = merge_group(best, total, acc, four_1, ROWS, D, WHOLE)
+        best, total, acc = merge_group(best, total, acc, four_2, ROWS, D, WHOLE)
+        best, total, acc = merge_group(best, total, acc, four_3, ROWS, D, WHOLE)
     return total, acc
 
 

@@ -14,7 +14,6 @@ from slipstream.kernels.triton.attention.tile import (
     key_offsets,
     merge,
     nothing,
-    scales_of,
 )
 from slipstream.kernels.triton.launch import wait_for_inputs
 
@@ -64,6 +63,9 @@ def prefill_kernel(
     wait_for_inputs(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, tile = tl.program_id(0), tl.program_id(1)
+    if k_scales_ptr is not None:  # FP8: scales of this head's codes
+        k_scales_ptr += group
+        v_scales_ptr += group
     request, q_from, q_to = find_request(starts_ptr, tile, num_requests, TOKENS, REQUESTS)
     q_first = q_from + (tile - (q_from // TOKENS + request)) * TOKENS
     if q_first < q_to:
@@ -89,13 +91,12 @@ def prefill_kernel(
         last_split = tl.cdiv(end, SPLIT)
         pages_at = pages_ptr + request.to(tl.int64) * pages_stride
         k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
-        k_scales_at, v_scales_at = scales_of(k_scales_ptr, group), scales_of(v_scales_ptr, group)
         if first_split < last_split:
             best, total, acc = nothing(ROWS, D)
             group_best, group_total, group_acc = nothing(ROWS, D)
             for split in range(first_split, last_split):
                 best_s, total_s, acc_s = _attend_split(
-                    q, k_at, v_at, k_scales_at, v_scales_at, pages_at, slot_stride, own, ancestors, lowest,
+                    q, k_at, v_at, k_scales_ptr, v_scales_ptr, pages_at, slot_stride, own, ancestors, lowest,
                     split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end), scale, first, ROWS, WIDTH, D, BLOCK,
                     PAGE, HAS_WINDOW,
                 )  # fmt: skip

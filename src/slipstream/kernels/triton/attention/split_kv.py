@@ -19,7 +19,6 @@ from slipstream.kernels.triton.attention.tile import (
     key_offsets,
     merge,
     nothing,
-    scales_of,
 )
 from slipstream.kernels.triton.launch import (
     arrived_last,
@@ -138,6 +137,9 @@ def splits_kernel(
         wait_for_previous(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, tile = tl.program_id(0), tl.program_id(1)
+    if k_scales_ptr is not None:  # FP8: scales of this head's codes
+        k_scales_ptr += group
+        v_scales_ptr += group
     if ONE:
         request = tile
         q_first = tl.load(starts_ptr + tile, cache_modifier=".cg")
@@ -180,9 +182,8 @@ def splits_kernel(
         sums_at = sums_ptr + cell * num_splits * (2 * ROWS) + row
         part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + column[None, :])
         _attend_splits(
-            q_ptr + q_at, k_at, v_at, scales_of(k_scales_ptr, group), scales_of(v_scales_ptr, group), at, pages_at,
-            slot_stride, own, ancestors, from_split, to_split, first_split, last_split, end, scale, first, sums_at,
-            part_at, real,
+            q_ptr + q_at, k_at, v_at, k_scales_ptr, v_scales_ptr, at, pages_at, slot_stride, own, ancestors, from_split,
+            to_split, first_split, last_split, end, scale, first, sums_at, part_at, real,
             WIDTH, D, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE,
         )  # fmt: skip
         if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):

@@ -103,6 +103,18 @@ def powers(scales_at, at, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def numbers(codes, q):
+    """Return FP8 codes as the numbers they are, in the type of the queries; other types are numbers already.
+
+    Where few rows share them, by way of float32: from float16, which is what codes become first, sm_90 has but a slow
+    instruction to bfloat16. Many rows need the registers more.
+    """
+    if codes.dtype != q.dtype and q.shape[0] <= 16:
+        codes = codes.to(tl.float32)
+    return codes.to(q.dtype)
+
+
+@triton.jit
 def add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Add a block's values, weighted by its scores, which are powers of two.
 
@@ -134,22 +146,13 @@ def attend_block(
         column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
     k = tl.load(k_ptr + at[None, :] + column[:, None])
     v = tl.load(v_ptr + at[:, None] + column[None, :])
-    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    scores = tl.dot(q, numbers(k, q), input_precision="ieee") * scale
     if k_scales_at is not None:
         scores = scores * powers(k_scales_at, at, WIDTH)[None, :]
-        v = v.to(q.dtype)
+        v = numbers(v, q)
     if MASKED:
         scores = hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, first_R, HAS_WINDOW)
     return add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH, BLOCK)
-
-
-@triton.jit
-def scales_of(scales_ptr, group):
-    """Return where a head's scales begin; nothing where there are none."""
-    if scales_ptr is not None:
-        return scales_ptr + group
-    else:  # noqa: RET505 (the compiler takes one branch alone)
-        return None
 
 
 @triton.jit

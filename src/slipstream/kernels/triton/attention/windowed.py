@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionBatch, KvLayer, Sight
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
+from slipstream.kernels.ops import Sight
 from slipstream.kernels.triton.attention.tile import (
     DESCRIPTION,
     add_block,
@@ -22,8 +23,8 @@ from slipstream.kernels.triton.attention.tile import (
     key_offsets,
     merge,
     nothing,
+    numbers,
     powers,
-    scales_of,
 )
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 
@@ -44,6 +45,9 @@ def sight_kernel(
     wait_for_inputs(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, tile = tl.program_id(0), tl.program_id(1)
+    if k_scales_ptr is not None:  # FP8: scales of this head's codes
+        k_scales_ptr += group
+        v_scales_ptr += group
     request, q_from, q_to = find_request(starts_ptr, tile, num_requests, TOKENS, REQUESTS)
     q_first = q_from + (tile - (q_from // TOKENS + request)) * TOKENS
     if q_first < q_to:
@@ -67,12 +71,12 @@ def sight_kernel(
             at = key_offsets(pages_at, slot_stride, start, end, BLOCK, PAGE)
             k = tl.load(k_ptr + group * WIDTH + at[None, :] + read[:, None])
             v = tl.load(v_ptr + group * WIDTH + at[:, None] + read[None, :])
-            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+            scores = tl.dot(q, numbers(k, q), input_precision="ieee") * scale
             if k_scales_ptr is not None:
-                scores = scores * powers(k_scales_ptr + group, at, WIDTH)[None, :]
-                v = v.to(q.dtype)
+                scores = scores * powers(k_scales_ptr, at, WIDTH)[None, :]
+                v = numbers(v, q)
             scores = hide(scores, start + tl.arange(0, BLOCK), own, ancestors, end, first, True)
-            best, total, acc = add_block(best, total, acc, scores, v, scales_of(v_scales_ptr, group), at, WIDTH, BLOCK)
+            best, total, acc = add_block(best, total, acc, scores, v, v_scales_ptr, at, WIDTH, BLOCK)
         sums = tl.max(total, 1)
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -92,6 +96,7 @@ def attention(
     instruction: int = 0,
 ) -> Tensor:
     """Attend over the pages of each request; the grid follows from shapes alone."""
+    batch = batch if batch.tree is None else batch.by_node
     num_tokens, num_heads, width = q_THd.shape
     num_groups, num_requests = layer.keys_SGd.shape[1], batch.kv_lens_R.shape[0]
     repeats = num_heads // num_groups

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import ConfigError, KernelError
-from slipstream.kernels.ops import AttentionBatch, KvLayer
+from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.triton.launch import launch_options, prefetch, show_copies, wait_for_inputs
 from slipstream.kernels.triton.mla.merge import Pieces, merge
 from slipstream.kernels.triton.moe.tiles import matrix_instruction, shipped
@@ -219,6 +219,7 @@ def attend_pieces(
     dependent: bool = False,
 ) -> Pieces:
     """Attend absorbed queries [T, H, C] over each piece of the latents by itself."""
+    batch = batch if batch.tree is None else batch.by_node
     num_tokens, num_heads, width = q_THC.shape
     num_requests, table_width = batch.page_table_RP.shape
     architecture = architecture_of(q_THC.device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import KvLayer
+from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.triton.gemm.split_k import prefetch_rows
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.moe.tiles import matrix_instruction
