@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import gguf
 import numpy as np
 import pytest
@@ -6,9 +8,9 @@ from gguf.quants import quantize
 from gguf_samples import GATE, HIDDEN, K, Q, tiny_weights, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, pre_tokenizers
-from transformers import LlamaConfig
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from tokenizers import AddedToken, Regex, pre_tokenizers
+from transformers import GemmaTokenizer, LlamaConfig
+from transformers.convert_slow_tokenizer import TikTokenConverter, generate_merges
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -166,6 +168,53 @@ def test_pre_tokenizers_of_deepseek_and_kimi_cut_numbers_and_han_from_words(tmp_
     text = "".join(pieces)
     cut = [text[slice(*span)] for _, span in built.tokenizer.pre_tokenizer.pre_tokenize_str(text)]
     assert cut == pieces
+
+
+PIECES = {"<unk>": 2, "<s>": 3, "<end_of_turn>": 3, "<table>": 4, **{f"<0x{byte:02X}>": 6 for byte in range(256)}}
+WORDS = [*"▁abelth\n", "he", "th", "the", "▁the", "▁t", "\n\n", "ab", "ba", "▁▁", "▁▁▁"]  # the best first
+
+
+def pieces(words=WORDS, prefix=False):
+    """Return a file whose tokenizer is SentencePiece's, as Gemma's is: pieces and their scores."""
+    metadata = {
+        "model": "llama",
+        "tokens": [*PIECES, *words],
+        "token_type": [*PIECES.values(), *[1] * len(words)],
+        "scores": [0.0] * len(PIECES) + [-float(rank) for rank in range(len(words))],
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "add_space_prefix": prefix,
+        "add_bos_token": True,
+    }
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    config = {"max_position_embeddings": 256}
+    return SimpleNamespace(path="m.gguf", metadata=metadata, config=config, text=metadata.__getitem__)
+
+
+@pytest.mark.parametrize("text", ["the  tale", " the   bab\n\nel", "é<table>ab", "thethe ba"])
+def test_sentencepiece_joins_pieces_as_transformers_does_with_the_merges_it_generates(text):
+    built = gguf_tokenizer(pieces())
+    vocab = {token: i for i, token in enumerate([*PIECES, *WORDS])}
+    merges = generate_merges(vocab, {word: -rank for rank, word in enumerate(WORDS)})
+    theirs = GemmaTokenizer(vocab=vocab, merges=merges, bos_token="<s>", eos_token="<end_of_turn>")
+    theirs.add_tokens([AddedToken("<table>", normalized=False)])
+    ids = built.tokenizer.encode(text, add_special_tokens=False).ids
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert built.tokenizer.decode(ids) == text
+    assert built.tokenizer.encode(text).ids == [1, *ids]
+    assert built.ends == (vocab["<end_of_turn>"],)
+
+
+def test_a_leading_space_that_sentencepiece_adds_is_taken_away_again():
+    built = gguf_tokenizer(pieces(prefix=True))
+    ids = built.tokenizer.encode("the bab", add_special_tokens=False).ids
+    assert built.tokenizer.id_to_token(ids[0]) == "▁the"
+    assert built.tokenizer.decode(ids) == "the bab"
+
+
+def test_a_piece_too_long_to_be_halved_is_refused():
+    with pytest.raises(CheckpointError, match="longer than 128 characters"):
+        gguf_tokenizer(pieces([*WORDS, "a" * 129]))
 
 
 def test_a_tokenizer_that_cannot_be_built_is_refused(tmp_path):

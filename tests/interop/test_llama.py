@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -17,6 +18,7 @@ from slipstream.bench.peers.environments import LLAMA_DRAFTS, llama_environment
 from slipstream.checkpoint.draft_gguf import write_gguf_draft
 from slipstream.checkpoint.embedded import embedded_draft, embedded_model
 from slipstream.checkpoint.gguf_header import read_gguf_header
+from slipstream.checkpoint.gguf_tokenizer import gguf_tokenizer
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.engine.llm import LLM
 from slipstream.models.load import load_target
@@ -30,6 +32,7 @@ from tiny_gguf import FOLDERS, write_gguf
 
 pytestmark = pytest.mark.interop
 HERE = Path(__file__).parent
+TOKEN_LIST = "tokenizer.ggml.tokens"
 CHAIN = 3
 TOKENS = 64
 CLOSE = 1e-3  # of two logits, which rounding may swap
@@ -54,6 +57,27 @@ def test_llama_cpp_decodes_a_file_of_every_family_to_our_tokens(kind, tmp_path):
     differ = (i for i, (mine, other) in enumerate(zip(ours, theirs["tokens"], strict=True)) if mine != other)
     first = next(differ, None)
     assert first is None or theirs["margins"][first] < CLOSE
+
+
+@pytest.mark.parametrize("name", ["llama-spm", "phi-3", "gemma-4", "llama-bpe", "qwen2"])
+def test_tokenizers_of_published_files_give_llama_cpp_s_tokens(name):
+    """Gemma 4's vocabulary is read as Gemma 3's files have theirs, with scores in place of its merges."""
+    path = llama_environment().parent / f"models/ggml-vocab-{name}.gguf"
+    if not path.exists():
+        pytest.skip("llama.cpp was compiled before its vocabularies were kept; remove its environment")
+    metadata = dict(read_gguf_header(path).metadata)
+    if name == "gemma-4":
+        ranks = {"".join(merge.split(" ")): -rank for rank, merge in enumerate(metadata["tokenizer.ggml.merges"])}
+        metadata["tokenizer.ggml.scores"] = [float(ranks.get(token, -1e7)) for token in metadata[TOKEN_LIST]]
+        metadata["tokenizer.ggml.model"] = "llama"
+    config = {"max_position_embeddings": 4096}
+    reader = SimpleNamespace(path=path, metadata=metadata, config=config, text=metadata.__getitem__)
+    tokenizer = gguf_tokenizer(reader).tokenizer
+    texts = path.with_suffix(".gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    expected = [list(map(int, line.split())) for line in path.with_suffix(".gguf.out").read_text().splitlines()]
+    assert len(texts) > 40
+    for text, ids in zip(texts, expected, strict=False):
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Build a tokenizer from a GGUF file's metadata: byte-level BPE with the pre-tokenizer the file names."""
+"""Build a tokenizer from a GGUF file's metadata: byte-level BPE with the file's pre-tokenizer, or SentencePiece's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.gguf_file import GgufReader
+from slipstream.checkpoint.gguf_sentencepiece import CONTROL, USER_DEFINED, is_run, sentencepiece_tokenizer
 from slipstream.checkpoint.tiktoken_file import KIMI_SPLIT
 from slipstream.errors import CheckpointError
 
 LONGEST_TOKEN = 4096
 """More characters than any token has; a longer one would be given out with every step that emits it."""
-_CONTROL, _USER_DEFINED = 3, 4  # ggml token types
+_ENDS = ("<end_of_turn>", "<|call|>", "<|return|>")  # Gemma's and gpt-oss's, of which a file names one at most
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,38 +37,38 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """A tokenizer out of a GGUF file and the settings that Hugging Face keeps in tokenizer_config.json."""
+    """A tokenizer out of a GGUF file and the settings that Hugging Face keeps in tokenizer_config.json.
+
+    Args:
+        ends: tokens that end an answer, beside the eos token.
+    """
 
     tokenizer: Tokenizer
     settings: dict[str, Any]
+    ends: tuple[int, ...]
 
 
 def gguf_tokenizer(reader: GgufReader) -> GgufTokenizer:
     """Return the tokenizer a GGUF file describes."""
     model, pre = reader.text("tokenizer.ggml.model"), reader.metadata.get("tokenizer.ggml.pre", "default")
-    if model != "gpt2" or not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
+    if model not in ("gpt2", "llama") or not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise CheckpointError(
             f"{reader.path}: tokenizer {shown(model)} with pre-tokenizer {shown(pre)} cannot be built from GGUF. "
-            f"Slipstream builds byte-level BPE ('gpt2') with {', '.join(sorted(_PRE_TOKENIZERS))}; "
-            f"for others use the original Hugging Face folder."
+            f"Slipstream builds byte-level BPE ('gpt2') with {', '.join(sorted(_PRE_TOKENIZERS))}, and SentencePiece's "
+            "('llama'); for others use the original Hugging Face folder."
         )
     tokens = _strings(reader, "tokenizer.ggml.tokens")
-    merges = [_pair(merge) for merge in _strings(reader, "tokenizer.ggml.merges")]
+    kinds = _kinds(reader, tokens)
     try:
-        tokenizer = Tokenizer(
-            models.BPE(
-                vocab={token: i for i, token in enumerate(tokens)},
-                merges=merges,
-                ignore_merges=pre in _WHOLE_FIRST,
-            )
-        )
+        if model == "llama":
+            tokenizer = sentencepiece_tokenizer(reader, tokens, kinds)
+        else:
+            tokenizer = _byte_pairs(reader, tokens, pre)
+    except CheckpointError:
+        raise
     except Exception as error:  # tokenizers raises nothing narrower
         raise CheckpointError(f"{reader.path}: its tokens and merges make no tokenizer ({error}).") from error
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
-    tokenizer.decoder = decoders.ByteLevel()
-    _add_special_tokens(reader, tokenizer, tokens)
+    _add_special_tokens(tokenizer, tokens, kinds)
     settings = _settings(reader, tokens)
     if settings["add_bos_token"]:
         bos = settings["bos_token"]
@@ -76,7 +77,18 @@ def gguf_tokenizer(reader: GgufReader) -> GgufTokenizer:
             pair=f"{bos} $A {bos}:1 $B:1",
             special_tokens=[(bos, reader.metadata["tokenizer.ggml.bos_token_id"])],
         )
-    return GgufTokenizer(tokenizer, settings)
+    return GgufTokenizer(tokenizer, settings, _ends(reader, tokens, kinds))
+
+
+def _byte_pairs(reader: GgufReader, tokens: list[str], pre: str) -> Tokenizer:
+    merges = [_pair(merge) for merge in _strings(reader, "tokenizer.ggml.merges")]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_FIRST))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _strings(reader: GgufReader, key: str) -> list[str]:
@@ -91,15 +103,26 @@ def _pair(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _add_special_tokens(reader: GgufReader, tokenizer: Tokenizer, tokens: list[str]) -> None:
+def _kinds(reader: GgufReader, tokens: list[str]) -> list[int]:
     kinds = reader.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise CheckpointError(f"{reader.path}: 'tokenizer.ggml.token_type' does not match the tokens.")
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+    return kinds
+
+
+def _ends(reader: GgufReader, tokens: list[str], kinds: list[int]) -> tuple[int, ...]:
+    """Return the tokens that end a turn, by the file's word or by their names, where they are control tokens."""
+    named = [reader.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom")]
+    found = [i for i in named if isinstance(i, int) and 0 <= i < len(tokens)]
+    return (*found, *(i for i, kind in enumerate(kinds) if kind == CONTROL and tokens[i] in _ENDS))
+
+
+def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [
             AddedToken(token, normalized=False, special=special)
             for token, token_kind in zip(tokens, kinds, strict=True)
-            if token_kind == kind
+            if token_kind == kind and not is_run(token)
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
 

@@ -70,12 +70,12 @@ class Tokenizer:
     def load(cls, folder: Path) -> Self:
         """Load from a Hugging Face folder (tokenizer.json or tiktoken.model, and the files beside) or a .gguf file.
 
-        An answer ends at the ids of generation_config.json (config.json when that names none), and at the tokenizer's
-        own eos token.
+        An answer ends at the ids of generation_config.json (config.json when that names none) or those that a GGUF's
+        turns end with, and at the tokenizer's own eos token.
         """
         if folder.suffix == ".gguf":
             built = gguf_tokenizer(GgufReader(folder))
-            return cls(built.tokenizer, built.settings, folder, built.settings.get("chat_template"))
+            return cls(built.tokenizer, built.settings, folder, built.settings.get("chat_template"), built.ends)
         settings = _optional_json(folder, "tokenizer_config.json")
         fast = _fast_tokenizer(folder, settings)
         return cls(fast, settings, folder, _find_template(folder, settings), _eos_ids(folder))

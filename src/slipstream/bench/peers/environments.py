@@ -61,7 +61,8 @@ def llama_environment() -> Path:
     """Return the `bin` folder of an environment with llama.cpp, compiled for this very CPU on the first call.
 
     Its interpreter has the bindings of llama-cpp-python, and beside it lies llama.cpp's own program for drafts,
-    `llama-speculative-simple`; both use one build of the library.
+    `llama-speculative-simple`; both use one build of the library. `models` beside `bin` has the vocabularies that
+    llama.cpp is tested with.
     """
     folder = environments_dir() / "llama"
     if not _is_ready(folder):
@@ -77,6 +78,8 @@ def llama_environment() -> Path:
         shutil.copytree(source / "llama_cpp", site / "llama_cpp", dirs_exist_ok=True)
         shutil.copytree(folder / "build/bin", site / "llama_cpp/lib", symlinks=True, dirs_exist_ok=True)
         (folder / "bin" / LLAMA_DRAFTS).symlink_to(site / "llama_cpp/lib" / LLAMA_DRAFTS)
+        vocabularies = shutil.ignore_patterns("templates", "*.sh")
+        shutil.copytree(source / "vendor/llama.cpp/models", folder / "models", ignore=vocabularies, dirs_exist_ok=True)
         for done in (source, folder / "build"):
             shutil.rmtree(done)
         archive.unlink()
