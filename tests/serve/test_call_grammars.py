@@ -9,6 +9,7 @@ from tool_server import CHATML, byte_tokenizer
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.serve.grammar_trial import GrammarSource, compile_grammar
+from slipstream.serve.structured import Constraint
 from slipstream.serve.tools.call_grammar import CallGrammar
 from slipstream.serve.tools.dialect import Dialect
 from slipstream.serve.tools.events import Message
@@ -49,6 +50,7 @@ def test_behind_a_marker_in_free_text_only_valid_calls_are_allowed(family: str, 
     grammar = CallGrammar(FAMILIES[family], TOOLS, dialect.tokens, "outside").triggered(None)
     if family == "llama3_json":
         assert grammar is None  # no marker tells that a call begins
+    if family in ("llama3_json", "openai"):  # whose text and calls are messages of their own
         return
     forced = CallGrammar(FAMILIES[family], TOOLS[:1], dialect.tokens, "outside").forced(1)
     call = walk(tokenizer, forced, random.Random(1))
@@ -70,6 +72,29 @@ def test_reasoning_comes_before_forced_calls(tokens: bool, begins: str, answer: 
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert accepted(tokenizer, grammar, tokenizer.encode(answer + call, add_special=False))
     assert accepted(tokenizer, grammar, tokenizer.encode(call, add_special=False)) == (begins == "either")
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_what_is_forced_on_gpt_oss_lies_on_its_channel_behind_its_analysis(tokens: bool) -> None:
+    tokenizer = tokenizer_of("openai", tokens)
+    dialect = Dialect.of(tokenizer, "openai", "openai_gptoss")
+    analysis = "<|channel|>analysis<|message|>So < it is.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{}"
+    final = '<|channel|>final<|message|>{"city": "Oslo"}'
+    wanted = Constraint(GrammarSource("json_schema", json.dumps({"properties": {"city": CITY}})), "response_format")
+    form = Choice("required", TOOLS)
+    either = Choice("auto", TOOLS)
+    for choice, asked, right, wrong in (
+        (form, None, [call, analysis + call], [final]),
+        (either, None, [call, final, analysis + call], ["Oslo", call.replace("clock", "weather")]),
+        (either, wanted, [call, final, analysis + final], ['{"city": "Oslo"}', final.replace("Oslo", "Lima")]),
+        (Choice(), wanted, [final, analysis + final], [call, analysis]),
+    ):
+        source = dialect.constraint(asked, choice, "either").source
+        for text, allowed in (*((text, True) for text in right), *((text, False) for text in wrong)):
+            ids = tokenizer.encode(text, add_special=False)
+            state = compile_grammar(known(tokenizer), source)
+            assert (state.try_consume_tokens(ids) == len(ids) and state.is_accepting()) == allowed, text
 
 
 def test_minimax_strings_are_texts_that_follow_their_limits() -> None:
@@ -101,10 +126,14 @@ def tokenizer_of(family: str, tokens: bool) -> Tokenizer:
     return byte_tokenizer(CHATML, (*FAMILIES[family].markers, "<think>", "</think>") if tokens else ())
 
 
+def known(tokenizer: Tokenizer) -> LLTokenizer:
+    """Return a tokenizer as grammars know it."""
+    return LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_token_ids))
+
+
 def matcher(tokenizer: Tokenizer, grammar: str) -> LLMatcher:
     """Return a matcher at its beginning."""
-    known = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_token_ids))
-    return compile_grammar(known, GrammarSource("lark", grammar))
+    return compile_grammar(known(tokenizer), GrammarSource("lark", grammar))
 
 
 def accepted(tokenizer: Tokenizer, grammar: str, ids: list[int]) -> bool:

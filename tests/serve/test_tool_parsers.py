@@ -1,11 +1,14 @@
 """What models write as calls and reasoning, read into events, however the text is cut."""
 
+import dataclasses
 import random
 
 import pytest
 
+from slipstream.serve.tools import harmony
 from slipstream.serve.tools.events import Message
 from slipstream.serve.tools.families import FAMILIES, reasoning_family, tool_family
+from slipstream.serve.tools.form import AnswerForm
 from slipstream.serve.tools.parser import Parser, Tool, Writer
 from slipstream.serve.tools.reasoning import REASONING, opening, reasoned
 
@@ -51,7 +54,14 @@ CALLS = [
         '{"days": 3, "city": "a \\"b\\"\\n", "unit": null}',
     ),
 ]
+CALLS += [
+    ("openai", f'<|channel|>commentary{to}{kind}<|message|>{{"days": 3}}<|call|>', '{"days": 3}')
+    for to, kind in ((" to=functions.weather ", "<|constrain|>json"), (" to=weather", ""))
+]
+CALLS.append(("openai", ' to=functions.weather<|channel|>commentary json<|message|>{"days": 3}', '{"days": 3}'))
 NO_CALLS = [
+    ("openai", "A message has a <|channel|>, and ends in an"),
+    ("openai", "A message begins with <|start|>, or not."),
     ("hermes", "Write <tool_call> and then <tool_call>{}</tool_call>, like that."),
     ("hermes", '<tool_call>{"name": "weather", "arg'),
     ("llama3_json", '{"name": "no such tool", "parameters": {}}'),
@@ -129,11 +139,50 @@ def test_reasoning_ends_at_its_marker_or_where_kimi_s_calls_begin() -> None:
         assert [one.name for one in message.calls] == ["weather"]
 
 
+ANALYSIS = "<|channel|>analysis<|message|>I should look.<|end|>"
+PREAMBLE = "<|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
+CALLED = '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"days": 3}'
+FINAL = "<|start|>assistant<|channel|>final<|message|>It is 3 < 4.\n"
+
+
+@pytest.mark.parametrize("as_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("answer", "reasoning", "content", "calls"),
+    [
+        (ANALYSIS + FINAL, "I should look.", "It is 3 < 4.\n", 0),
+        (ANALYSIS + PREAMBLE + CALLED, "I should look.", "Let me see.", 1),
+        (ANALYSIS + ANALYSIS + FINAL + "<|return|>", "I should look." * 2, "It is 3 < 4.\n", 0),
+        (ANALYSIS + "<|start|>assistant to=functions.weather<|channel|>commentary", "I should look.", "", 0),
+        (ANALYSIS[:-9], "I should loo", "", 0),
+        ("No header at all.", "", "No header at all.", 0),
+    ],
+)
+def test_gpt_oss_s_channels_are_reasoning_text_and_calls(as_tokens, answer, reasoning, content, calls) -> None:
+    tokens = dict.fromkeys(harmony.MARKERS, 0) if as_tokens else {}
+    for marker in tokens:
+        answer = answer.replace(marker, "\ufdd0" + marker)
+    if not as_tokens and answer.endswith("commentary"):
+        content = "<|start|>assistant to=functions.weather<|channel|>commentary"  # letters that are no header
+    form = AnswerForm(FAMILIES["openai"], REASONING["openai_gptoss"], tools=TOOLS, tokens=tokens, channels=True)
+    for pieces in ([answer], list(answer)):
+        message = joined(form.parser(), pieces)
+        assert (message.reasoning, message.content) == (reasoning, content)
+        assert [(call.name, call.arguments) for call in message.calls] == [("weather", '{"days": 3}')] * calls
+    plain = dataclasses.replace(form, family=None, reasoning=None)
+    message = joined(plain.parser(), list(answer))
+    assert message.reasoning == "" and message.calls == ()
+    assert message.content.startswith((reasoning + content).strip())
+
+
 def test_the_prompt_s_end_says_whether_an_answer_begins_inside_the_reasoning() -> None:
     assert opening("...<|im_start|>assistant\n<think>\n", REASONING["qwen3"]) == "inside"
     assert opening("...<|im_start|>assistant\n<think>\n\n</think>\n\n", REASONING["deepseek_r1"]) == "outside"
     assert opening("...<|im_start|>assistant\n", REASONING["deepseek_r1"]) == "inside"
     assert opening("...<|im_start|>assistant\n", REASONING["qwen3"]) == "either"
+    gpt_oss = REASONING["openai_gptoss"]
+    assert opening("...<|end|><|start|>assistant", gpt_oss) == "either"
+    assert opening("...<|start|>assistant<|channel|>analysis<|message|>", gpt_oss) == "inside"
+    assert opening("...<|start|>assistant<|channel|>final<|message|>", gpt_oss) == "outside"
 
 
 def test_families_are_known_by_what_their_templates_write() -> None:
@@ -141,6 +190,9 @@ def test_families_are_known_by_what_their_templates_write() -> None:
     assert tool_family(None, "{{ tools }}<tool_call><function=") is None
     assert tool_family(None, "{{ messages }}") is FAMILIES["hermes"]
     assert tool_family(None, "{{ tools }}[TOOL_CALLS]") is FAMILIES["mistral"]
+    assert tool_family(None, "{{ tools }}<|start|>assistant<|channel|>final") is FAMILIES["openai"]
+    assert tool_family("gpt-oss", None) is FAMILIES["openai"]
+    assert reasoning_family(None, "<|start|>assistant<|channel|>final") is REASONING["openai_gptoss"]
     assert tool_family("none", "{{ tools }}<tool_call>") is None
     assert reasoning_family(None, "<|tool_call_begin|><think>") is REASONING["kimi_k2"]
     assert reasoning_family(None, "{{ messages }}") is None

@@ -51,10 +51,15 @@ VALUES: dict[tuple[ServerName, str], dict[str, str]] = {
         "mistral_v11": "mistral",
         "deepseek_v3": "deepseekv3",
         "deepseek_v31": "deepseekv31",
+        "openai": "gpt-oss",
     },
     ("sglang", "kv_cache_dtype"): {"fp8": "fp8_e4m3"},
     ("sglang", "draft_kv_cache_dtype"): {"fp8": "fp8_e4m3"},
-    ("sglang", "reasoning_parser"): {"minimax_m2": "minimax-append-think", "deepseek_r1": "deepseek-r1"},
+    ("sglang", "reasoning_parser"): {
+        "minimax_m2": "minimax-append-think",
+        "deepseek_r1": "deepseek-r1",
+        "openai_gptoss": "gpt-oss",
+    },
 }
 """Values that an engine spells otherwise."""
 LISTS: dict[str, tuple[ServerName, ...]] = {"served_model_name": ("vllm",), "api_key": ("vllm",)}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream.serve.tools import harmony
 from slipstream.serve.tools import marked_calls as m
 from slipstream.serve.tools.call_arguments import json_arguments, literal, minimax_arguments
 from slipstream.serve.tools.families import Family
@@ -29,6 +30,7 @@ class _Spelling:
         tail: comes after them.
         between: comes between two calls.
         closes: comes after the last.
+        alone: there is one call an answer, which its end ends.
     """
 
     opens: str
@@ -36,6 +38,7 @@ class _Spelling:
     tail: str
     between: str
     closes: str
+    alone: bool = False
 
 
 _HERMES = '{{"name": {quoted}, "arguments": '
@@ -68,6 +71,7 @@ _SPELLINGS = {
     "minimax_m2": _Spelling(
         "<minimax:tool_call>\n", '<invoke name="{name}">\n', "</invoke>\n", "", "</minimax:tool_call>"
     ),
+    "openai": _Spelling("", harmony.CALL_HEAD, "", "", "", alone=True),
 }
 
 
@@ -88,7 +92,7 @@ class CallGrammar:
 
     def forced(self, max_calls: int | None) -> str:
         """Return a grammar of reasoning, where there is some, and then calls and nothing else."""
-        return thought(self._begins, self._tokens, "calls") + self._calls(max_calls, True, self._spelling.opens)
+        return self._thought("calls") + self._calls(max_calls, True, self._spelling.opens)
 
     def triggered(self, max_calls: int | None, otherwise: str | None = None) -> str | None:
         """Return a grammar of text, or of calls that follow the schemas of strict tools, perhaps after text.
@@ -100,9 +104,14 @@ class CallGrammar:
         """
         opens = self._spelling.opens
         marker = next((marker for marker in self._family.markers if opens.startswith(marker)), None)
-        if marker is None and otherwise is None:
+        if self._family.channels:
+            head = (
+                "" if self._begins == "outside" else spelled(f"{harmony.CHANNEL}final{harmony.MESSAGE}", self._tokens)
+            )
+            body = f"body: {head} {otherwise or ANY_TEXT} | calls\n"
+        elif marker is None and otherwise is None:
             return None
-        if otherwise is not None:
+        elif otherwise is not None:
             body = f"body: {otherwise} | calls\n"
         elif marker in self._tokens:
             body = f"body: {ANY_TEXT} | {ANY_TEXT} calls\n"
@@ -112,12 +121,17 @@ class CallGrammar:
             body = f"body: {ANY_TEXT} | marked calls\nmarked[lazy]: /(.|\\n)*{escaped(marker)}/\n"
             opens = opens.removeprefix(marker)
         calls = self._calls(max_calls, otherwise is not None, opens)
-        return thought(self._begins, self._tokens, "body") + body + calls
+        return self._thought("body") + body + calls
+
+    def _thought(self, then: str) -> str:
+        if not self._family.channels:
+            return thought(self._begins, self._tokens, then)
+        return analysis(self._begins, self._tokens, then)
 
     def _calls(self, max_calls: int | None, all_strict: bool, opens: str) -> str:
         """Return the rule `calls` and what it needs."""
-        more = (MOST_CALLS if max_calls is None else min(max_calls, MOST_CALLS)) - 1
         spelling = self._spelling
+        more = 0 if spelling.alone else (MOST_CALLS if max_calls is None else min(max_calls, MOST_CALLS)) - 1
         further = f"({self._spelled(spelling.between)} call){{0,{more}}}" if more else ""
         rules = [f"calls: {self._spelled(opens)} call {further} {self._spelled(spelling.closes)}\n"]
         rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(self._tools)))}\n")
@@ -131,15 +145,22 @@ class CallGrammar:
         return "".join(rules)
 
     def _spelled(self, text: str) -> str:
-        """Return a text as Lark has it: its markers by their ids, where they have some."""
-        known = [marker for marker in self._family.markers if marker in self._tokens]
-        parts = re.split(f"({'|'.join(map(re.escape, [*known, '{count}']))})", text)
-        written = {"": "", "{count}": "/[0-9]{1,4}/", **{marker: f"<[{self._tokens[marker]}]>" for marker in known}}
-        return " ".join(filter(None, (written.get(part, literal(part)) for part in parts)))
+        known = {marker: self._tokens[marker] for marker in self._family.markers if marker in self._tokens}
+        return spelled(text, known)
 
 
-def thought(begins: Opening, tokens: Mapping[str, int], then: str) -> str:
+def spelled(text: str, tokens: Mapping[str, int]) -> str:
+    """Return a text as Lark has it: markers by their ids, where they have some."""
+    parts = re.split(f"({'|'.join(map(re.escape, [*tokens, '{count}']))})", text)
+    written = {"": "", "{count}": "/[0-9]{1,4}/", **{marker: f"<[{token_id}]>" for marker, token_id in tokens.items()}}
+    return " ".join(filter(None, (written.get(part, literal(part)) for part in parts)))
+
+
+def thought(begins: Opening, tokens: Mapping[str, int], then: str, on_channels: bool = False) -> str:
     """Return the rule `start`: reasoning as the answer's beginning has it, and what comes after."""
+    if on_channels and begins != "outside":
+        head = spelled(f"{harmony.CHANNEL}final{harmony.MESSAGE}", tokens)
+        return analysis(begins, tokens, f"{head} {then}")
     if begins == "outside":
         return f"start: {then}\n"
     if END in tokens:
@@ -151,6 +172,20 @@ def thought(begins: Opening, tokens: Mapping[str, int], then: str) -> str:
         # Models whose template does not open the reasoning open it themselves; as letters, that is a part of any text.
         return f"start: {start + '? ' if START in tokens else ''}thought {then}\n" + inner
     return f"start: ({start} thought)? {then}\n" + inner
+
+
+def analysis(begins: Opening, tokens: Mapping[str, int], then: str) -> str:
+    """Return the rule `start` of an answer on channels: a message of reasoning, and what comes after."""
+    if begins == "outside":
+        return f"start: {then}\n"
+    start = spelled(f"{harmony.START}assistant", tokens)
+    if harmony.END in tokens:
+        inner = f"thought: {ANY_TEXT} <[{tokens[harmony.END]}]> {start}\n"
+    else:
+        inner = f"thought: unmarked {start}\nunmarked[lazy]: /(.|\\n)*{escaped(harmony.END)}/\n"
+    if begins == "inside":
+        return f"start: thought {then}\n" + inner
+    return f"start: ({spelled(f'{harmony.CHANNEL}analysis{harmony.MESSAGE}', tokens)} thought)? {then}\n" + inner
 
 
 def escaped(text: str) -> str:

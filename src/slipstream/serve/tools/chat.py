@@ -62,6 +62,7 @@ class ChatRenderer:
         self._allow_special = allow_special
         self._knows_tools = "tools" in tokenizer.template_variables
         self._wants_typescript = "tools_ts_str" in tokenizer.template_variables
+        self._calls_it_thinking = "message.thinking" in (tokenizer.chat_template or "")  # gpt-oss's does
 
     def render(self, chat: Chat) -> str:
         """Return the text of a chat; control tokens that clients merely spelled are marked in it."""
@@ -78,37 +79,41 @@ class ChatRenderer:
         return self._tokenizer.render_chat(messages, chat.open_answer, **variables, tools=tools or None)
 
     @functools.cached_property
-    def _probe(self) -> str | None:
-        """What the template makes of a call with arguments and without content; None if it refuses it."""
-        return self._probed({_PROBE: "probe"})
+    def _takes_no_content(self) -> bool:
+        """Whether the template takes a message with calls and null for its content, and writes nothing for that."""
+        probe = self._probed({_PROBE: "probe"}, None)
+        return probe is not None and "None" not in probe
 
     @functools.cached_property
     def _takes_text(self) -> bool:
         """Whether the template writes arguments that are text as they are, or makes no JSON of values."""
-        if self._probe is None or f"{{'{_PROBE}'" in self._probe:
+        content = None if self._takes_no_content else ""
+        probe = self._probed({_PROBE: "probe"}, content)
+        if probe is None or f"{{'{_PROBE}'" in probe:
             return True
-        return self._probed(json.dumps({_PROBE: "probe"})) == self._probe
+        return self._probed(json.dumps({_PROBE: "probe"}), content) == probe
 
-    def _probed(self, arguments: Json | str) -> str | None:
+    def _probed(self, arguments: Json | str, content: str | None) -> str | None:
         """Return what the template makes of a chat with a call; None if it refuses it."""
         function = {"name": "probe", "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function}
         asked, *answered = _PROBE_CHAT
         try:
             return self._tokenizer.render_chat(
-                [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, *answered]
+                [asked, {"role": "assistant", "content": content, "tool_calls": [call]}, *answered]
             )
         except RequestError:
             return None
 
     def _as_taken(self, message: Json) -> Json:
-        """Return a message with calls as this template takes it: arguments as text or values, content as text."""
-        if not message.get("tool_calls") or not self._knows_tools:
+        """Return a message as this template takes it: a call's arguments as text or values, content as text."""
+        calls = message.get("tool_calls")
+        if self._calls_it_thinking and "reasoning_content" in message and not (calls and message["content"]):
+            message = {**message, "thinking": message["reasoning_content"]}
+        if not calls or not self._knows_tools:
             return message
         message = _with_arguments(message, _text if self._takes_text else arguments_json)
-        if self._probe is None or "None" not in self._probe:
-            return message
-        return {**message, "content": message["content"] or ""}
+        return message if self._takes_no_content else {**message, "content": message["content"] or ""}
 
     def _marked(self, value: Any) -> Any:  # any JSON value
         if self._allow_special:

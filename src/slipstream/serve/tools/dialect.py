@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.checkpoint.tokenizer import Tokenizer
@@ -13,8 +13,9 @@ from slipstream.serve.tools.call_arguments import prepared
 from slipstream.serve.tools.call_grammar import CallGrammar, thought
 from slipstream.serve.tools.families import Family, reasoning_family, tool_family
 from slipstream.serve.tools.form import AnswerForm
+from slipstream.serve.tools.harmony import MARKERS
 from slipstream.serve.tools.protocol import Choice, Thinking
-from slipstream.serve.tools.reasoning import END, START, Opening, Reasoning, opening
+from slipstream.serve.tools.reasoning import Opening, Reasoning, opening
 
 _SWITCHES = ("enable_thinking", "thinking")
 
@@ -38,9 +39,14 @@ class Dialect:
         """Return a model's dialect, as the flags say or as its template shows."""
         family = tool_family(tool_flag, tokenizer.chat_template)
         reasoning = reasoning_family(reasoning_flag, tokenizer.chat_template)
-        markers = [*(() if family is None else family.markers), *_reasoning_markers(reasoning)]
+        markers = [marker for part in (family, reasoning) if part is not None for marker in part.markers]
         tokens = {text: tokenizer.added_token_ids[text] for text in markers if text in tokenizer.added_token_ids}
         return cls(family, reasoning, tokens, tokenizer.template_variables)
+
+    @property
+    def channels(self) -> bool:
+        """Whether the model writes messages on channels."""
+        return any(part is not None and part.channels for part in (self.family, self.reasoning))
 
     def check(self, choice: Choice) -> None:
         """Raise unless this model can make the calls that a request allows."""
@@ -71,10 +77,11 @@ class Dialect:
         """
         family = None if choice.mode == "none" else self.family
         reasoning = self.reasoning if separate else None
-        markers = {*(() if family is None else family.markers), *_reasoning_markers(reasoning)}
+        markers = {marker for part in (family, reasoning) if part is not None for marker in part.markers}
+        markers |= set(MARKERS if self.channels else ())
         tokens = {text: token_id for text, token_id in self.tokens.items() if text in markers}
-        inside = begins == "inside"
-        return AnswerForm(family, reasoning, inside, choice.tools, choice.max_calls, tokens, named=choice.named)
+        form = AnswerForm(family, reasoning, begins == "inside", choice.tools, choice.max_calls, tokens)
+        return replace(form, named=choice.named, channels=self.channels)
 
     def constraint(self, wanted: Constraint | None, choice: Choice, begins: Opening) -> Constraint | None:
         """Return what an answer must follow: calls where they are forced, reasoning before what a client wants."""
@@ -90,9 +97,8 @@ class Dialect:
                 return None if text is None else Constraint(GrammarSource("lark", text), "tools")
         if wanted is None or begins == "outside":
             return wanted
-        return Constraint(
-            GrammarSource("lark", thought(begins, self.tokens, "@body"), body=wanted.source), wanted.field
-        )
+        text = thought(begins, self.tokens, "@body", self.channels)
+        return Constraint(GrammarSource("lark", text, body=wanted.source), wanted.field)
 
     def schemas(self, choice: Choice) -> list[Constraint]:
         """Return the schemas that an answer's calls must follow, each by itself, to be tried one by one."""
@@ -119,10 +125,6 @@ class Dialect:
         if budget is None and thinking is not None and "thinking_budget" in self.variables:
             budget = thinking.budget_tokens
         return found if budget is None else {**found, "thinking_budget": budget}
-
-
-def _reasoning_markers(reasoning: Reasoning | None) -> tuple[str, ...]:
-    return () if reasoning is None else (START, END, *reasoning.ended_by)
 
 
 def _no_switch(field_name: str) -> HttpError:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream.errors import ConfigError
-from slipstream.serve.tools import json_calls, marked_calls, minimax
+from slipstream.serve.tools import harmony, json_calls, marked_calls, minimax
 from slipstream.serve.tools.parser import NewId, Syntax, random_id
 from slipstream.serve.tools.reasoning import END, REASONING, START, Reasoning
 
@@ -14,12 +14,14 @@ class Family:
 
     Args:
         markers: what begins or ends its parts; in some models these are special tokens.
+        channels: whether its answers are messages on channels (`harmony.py`).
     """
 
     name: str
     syntax: Syntax
     markers: tuple[str, ...]
     new_id: NewId = random_id
+    channels: bool = False
 
 
 _KIMI = (
@@ -48,6 +50,7 @@ FAMILIES: dict[str, Family] = {
         Family("mistral_v11", json_calls.mistral, _MISTRAL, json_calls.mistral_id),
         Family("deepseek_v3", marked_calls.deepseek, _DEEPSEEK),
         Family("deepseek_v31", marked_calls.deepseek, _DEEPSEEK),
+        Family("openai", harmony.channels(), harmony.MARKERS, channels=True),
     )
 }
 _ALIASES = {
@@ -58,12 +61,14 @@ _ALIASES = {
     "qwen": "hermes",
     "llama3": "llama3_json",
     "minimax-m2": "minimax_m2",
+    "gpt-oss": "openai",
 }
 _REASONING_ALIASES = {
     "qwen3-thinking": "qwen3",
     "deepseek-r1": "deepseek_r1",
     "minimax": "minimax_m2",
     "minimax-m2": "minimax_m2",
+    "gpt-oss": "openai_gptoss",
 }
 OFF = "none"
 
@@ -90,6 +95,8 @@ def reasoning_family(flag: str | None, template: str | None) -> Reasoning | None
 
 def _tools_in(template: str) -> str | None:
     """Return the family whose markers a template writes; one that knows no tools gets them in Hermes's."""
+    if harmony.CHANNEL in template:
+        return "openai"
     if marked_calls.KIMI_CALL in template:
         return "kimi_k2"
     if "minimax:tool_call" in template:
@@ -107,6 +114,8 @@ def _tools_in(template: str) -> str | None:
 
 
 def _reasoning_in(template: str) -> str | None:
+    if harmony.CHANNEL in template:
+        return "openai_gptoss"
     if END not in template and START not in template:
         return None
     if marked_calls.KIMI_CALL in template:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from slipstream.checkpoint.tokenizer import IncrementalDetokenizer, Tokenizer
 from slipstream.serve.tools.events import AnswerParser
 from slipstream.serve.tools.families import Family
+from slipstream.serve.tools.harmony import channels
 from slipstream.serve.tools.parser import Parser, PlainParser, Tool, WholeReasoning, Writer, random_id
 from slipstream.serve.tools.reader import TOKEN_MARK, Reader, Waiting
 from slipstream.serve.tools.reasoning import Reasoning, reasoned
@@ -21,6 +22,7 @@ class AnswerForm:
         tokens: the markers that are tokens of the model, by their text.
         whole_reasoning: a stream tells of its reasoning when that is over.
         named: the request named the tool that is called, so that a call is no choice of the model's.
+        channels: the model writes messages on channels (`harmony.py`), whatever is made of them.
     """
 
     family: Family | None = None
@@ -31,13 +33,16 @@ class AnswerForm:
     tokens: Mapping[str, int] = field(default_factory=dict)
     whole_reasoning: bool = False
     named: bool = False
+    channels: bool = False
 
     def parser(self) -> AnswerParser:
         """Return a fresh parser."""
-        if self.family is None and self.reasoning is None:
+        if self.family is None and self.reasoning is None and not self.channels:
             return PlainParser()
         syntax = _text if self.family is None else self.family.syntax
-        if self.reasoning is not None:
+        if self.channels:
+            syntax = channels(self.reasoning is not None, self.family is not None, self.inside)
+        elif self.reasoning is not None:
             syntax = reasoned(self.reasoning, self.inside, syntax)
         new_id = random_id if self.family is None else self.family.new_id
         parser = Parser(syntax, Writer(new_id, self.tools, self.max_calls, tuple(self.tokens)))

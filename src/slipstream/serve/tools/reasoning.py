@@ -1,8 +1,9 @@
-"""Reasoning: what a model writes between `<think>` and `</think>` before its answer."""
+"""Reasoning: what a model writes between `<think>` and `</think>` before its answer, or on a channel of its own."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.serve.tools import harmony
 from slipstream.serve.tools.marked_calls import KIMI_SECTION
 from slipstream.serve.tools.minimax import SECTION as MINIMAX_SECTION
 from slipstream.serve.tools.parser import Syntax, Writer
@@ -21,11 +22,18 @@ class Reasoning:
         opens: whether an answer begins inside the reasoning where the prompt does not tell.
         padded: whether line breaks at its ends belong to the syntax, since the template writes them itself.
         ended_by: other markers that end it.
+        channels: whether it is a message on a channel instead (`harmony.py`).
     """
 
     opens: bool
     padded: bool = True
     ended_by: tuple[str, ...] = ()
+    channels: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What begins or ends it."""
+        return harmony.MARKERS if self.channels else (START, END, *self.ended_by)
 
 
 REASONING: dict[str, Reasoning] = {
@@ -33,6 +41,7 @@ REASONING: dict[str, Reasoning] = {
     "minimax_m2": Reasoning(opens=True, ended_by=(MINIMAX_SECTION,)),
     "deepseek_r1": Reasoning(opens=True),
     "qwen3": Reasoning(opens=False),
+    "openai_gptoss": Reasoning(opens=False, channels=True),
 }
 
 
@@ -42,6 +51,9 @@ def opening(prompt: str, family: Reasoning) -> Opening:
     `inside` its reasoning, `outside` since the template closed it, or `either`: then the model opens it itself if it
     wants to.
     """
+    if family.channels:
+        channel = harmony.opened(prompt)
+        return "either" if channel is None else "inside" if channel == "analysis" else "outside"
     tail = prompt.rstrip()
     if tail.endswith(END):
         return "outside"

@@ -1,0 +1,71 @@
+"""gpt-oss over HTTP: channels are told apart, forced calls and forms lie on theirs, and a history is rendered."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from tiny_server import Running
+from tool_server import byte_tokenizer, running
+
+from slipstream.serve.tools.chat import Chat, ChatRenderer
+from slipstream.serve.tools.harmony import MARKERS
+
+# The parts of OpenAI's template that matter here: it refuses null contents, names reasoning `thinking`, knows one call.
+TEMPLATE = (
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}{% if message.role == 'assistant' and message.tool_calls %}"
+    "{{ '' if '<|channel|>' in message.content else '' }}"
+    "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
+    "{% set call = message.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}"
+    "<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>"
+    "{% elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>"
+    "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+USER = {"role": "user", "content": "How warm is it?"}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"additionalProperties": False}}}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"],
+        "additionalProperties": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(byte_tokenizer(TEMPLATE, MARKERS)) as served:
+        yield served
+
+
+@pytest.fixture
+def brief(server: Running) -> dict:
+    """A chat whose analysis ends soon."""
+    ids = server.tokenizer.added_token_ids
+    return {"messages": [USER], "max_tokens": 300, "seed": 1, "logit_bias": {str(ids["<|end|>"]): 6}}
+
+
+def test_a_forced_call_is_a_message_to_its_function_behind_the_analysis(client, brief):
+    answer = client.post("/v1/chat/completions", json={**brief, "tools": [CLOCK], "tool_choice": "required"})
+    [choice] = answer.json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("clock", {})
+    assert choice["finish_reason"] == "tool_calls"
+    assert not choice["message"]["content"]
+
+
+def test_an_answer_to_a_schema_is_the_final_message_alone(client, brief):
+    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    answers = {}
+    for drafted in (True, False):
+        body = {**brief, "response_format": schema, "speculate": drafted}
+        message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert json.loads(message["content"])["city"] in ("Oslo", "Rome")
+        answers[drafted] = (message["content"], message["reasoning_content"])
+    assert answers[True] == answers[False]
+
+
+def test_a_history_of_calls_and_thoughts_is_what_the_template_takes():
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I need the time."}
+    text = ChatRenderer(byte_tokenizer(TEMPLATE, MARKERS)).render(Chat([USER, asked]))
+    assert text.endswith(
+        "<|start|>assistant<|channel|>analysis<|message|>I need the time.<|end|><|start|>assistant to=functions.clock"
+        '<|channel|>commentary json<|message|>{"zone": "CET"}<|call|><|start|>assistant'
+    )
