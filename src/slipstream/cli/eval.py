@@ -1,4 +1,4 @@
-"""`slipstream eval`: accuracy of a server on GSM8K, token-for-token comparison of two servers, drafts side by side."""
+"""`slipstream eval`: GSM8K, perplexity, token-for-token comparison of two servers, drafts side by side."""
 
 import asyncio
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.eval_drafts import drafts
+from slipstream.cli.eval_perplexity import perplexity
 from slipstream.cli.progress import Phases
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ app = typer.Typer(
     "Example:\n  slipstream eval drafts questions.jsonl -d auto -d ngram",
 )
 app.command()(drafts)
+app.command()(perplexity)
 
 Url = Annotated[str, typer.Option(help="The server, e.g. http://127.0.0.1:8600.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]

@@ -1,5 +1,6 @@
-"""Records of accuracy runs: GSM8K answers item by item, and token-for-token comparisons."""
+"""Records of accuracy runs: GSM8K answers item by item, texts' log probabilities, token-for-token comparisons."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -64,6 +65,49 @@ def changed(baseline: Sequence[Gsm8kItem], arm: Sequence[Gsm8kItem], which: Filt
         to_right=tuple(index for index, before, after in pairs if after and not before),
         to_wrong=tuple(index for index, before, after in pairs if before and not after),
     )
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """The log probability of a text's tokens (natural log), by an arm and by the baseline arm if there is one."""
+
+    num_tokens: int
+    logprob: float
+    baseline_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class PerplexityRecord:
+    """How well an arm foretells texts, and a baseline arm the same texts."""
+
+    arm: str
+    baseline_arm: str | None
+    url: str
+    model: str
+    versions: dict[str, str]
+    hardware: Hardware
+    started_at: str
+    finished_at: str
+    items: tuple[TextScore, ...] = field(repr=False)
+    kind: Literal["perplexity"] = "perplexity"
+    schema: int = SCHEMA_VERSION
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were scored."""
+        return sum(item.num_tokens for item in self.items)
+
+    def perplexity(self) -> float:
+        """Return the arm's perplexity over all tokens."""
+        return math.exp(-sum(item.logprob for item in self.items) / self.num_tokens)
+
+    def change(self) -> tuple[float, float]:
+        """Return the mean change of a token's log probability from the baseline, and its standard error over texts."""
+        pairs = [(item.logprob - item.baseline_logprob, item.num_tokens) for item in self.items
+                 if item.baseline_logprob is not None]  # fmt: skip
+        mean = sum(change for change, _ in pairs) / self.num_tokens
+        spread = sum((change - mean * count) ** 2 for change, count in pairs)
+        return mean, math.sqrt(spread * len(pairs) / max(len(pairs) - 1, 1)) / self.num_tokens
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
-from slipstream.records.evals import Gsm8kRecord, LosslessRecord
+from slipstream.records.evals import Gsm8kRecord, LosslessRecord, PerplexityRecord
 from slipstream.records.point import PointRecord
 from slipstream.records.schema import read
 
-Record = PointRecord | Gsm8kRecord | LosslessRecord
-KINDS: dict[str, type[PointRecord] | type[Gsm8kRecord] | type[LosslessRecord]] = {
+Record = PointRecord | Gsm8kRecord | LosslessRecord | PerplexityRecord
+KINDS: dict[str, type[PointRecord] | type[Gsm8kRecord] | type[LosslessRecord] | type[PerplexityRecord]] = {
     "bench": PointRecord,
     "gsm8k": Gsm8kRecord,
     "lossless": LosslessRecord,
+    "perplexity": PerplexityRecord,
 }
 
 

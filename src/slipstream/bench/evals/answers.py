@@ -1,11 +1,15 @@
 """Asks a server for whole answers, several at a time, in the order of the prompts."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from slipstream.bench.client import Client, ServerError, prompt_fields
 from slipstream.bench.workload import Prompt
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,22 @@ async def ask_all(
     client: Client, prompts: Sequence[Prompt], asking: Asking, on_done: Callable[[], None] = lambda: None
 ) -> list[Answer]:
     """Return every answer; any failure raises, because half an evaluation is none."""
-    streams = asyncio.Semaphore(asking.concurrency)
+    return await in_order(lambda prompt: ask(client, prompt, asking), prompts, asking.concurrency, on_done)
 
-    async def one(prompt: Prompt) -> Answer:
+
+async def in_order(
+    ask_one: Callable[[Item], Awaitable[Result]], items: Sequence[Item], concurrency: int, on_done: Callable[[], None]
+) -> list[Result]:
+    """Return what comes of each item, so many at a time; the first failure ends the others."""
+    streams = asyncio.Semaphore(concurrency)
+
+    async def one(item: Item) -> Result:
         async with streams:
-            answer = await ask(client, prompt, asking)
+            result = await ask_one(item)
         on_done()
-        return answer
+        return result
 
-    tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+    tasks = [asyncio.create_task(one(item)) for item in items]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
