@@ -226,6 +226,14 @@ def test_every_recipe_we_ship_is_read_and_holds_its_evaluation_out(path):
     assert {"gsm8k", "instructions"} <= {item.name for item in recipe.files.evaluate}
 
 
+@pytest.mark.parametrize("name", ["llama-3.3-70b", "minimax-m2.5", "kimi-k2.5"])
+def test_recipes_for_served_targets_are_read_and_their_texts_fit(name):
+    recipe = read_recipe(Path(__file__).parents[2] / f"recipes/train/{name}.yaml")
+    assert {item.file for item in recipe.files.evaluate}.isdisjoint(recipe.files.prompts)
+    data, longest = recipe.data, recipe.generate.max_length
+    assert data.max_prompt + data.max_answer // 2 + data.max_answer <= longest <= recipe.train.row_length
+
+
 def test_an_output_that_slipstream_did_not_write_is_refused_before_any_work(places):
     questions = (places / "train.jsonl").read_text()
     for out in (places / "target", places / "train.jsonl"):

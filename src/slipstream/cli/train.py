@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.train.run.phases import TrainingRun
     from slipstream.train.run.plan import Plan
     from slipstream.train.run.recipe import Recipe
+    from slipstream.train.run.remote import Remote
     from slipstream.train.run.trainer import TrainState
 
 _DIALECTS: tuple["DraftDialect", ...] = ("sglang", "vllm", "speculators")
@@ -31,7 +32,22 @@ _BUDGET_S = 3600.0
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder to write the draft to.")],
-    model: Annotated[str, typer.Argument(help="Target: a folder, a .gguf file, a hub id, or 'embedded'.")] = "embedded",
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET | URL...]",
+            help="Target: a folder, a .gguf file, a hub id, or 'embedded'; or addresses of servers that run it.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With servers: the target's checkpoint here; by default what they name.")
+    ] = None,
+    server_states: Annotated[
+        bool,
+        typer.Option(
+            help="Have the servers (vLLM) compute the target's states too; only its table and head are loaded here."
+        ),
+    ] = False,
     recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; recipes/train has the shipped draft's.")] = None,
     data: Annotated[Path, typer.Option(help="Folder of the prompt files that the recipe names.")] = Path(),
     work: Annotated[Path | None, typer.Option(help="Folder of corpus and state; OUT-work by default.")] = None,
@@ -69,6 +85,8 @@ def train(
 
       slipstream train embedded --recipe recipes/train/embedded.yaml --data prompts --out draft
 
+      slipstream train http://a:8000 http://b:8000 --out draft --server-states
+
       slipstream train embedded --recipe mine.yaml --set train.lr=6e-4 --init-from draft --out draft-2
     """
     from slipstream.train.draft.capture import CaptureHooks
@@ -81,12 +99,17 @@ def train(
     begun = time.monotonic()
     place = local_device(device)
     output = Output(out, _dialect(dialect), Lineage.read(init_from, average_with))
+    model, remote = _target(models or ["embedded"], target, server_states, tp)
     options.fetch_if_embedded(model, Console(stderr=True))
     budget_s = time_budget_s if recipe is not None or time_budget_s is not None else _BUDGET_S
     paths = Paths(PROMPT_SETS if recipe is None else data, work or out.with_name(f"{out.name}-work"))
     known = None if budget_s is None else read_plan(paths.work)
-    settings = known.recipe if known else _recipe(recipe, changes or [], model, place, (budget_s or _BUDGET_S, tp))
-    run = TrainingRun(model, settings, paths, place, tp)
+    settings = (
+        known.recipe
+        if known
+        else _recipe(recipe, changes or [], model, place, (budget_s or _BUDGET_S, tp, not server_states))
+    )
+    run = TrainingRun(model, settings, paths, place, tp, remote)
     console = Console(quiet=run.world.rank > 0, markup=False)
     console.print(f"target {model}, {run.speaker.model.spec.num_layers} layers, on {place}; work in {run.paths.work}")
     with _stoppable(console, run.paths.work), bars(console) as shown:
@@ -94,6 +117,8 @@ def train(
         if budget_s is not None:
             plan = _plan(run, budget_s, begun, [str(recipe), *(changes or [])], display)
             offline = offline or (run.paths.work / "features" if plan.store else None)
+        if server_states:
+            offline = offline or run.paths.work / "features"
         display.expect(run.recipe)
         corpus = run.generate(display.data, generate_s)
         draft, vocab = run.start(corpus, init_from)
@@ -120,8 +145,29 @@ def train(
     run.close()
 
 
+def _target(models: list[str], named: str | None, states: bool, tp: int) -> "tuple[str, Remote]":
+    """Return the target's checkpoint, and the servers that were named instead of it."""
+    from slipstream.errors import ConfigError
+    from slipstream.train.data.servers import Servers
+    from slipstream.train.run.remote import Remote
+
+    urls = [model for model in models if model.startswith(("http://", "https://"))]
+    if not urls:
+        if len(models) > 1:
+            raise ConfigError(f"{' '.join(models)}: name one target, or addresses of servers that run it.")
+        if states or named is not None:
+            raise ConfigError("--server-states and --target go with addresses of servers (http://...).")
+        return models[0], Remote()
+    if len(urls) < len(models):
+        raise ConfigError("Name servers only (http://...); their target's checkpoint is given with --target.")
+    if states and tp > 1:
+        raise ConfigError("--server-states leaves the target's blocks to the servers; --tp would split nothing.")
+    servers = Servers(urls)
+    return named or servers.target, Remote(servers, states)
+
+
 def _recipe(
-    path: Path | None, changes: list[str], model: str, device: "torch.device", means: tuple[float, int]
+    path: Path | None, changes: list[str], model: str, device: "torch.device", means: tuple[float, int, bool]
 ) -> "Recipe":
     from slipstream.checkpoint.config import model_spec
     from slipstream.checkpoint.reader import open_checkpoint

@@ -1,7 +1,7 @@
 """Build a target or a draft from a checkpoint; every tensor is accounted for, and a draft must fit its target."""
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -51,8 +51,40 @@ def load_target(
     _check_counts(source, spec)
     with torch.device("meta"):
         model = Target(spec, max_position, ranks)
+    _fill_target(model, _target_names(source, spec), _Reading(source, dtype, device, ops))
+    return model.eval()
+
+
+def load_ends(source: TensorSource, dtype: torch.dtype, device: torch.device, max_position: int) -> Target:
+    """Read a target's table, last norm and head: all that training needs where its states come from elsewhere."""
+    spec = model_spec(source.config, source.folder)
+    spec = replace(spec, rope=spec.rope.at_context(max_position))
+    source = taken_apart(source, spec)
+    with torch.device("meta"):
+        model = Target(spec, max_position)
+    model.layers = torch.nn.ModuleList()
+    names = {name: stored for name, stored in _target_names(source, spec).items() if ".layers." not in name}
+    _fill_target(model, names, _Reading(source, dtype, device, None))
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Where weights come from, in which precision, and where they go."""
+
+    source: TensorSource
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops | None
+
+
+def _target_names(source: TensorSource, spec: ModelSpec) -> dict[str, str]:
     rename = partial(canonical_target_name, norms_around=spec.norms_around)
-    names = canonical_names(_text_part(source, spec), rename)
+    return canonical_names(_text_part(source, spec), rename)
+
+
+def _fill_target(model: Target, names: dict[str, str], reading: _Reading) -> None:
+    spec, ranks, source = model.spec, model.ranks, reading.source
     wanted = {name if name.startswith("lm_head.") else f"model.{name}": place for name, place in places(model).items()}
     shares_table = spec.tie_embeddings and ranks.size == 1
     if spec.tie_embeddings:
@@ -61,10 +93,9 @@ def load_target(
         wanted.pop("lm_head.weight")
     elif spec.tie_embeddings:  # a rank's head is part of the table, and laid out for the kernels on its own
         names["lm_head.weight"] = names["model.embed_tokens.weight"]
-    Filler(source, names, ops, dtype, device).fill(model, wanted)
+    Filler(source, names, reading.ops, reading.dtype, reading.device).fill(model, wanted)
     if shares_table:
         model.lm_head.weight, model.lm_head.packed = model.embed_tokens.weight, model.embed_tokens.packed
-    return model.eval()
 
 
 def load_draft(

@@ -91,6 +91,19 @@ class RequestSource(Protocol):
         ...
 
 
+class TextWriter(Protocol):
+    """What continues prompts: an engine here (`Generator`), or servers (`slipstream.train.data.servers`)."""
+
+    def run(
+        self,
+        source: RequestSource,
+        stop: Callable[[], bool] = lambda: False,
+        progress: "Callable[[GenerationStats], None]" = lambda stats: None,
+    ) -> "GenerationStats":
+        """Serve the source until it has nothing left, or until `stop` says so (unfinished texts are then dropped)."""
+        ...
+
+
 @dataclass(frozen=True)
 class GeneratorConfig:
     """How texts are written.

@@ -14,7 +14,8 @@ from slipstream.engine.memory import bytes_per_page
 from slipstream.errors import DataError
 from slipstream.kernels import select
 from slipstream.models.target import Target
-from slipstream.train.data.generate import Generator, GeneratorConfig
+from slipstream.train.data.generate import Generator, GeneratorConfig, TextWriter
+from slipstream.train.data.servers import RemoteGenerator, Servers
 from slipstream.train.draft.target import SplitTarget
 
 _USER, _ANSWER, _AGAIN = "slipstreamuserturn", "slipstreamanswer", "slipstreamnextturn"
@@ -105,6 +106,7 @@ class Speaker:
 
     Args:
         open_engine: makes an engine over the target's weights; by default one that shares the model's.
+        servers: write the texts, instead of an engine here.
     """
 
     def __init__(
@@ -113,13 +115,14 @@ class Speaker:
         tokenizer: ChatTokenizer,
         digest: str = "",
         open_engine: OpenEngine | None = None,
+        servers: Servers | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.digest = model, tokenizer, digest
+        self.model, self.tokenizer, self.digest, self.servers = model, tokenizer, digest, servers
         self._open_engine = open_engine or self._share
         self._engine: Engine | None = None
         self._config: GeneratorConfig | None = None
 
-    def generator(self, config: GeneratorConfig, stop_loops: bool | None = None) -> Generator:
+    def generator(self, config: GeneratorConfig, stop_loops: bool | None = None) -> TextWriter:
         """Return what writes texts; the engine stays open for the next caller with the same settings."""
         eos = self.tokenizer.eos_token_ids
         if not eos:
@@ -128,6 +131,8 @@ class Speaker:
             raise DataError(
                 f"The end token {max(eos)} lies outside the target's vocabulary: the tokenizer is another's."
             )
+        if self.servers is not None:
+            return RemoteGenerator(self.servers, eos, config.rows, self.model.spec.vocab_size)
         if self._engine is None or self._config != config:
             self.close()
             self._engine, self._config = self._open_engine(engine_config(config, self.rows(config))), config
@@ -142,6 +147,8 @@ class Speaker:
 
     def rows(self, config: GeneratorConfig) -> int:
         """Return how many texts are written at once: as the settings say, or as many as suit the device."""
+        if self.servers is not None:
+            return self.servers.at_once(config.rows)
         if config.rows is not None:
             return config.rows
         device = self.model.embed_tokens.device

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.errors import DataError
 from slipstream.kernels.training.seen import Seen
@@ -15,6 +16,7 @@ from slipstream.train.data.corpus import Corpus
 from slipstream.train.draft.features import FeatureStore, Manifest, corpus_digest, read_texts, shard_path, write_shard
 from slipstream.train.draft.objective import Objective
 from slipstream.train.draft.packing import Packer, epoch_rows, to_device
+from slipstream.train.draft.server_states import ServerStates
 from slipstream.train.draft.target import dtype_name
 from slipstream.train.run.recipe import TrainConfig
 from slipstream.train.run.world import World
@@ -64,9 +66,19 @@ class CaptureHooks:
 class Capture:
     """Stores a corpus's features in a folder; a call that was interrupted is simply made again."""
 
-    def __init__(self, objective: Objective, corpus: Corpus, wanted: Manifest, folder: Path) -> None:
-        """Plan the shards; `wanted` is what the features shall be made from, and a folder of others is refused."""
-        self._objective, self._corpus, self._folder = objective, corpus, folder
+    def __init__(
+        self,
+        objective: Objective,
+        corpus: Corpus,
+        wanted: Manifest,
+        folder: Path,
+        servers: ServerStates | None = None,
+    ) -> None:
+        """Plan the shards; `wanted` is what the features shall be made from, and a folder of others is refused.
+
+        Where `servers` give the states, the target is not run here.
+        """
+        self._objective, self._corpus, self._folder, self._servers = objective, corpus, folder, servers
         self.manifest = wanted.settle(folder)
         self._lengths = np.diff(corpus.offsets)
         self._packer = Packer(corpus, self.manifest.row_length, self.manifest.rows_per_step, 1, self.manifest.seed)
@@ -112,9 +124,18 @@ class Capture:
     def _tokens(self, shard: list[Rows]) -> int:
         return int(self._lengths[_texts(shard)].sum())
 
-    @torch.no_grad()
     def _store(self, number: int, shard: list[Rows]) -> None:
-        """Run the target over a shard's rows, pass by pass as training would, and write what it made of each text."""
+        """Write what the target makes of a shard's texts."""
+        texts = _texts(shard)
+        if self._servers is None:
+            states_NLD = self._run(shard)
+        else:
+            states_NLD = torch.cat(self._servers.of([self._corpus.text(text).ids for text in texts]))
+        write_shard(shard_path(self._folder, number), texts, states_NLD, self.manifest)
+
+    @torch.no_grad()
+    def _run(self, shard: list[Rows]) -> Tensor:
+        """Run the target over a shard's rows, pass by pass as training would."""
         manifest, target = self.manifest, self._objective.target
         shape = (self._tokens(shard), len(manifest.captured_layers) + 1, manifest.width)
         states_NLD, at = torch.empty(shape, dtype=manifest.torch_dtype), 0
@@ -127,7 +148,7 @@ class Capture:
                 length = int(self._lengths[texts].sum())
                 states_NLD[at : at + length] = states_BTLD[row, :length]
                 at += length
-        write_shard(shard_path(self._folder, number), _texts(shard), states_NLD, manifest)
+        return states_NLD
 
 
 def wanted_manifest(
@@ -154,7 +175,7 @@ def wanted_manifest(
 @contextmanager
 def moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Have a module on another device for a while; where it is there already, nothing happens."""
-    home = next(module.parameters()).device
+    home = next((parameter.device for parameter in module.parameters()), device)
     module.to(device)
     try:
         yield

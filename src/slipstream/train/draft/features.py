@@ -128,16 +128,19 @@ class FeatureStore:
 
     def rows(self, rows: Sequence[Sequence[int]], row_length: int) -> Tensor:
         """Lay texts out in rows, [L + 1, B, T, D]; padding is zero, which nothing looks at."""
-        manifest = self.manifest
-        shape = (len(manifest.captured_layers) + 1, len(rows), row_length, manifest.width)
-        states_LBTD = torch.zeros(shape, dtype=manifest.torch_dtype)
-        for row, texts in enumerate(rows):
-            at = 0
-            for text in texts:
-                states_TLD = self.states(text)
-                states_LBTD[:, row, at : at + len(states_TLD)] = states_TLD.transpose(0, 1)
-                at += len(states_TLD)
-        return states_LBTD
+        return lay_out([[self.states(text) for text in texts] for texts in rows], row_length)
+
+
+def lay_out(rows: Sequence[Sequence[Tensor]], row_length: int) -> Tensor:
+    """Lay texts' states, [tokens, L + 1, D] each, out in rows, [L + 1, B, T, D]; padding is zero."""
+    first = rows[0][0]
+    states_LBTD = first.new_zeros(first.shape[1], len(rows), row_length, first.shape[2])
+    for row, texts in enumerate(rows):
+        at = 0
+        for states_TLD in texts:
+            states_LBTD[:, row, at : at + len(states_TLD)] = states_TLD.transpose(0, 1)
+            at += len(states_TLD)
+    return states_LBTD
 
 
 def corpus_digest(corpus: Corpus) -> str:

@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.executors.channel import Leader
 from slipstream.executors.eager import EagerExecutor
 from slipstream.kernels.training.loss import product_f32
-from slipstream.kernels.training.ops import TrainOps, train_ops
+from slipstream.kernels.training.ops import train_ops
 from slipstream.kernels.training.seen import Seen
 from slipstream.models.layers import Embedding, Linear
 from slipstream.models.load import load_target
@@ -58,17 +58,24 @@ def load_and_digest(
 
 
 @torch.no_grad()
+def last_states(model: "Target | SplitTarget", ids: Sequence[int]) -> Tensor:
+    """Return the normed last states of one text."""
+    device = model.embed_tokens.device
+    ids_BT, positions_BT = torch.tensor([list(ids)], device=device), torch.arange(len(ids), device=device)[None]
+    ops = train_ops(device)
+    hidden = model(ids_BT, PackedContext(ops, positions_BT, Seen(torch.zeros_like(ids_BT))))
+    normed_TD: Tensor = model.norm(hidden.last_TD[0], ops)
+    return normed_TD
+
+
+@torch.no_grad()
 def check_range(model: Target, prompt: list[int]) -> None:
     """Refuse a target in float16 whose weights, or states on a prompt, are beyond its largest number."""
-    device = model.embed_tokens.device
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise ConfigError(f"{name} of the target has weights beyond float16's largest number, 65504; {_REMEDY}.")
     assert model.lm_head.weight is not None
-    ids_BT = torch.tensor([prompt], device=device)
-    ops, positions_BT = TrainOps(device), torch.arange(len(prompt), device=device)[None]
-    hidden = model(ids_BT, PackedContext(ops, positions_BT, Seen(torch.zeros_like(ids_BT))))
-    if not bool(torch.isfinite(product_f32(model.norm(hidden.last_TD[0], ops), model.lm_head.weight)).all()):
+    if not bool(torch.isfinite(product_f32(last_states(model, prompt), model.lm_head.weight)).all()):
         raise ConfigError(f"On a first prompt the target's states exceed float16's largest number, 65504; {_REMEDY}.")
 
 

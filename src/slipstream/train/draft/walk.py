@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.kernels.training.loss import product_f32
 from slipstream.kernels.training.seen import Seen
 from slipstream.train.data.corpus import Array, Corpus, Text
 from slipstream.train.data.generate import loop_end
+from slipstream.train.draft.features import FeatureStore, lay_out
 from slipstream.train.draft.objective import Objective
 from slipstream.train.draft.unroll import UnrollContext, shift_left
 
@@ -68,9 +70,12 @@ def summarize(rounds: Sequence[int], chain: int) -> Walk:
 
 
 @torch.no_grad()
-def kept_tokens(objective: Objective, texts: Sequence[Text], steps: int) -> Array:
+def kept_tokens(
+    objective: Objective, texts: Sequence[Text], steps: int, stored: Sequence[Tensor] | None = None
+) -> Array:
     """Return for each slot of each text (rows padded to one length) how many drafted tokens in a row are right.
 
+    Where the texts' states are `stored`, [tokens, L + 1, D] each, the target is not run.
     Slots before all answers count none: nobody asks, and the head's product is most of the work of a long prompt.
     """
     device = objective.target.embed_tokens.device
@@ -82,7 +87,10 @@ def kept_tokens(objective: Objective, texts: Sequence[Text], steps: int) -> Arra
     ids_BT = torch.from_numpy(ids).to(device)
     seen = Seen(torch.from_numpy(number).to(device))
     positions_BT = torch.arange(length, device=device).expand(len(texts), -1)
-    _, captured = objective.features(ids_BT, positions_BT, seen)
+    if stored is None:
+        _, captured = objective.features(ids_BT, positions_BT, seen)
+    else:
+        captured = lay_out([[states] for states in stored], length)[:-1].to(device).unbind()
     ctx = UnrollContext(objective.ops, positions_BT, seen)
     right_BT = torch.ones_like(ids_BT)
     kept_BT = torch.zeros_like(ids_BT)
@@ -120,17 +128,14 @@ def length_name(tokens: int) -> str:
     return f"{LENGTHS[at - 1]} to {LENGTHS[at]}" if at < len(LENGTHS) else f"{LENGTHS[-1]} and more"
 
 
-def measure(objective: Objective, corpus: Corpus, chains: Sequence[int] = (3, 6)) -> Measured:
-    """Walk an evaluation set: texts of one prompt and one greedy answer each."""
-    texts = sorted((corpus.text(i) for i in range(len(corpus))), key=lambda text: len(text.ids))
+def measure(
+    objective: Objective, corpus: Corpus, chains: Sequence[int] = (3, 6), store: FeatureStore | None = None
+) -> Measured:
+    """Walk an evaluation set: texts of one prompt and one greedy answer each, whose states may be in a store."""
+    order = np.argsort(np.diff(corpus.offsets), kind="stable").tolist()
+    texts = [corpus.text(number) for number in order]
+    all_rounds = _rounds(objective, texts, order, chains, store)
     loops = [loop_end(text.ids[text.spans[0][0] :]) is not None for text in texts]
-    all_rounds: dict[int, list[list[int]]] = {chain: [] for chain in chains}
-    for some in _batches(texts):
-        kept = kept_tokens(objective, some, max(chains))
-        for row, text in enumerate(some):
-            start, end = text.spans[0]
-            for chain in chains:
-                all_rounds[chain].append(walk_rounds(kept[row].tolist(), start - 1, end, chain))
     walks, clean, by_length = {}, {}, {}
     names = [length_name(text.spans[0][0]) for text in texts]
     for name in dict.fromkeys(names):
@@ -144,6 +149,35 @@ def measure(objective: Objective, corpus: Corpus, chains: Sequence[int] = (3, 6)
             [kept for text, looped in zip(rounds, loops, strict=True) if not looped for kept in text], chain
         )
     return Measured(len(texts), sum(loops) / max(1, len(loops)), walks, clean, by_length)
+
+
+def rounds_by_text(objective: Objective, corpus: Corpus, chain: int, store: FeatureStore) -> list[list[int]]:
+    """Return how many drafted tokens each round of each text keeps, texts in the corpus's order."""
+    order = np.argsort(np.diff(corpus.offsets), kind="stable").tolist()
+    found = _rounds(objective, [corpus.text(number) for number in order], order, (chain,), store)[chain]
+    by_number = dict(zip(order, found, strict=True))
+    return [by_number[number] for number in range(len(corpus))]
+
+
+def _rounds(
+    objective: Objective,
+    texts: Sequence[Text],
+    numbers: Sequence[int],
+    chains: Sequence[int],
+    store: FeatureStore | None,
+) -> dict[int, list[list[int]]]:
+    """Walk texts, shortest first; `numbers` are those they have in the store."""
+    rounds: dict[int, list[list[int]]] = {chain: [] for chain in chains}
+    done = 0
+    for some in _batches(texts):
+        stored = None if store is None else [store.states(number) for number in numbers[done : done + len(some)]]
+        kept = kept_tokens(objective, some, max(chains), stored)
+        done += len(some)
+        for row, text in enumerate(some):
+            start, end = text.spans[0]
+            for chain in chains:
+                rounds[chain].append(walk_rounds(kept[row].tolist(), start - 1, end, chain))
+    return rounds
 
 
 def _batches(texts: Sequence[Text]) -> Iterator[Sequence[Text]]:

@@ -4,9 +4,10 @@ import logging
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import slipstream
@@ -21,7 +22,7 @@ from slipstream.engine.loading import Loaded, LoadOptions, load
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Linear
-from slipstream.models.load import load_draft
+from slipstream.models.load import load_draft, load_ends
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
 from slipstream.train.data.corpus import Corpus, read_corpus
@@ -44,6 +45,7 @@ from slipstream.train.draft.vocab import DraftVocab, choose_vocab, coverage
 from slipstream.train.draft.walk import Measured, measure
 from slipstream.train.run.output import Lineage, RunRecord, average_with, result_record, round_weights, write_draft
 from slipstream.train.run.recipe import Recipe
+from slipstream.train.run.remote import ALL_HERE, Remote
 from slipstream.train.run.trainer import Hooks, Progress, Trainer, TrainState
 from slipstream.train.run.world import World
 
@@ -91,9 +93,15 @@ class TrainingRun:
     """A target, a recipe and a folder; the phases may be called in separate processes, in order."""
 
     def __init__(
-        self, target: str | Path | None, recipe: Recipe, paths: Paths, device: torch.device, tp: int = 1
+        self,
+        target: str | Path | None,
+        recipe: Recipe,
+        paths: Paths,
+        device: torch.device,
+        tp: int = 1,
+        remote: Remote = ALL_HERE,
     ) -> None:
-        """Load the target, or split it over `tp` processes, which this one starts."""
+        """Load the target, or split it over `tp` processes, which this one starts, or leave its work to servers."""
         source = open_checkpoint(target)
         path = getattr(source, "path", source.folder)
         self.name = str(target) if target is not None else EMBEDDED
@@ -101,8 +109,12 @@ class TrainingRun:
         dtype = target_dtype(recipe.train.target_dtype, device)
         open_engine = packed_engine(self.name, device)
         self._split: Loaded | None = None
+        self._evals: dict[str, Corpus] = {}
         model: Target | SplitTarget
-        if tp == 1:
+        if remote.states:
+            self._part = load_ends(source, dtype, device, _rotary_length(recipe))
+            model, self.digest = self._part, weights_digest(self._part)
+        elif tp == 1:
             self._part, self.digest = load_and_digest(source, dtype, device, _rotary_length(recipe))
             model = self._part
         else:
@@ -115,8 +127,9 @@ class TrainingRun:
                 f"generate.max_length is {recipe.generate.max_length}; the target knows {model.spec.max_position} "
                 f"positions."
             )
-        self.speaker = Speaker(model, Tokenizer.load(Path(path)), self.digest, open_engine)
-        if dtype == torch.float16:
+        self.speaker = Speaker(model, Tokenizer.load(Path(path)), self.digest, open_engine, remote.servers)
+        self.server_states = remote.checked(self.speaker, recipe)
+        if dtype == torch.float16 and not remote.states:
             if isinstance(model, SplitTarget):
                 raise ConfigError("train.target_dtype is float16, whose range is not checked with --tp; say bfloat16.")
             check_range(model, encode_prompt(self.speaker.tokenizer, [{"role": "user", "content": "Hello!"}]))
@@ -146,7 +159,7 @@ class TrainingRun:
         """Answer the held-out questions, once, in the process that measures; then the engine is closed."""
         if self.world.rank > 0:
             return {}
-        sets = {
+        self._evals = self._evals or {
             item.name: make_eval_set(
                 self.speaker,
                 item,
@@ -157,7 +170,20 @@ class TrainingRun:
             for item in self.recipe.files.evaluate
         }
         self.speaker.close()
-        return sets
+        return self._evals
+
+    def _walk(self, objective: Objective) -> dict[str, Measured]:
+        """Walk every evaluation set, with the states of servers where the target's blocks are not here."""
+        walks = {}
+        for name, texts in self.eval_sets().items():
+            store = None
+            if self.server_states is not None:
+                folder = self.paths.work / f"eval-{name}-features"
+                config = replace(self.recipe.train, row_length=int(np.diff(texts.offsets).max()))
+                wanted = wanted_manifest(objective, texts, self.digest, config, World())
+                store = Capture(objective, texts, wanted, folder, self.server_states).run(World(), CaptureHooks())
+            walks[name] = measure(objective, texts, CHAINS, store)
+        return walks
 
     def vocab(self, corpus: Corpus) -> DraftVocab:
         """Choose the draft's vocabulary."""
@@ -200,7 +226,7 @@ class TrainingRun:
         started = time.monotonic()
         objective = Objective(self.speaker.model, draft, vocab)
         wanted = wanted_manifest(objective, corpus, self.digest, self.recipe.train, self.world)
-        capture = Capture(objective, corpus, wanted, folder)
+        capture = Capture(objective, corpus, wanted, folder, self.server_states)
         if not capture.manifest.same_rows(wanted):
             log.info("%s: was made in rows of another packing; its features differ from this one's by rounding", folder)
         store = capture.run(self.world, hooks)
@@ -225,19 +251,18 @@ class TrainingRun:
         objective = self.objective(draft, vocab)
         packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed, store)
         trainer = Trainer(objective, packer, config, self.world, self.paths.work)
-        evals = self.eval_sets()
 
         def evaluate() -> dict[str, float]:
             with moved(target.layers, self.device):
                 return {
                     f"{name} K={chain}": round(walk.acceptance_length, 3)
-                    for name, texts in evals.items()
-                    for chain, walk in measure(objective, texts, CHAINS).walks.items()
+                    for name, measured in self._walk(objective).items()
+                    for chain, walk in measured.walks.items()
                 }
 
         started = time.monotonic()
         with moved(target.layers, self.device if store is None else torch.device("cpu")):
-            state = trainer.fit(Hooks(report, evaluate if evals else None), stop_after_s)
+            state = trainer.fit(Hooks(report, evaluate if self.eval_sets() else None), stop_after_s)
         self.timings.add("training", started)
         return state
 
@@ -247,8 +272,7 @@ class TrainingRun:
 
     def measure(self, draft: Eagle3Draft, vocab: DraftVocab) -> dict[str, Measured]:
         """Walk every evaluation set."""
-        objective = Objective(self.speaker.model, draft, vocab)
-        return {name: measure(objective, texts, CHAINS) for name, texts in self.eval_sets().items()}
+        return self._walk(Objective(self.speaker.model, draft, vocab))
 
     def write(
         self,
@@ -274,8 +298,8 @@ class TrainingRun:
             coverage=vocab.coverage,
             history=state.history,
             results={name: result_record(measured) for name, measured in self.measure(draft, vocab).items()},
-            versions=_versions(),
-            hardware=_hardware(self.device),
+            versions=versions(),
+            hardware=hardware(self.device),
             seconds={**self.timings.seconds, "training": training},
             started_from=output.lineage.started_from,
             averaged_with=output.lineage.averaged_with,
@@ -338,7 +362,8 @@ def _own_head(shared: Linear) -> Linear:
     return own
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return what made a draft."""
     return {
         "slipstream": getattr(slipstream, "__version__", "0"),
         "torch": torch.__version__,
@@ -346,7 +371,8 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _hardware(device: torch.device) -> str:
+def hardware(device: torch.device) -> str:
+    """Name the device, for records."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU"

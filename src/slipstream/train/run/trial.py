@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.checkpoint.spec import ModelSpec
 from slipstream.errors import ConfigError, DataError
@@ -18,8 +19,9 @@ from slipstream.train.data.generate import GenerationStats, GeneratorConfig
 from slipstream.train.data.make_data import Report, Watch, make_corpus
 from slipstream.train.data.mixture import DataConfig
 from slipstream.train.data.speaker import CPU_ROWS, GPU_ROWS
-from slipstream.train.draft.objective import DraftShape, new_draft
-from slipstream.train.draft.packing import Packer, to_device
+from slipstream.train.draft.features import lay_out
+from slipstream.train.draft.objective import DraftShape, Objective, new_draft
+from slipstream.train.draft.packing import Batch, Packer, to_device
 from slipstream.train.run.optimizer import Optimizer
 from slipstream.train.run.phases import TrainingRun
 from slipstream.train.run.plan import Plan, Speeds, check_asked, make_plan, read_plan, write_plan
@@ -40,8 +42,11 @@ class Sizes:
     disk: int
 
 
-def plain_recipe(target: ModelSpec, device: torch.device, budget_s: float, tp: int = 1) -> Recipe:
-    """Return settings for a target nobody wrote a recipe for; the plan adds how many tokens and steps."""
+def plain_recipe(target: ModelSpec, device: torch.device, budget_s: float, tp: int = 1, whole: bool = True) -> Recipe:
+    """Return settings for a target nobody wrote a recipe for; the plan adds how many tokens and steps.
+
+    Without the `whole` target (its states come from servers) only its table and head take memory here.
+    """
     gpu = device.type == "cuda"
     short = budget_s < SHORT_S
     answer = 320 if gpu else 160
@@ -64,18 +69,22 @@ def plain_recipe(target: ModelSpec, device: torch.device, budget_s: float, tp: i
         GeneratorConfig(max_length=prompt + answer + (0 if gpu else 64)),
         Files(prompts=("maths.yaml", "chat.yaml"), evaluate=(EvalSet("held-out", "held_out.yaml", max_new=128),)),
     )
-    return _fitted(recipe, target, device, tp)
+    return _fitted(recipe, target, device, tp, whole)
 
 
-def sizes(recipe: Recipe, target: ModelSpec, device: torch.device, answer_tokens: int, tp: int = 1) -> Sizes:
+def sizes(
+    recipe: Recipe, target: ModelSpec, device: torch.device, answer_tokens: int, tp: int = 1, whole: bool = True
+) -> Sizes:
     """Estimate what a run takes on each device of a target split over `tp`; features kept on disk are not counted."""
     itemsize = 4 if device.type == "cpu" else 2
     block = 3 * target.hidden_size * target.intermediate_size + 4 * target.hidden_size * _attention_width(target)
     draft = block + 5 * target.hidden_size**2 + recipe.draft.vocab_size * target.hidden_size
-    weights = target_numbers(target) * (2 if recipe.train.target_dtype in ("bfloat16", "float16") else 4)
+    numbers = target_numbers(target) if whole else 2 * target.vocab_size * target.hidden_size
+    weights = numbers * (2 if recipe.train.target_dtype in ("bfloat16", "float16") else 4)
     rows = recipe.generate.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
-    heads = 2 * target.num_layers * target.num_kv_heads * target.head_dim
-    keys = rows * recipe.generate.max_length * heads * itemsize
+    blocks = (target.block_heads(index) for index in range(target.num_layers))
+    heads = 2 * sum(width * kv_heads for width, kv_heads in blocks)
+    keys = rows * recipe.generate.max_length * heads * itemsize if whole else 0
     memory = (weights * (2 if device.type == "cpu" else 1) + keys) // tp + 20 * draft + _step_bytes(recipe, target)
     corpus = answer_tokens * 2 * (2 if target.vocab_size < 65536 else 4)
     return Sizes(memory + _RUNTIME_BYTES, corpus + 14 * draft)
@@ -90,7 +99,8 @@ def target_numbers(target: ModelSpec) -> int:
     layers = target.num_layers * (attention + dense)
     if moe is not None:
         one = 3 * width * moe.intermediate_size * moe.num_experts
-        layers = target.num_layers * attention + (target.num_layers - len(moe.dense_layers)) * one
+        layers = target.num_layers * (attention + moe.beside_dense * dense)
+        layers += (target.num_layers - len(moe.dense_layers)) * one
     return layers + target.vocab_size * width * (1 if target.tie_embeddings else 2)
 
 
@@ -105,12 +115,12 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _fitted(recipe: Recipe, target: ModelSpec, device: torch.device, tp: int) -> Recipe:
+def _fitted(recipe: Recipe, target: ModelSpec, device: torch.device, tp: int, whole: bool) -> Recipe:
     """Return the recipe with as many rows a step, and as many texts at once, as the memory holds."""
     room = int(_SHARE * free_memory(device))
     rows = CPU_ROWS if device.type == "cpu" else GPU_ROWS
     recipe = replace(recipe, generate=replace(recipe.generate, rows=rows))
-    while (need := sizes(recipe, target, device, 0, tp).memory) > room:
+    while (need := sizes(recipe, target, device, 0, tp, whole).memory) > room:
         train, generate = recipe.train, recipe.generate
         assert generate.rows is not None
         if generate.rows > 8:
@@ -194,10 +204,12 @@ def _make(run: TrainingRun, trial: Trial) -> Plan:
         "measuring": _measuring_s(run, speeds),
         "writing": min(_WRITING_S, _WRITING_SHARE * budget_s),
     }
-    store = run.device.type == "cpu"  # states go to disk as fast as a CPU makes them, and are small
+    # States go to disk as fast as a CPU makes them, and are small; those of servers are asked for once.
+    store = run.device.type == "cpu" or run.server_states is not None
     plan = make_plan(trial.asked, run.recipe, speeds, spent, store)
     spec = run.speaker.model.spec
-    need = sizes(plan.recipe, spec, run.device, plan.recipe.data.answer_tokens)
+    whole = run.server_states is None
+    need = sizes(plan.recipe, spec, run.device, plan.recipe.data.answer_tokens, whole=whole)
     states = plan.corpus_tokens * 4 * spec.hidden_size * run.speaker.model.embed_tokens.dtype.itemsize
     return replace(plan, memory_bytes=need.memory, disk_bytes=need.disk + store * states)
 
@@ -229,10 +241,8 @@ def _step_seconds(run: TrainingRun, corpus: Corpus) -> tuple[float, float, float
     packer = Packer(corpus, config.row_length, 1, config.unroll, config.seed)
     rows = [packer.row_ids(number)[0] for number in range(min(config.rows_per_step, packer.steps_per_epoch))]
     batch = to_device(packer.pack([rows[i % len(rows)] for i in range(config.rows_per_step)]), run.device)
-    seen = Seen(batch.text_BT)
-    last, captured = objective.features(batch.ids_BT, batch.positions_BT, seen)
-    features_s = _clock(run.device, lambda: objective.features(batch.ids_BT, batch.positions_BT, seen))
-    batch = replace(batch, states_LBTD=torch.stack([*captured, last]))
+    states_LBTD, features_s = _states(run, objective, corpus, rows, batch)
+    batch = replace(batch, states_LBTD=states_LBTD)
     named = {name: p for name, p in draft.named_parameters() if p.requires_grad}
     optimizer = Optimizer(named, config.optimizer)
 
@@ -243,6 +253,24 @@ def _step_seconds(run: TrainingRun, corpus: Corpus) -> tuple[float, float, float
 
     step(config.unroll)
     return features_s, _clock(run.device, lambda: step(1)), _clock(run.device, lambda: step(config.unroll))
+
+
+def _states(
+    run: TrainingRun, objective: Objective, corpus: Corpus, rows: list[list[int]], batch: Batch
+) -> tuple[Tensor, float]:
+    """Return the target's states of a step's rows, and how long they take: run here, or asked of servers."""
+    if run.server_states is None:
+        seen = Seen(batch.text_BT)
+        last, captured = objective.features(batch.ids_BT, batch.positions_BT, seen)
+        features_s = _clock(run.device, lambda: objective.features(batch.ids_BT, batch.positions_BT, seen))
+        return torch.stack([*captured, last]), features_s
+    begun = time.monotonic()
+    texts = run.server_states.of([corpus.text(number).ids for row in rows for number in row])
+    features_s = (time.monotonic() - begun) * run.recipe.train.rows_per_step / len(rows)
+    states = iter(texts)
+    states_LBTD = lay_out([[next(states) for _ in row] for row in rows], run.recipe.train.row_length)
+    repeated = torch.arange(run.recipe.train.rows_per_step) % len(rows)
+    return states_LBTD[:, repeated].to(run.device), features_s
 
 
 def _clock(device: torch.device, work: Callable[[], object], repeats: int = 3) -> float:
