@@ -22,6 +22,7 @@ from slipstream.cli.export import export
 from slipstream.cli.foreign_line import LaunchLine, QuarkLine
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
+from slipstream.cli.learn import learn
 from slipstream.cli.printable import printable
 from slipstream.cli.quantize import quantize
 from slipstream.cli.recipes import app as recipes
@@ -38,6 +39,7 @@ app.command()(doctor)
 app.command()(generate)
 app.command()(inspect)
 app.command()(extras.needs("train")(train))  # it draws its curves last
+app.command()(extras.needs("train")(learn))
 app.command(cls=QuarkLine)(quantize)
 app.command()(export)
 app.command(cls=LaunchLine)(serve)

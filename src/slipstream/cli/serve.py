@@ -72,6 +72,9 @@ def serve(
     log_level: o.LogLevel = "info",
     log_json: o.LogJson = False,
     log_prompts: o.LogPrompts = False,
+    learn: o.Learn = None,
+    learn_tokens: o.LearnTokens = 2_000_000,
+    learn_elsewhere: o.LearnElsewhere = False,
     model_path: o.ModelPath = None,
     enable_expert_parallel: o.EnableExpertParallel = False,
     disable_radix_cache: o.DisableRadixCache = False,
@@ -127,9 +130,8 @@ def serve(
     from slipstream.serve.server import serve as run
 
     set_up_logs(log_level, log_json)
-    algorithm, path = speculative_algorithm, speculative_draft_model_path
     counts = speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens
-    sglang = flags.SglangFlags(algorithm, path, *counts)
+    sglang = flags.SglangFlags(speculative_algorithm, speculative_draft_model_path, *counts)
     own = flags.own_speculation(draft, depth, width, budget, simulated_acceptance)
     wanted = flags.first_named(own, flags.sglang_speculation(sglang), flags.vllm_speculation(speculative_config))
     engine = EngineConfig(
@@ -189,5 +191,6 @@ def serve(
         reasoning_parser=reasoning_parser,
         allow_special_in_content=allow_special_in_content,
         log_prompts=log_prompts,
+        learn=flags.learning(learn, learn_tokens, learn_elsewhere, options),
     )
     run(options, config, wanted.simulated_acceptance or ())

@@ -126,7 +126,7 @@ EarlierTokens = Annotated[
 ]
 AdaptiveDepth = Annotated[
     bool,
-    typer.Option(help="On a GPU: each step's chains are as long as pays, up to --depth; every length is captured."),
+    typer.Option(help="On a GPU: each step's chains or trees are as large as pays, up to the one asked for."),
 ]
 SimulatedAcceptance = Annotated[
     str | None, typer.Option(help="Measurements only: keep drafted tokens by these rates, such as 0.8,0.6,0.4.")
@@ -180,14 +180,14 @@ ToolCallParser = Annotated[
     str | None,
     typer.Option(
         help="How the model writes tool calls: kimi_k2, minimax_m2, hermes, llama3_json, mistral, mistral_v11, "
-        "deepseek_v3, deepseek_v31 or none. Its chat template tells, by default.",
+        "deepseek_v3, deepseek_v31, openai (gpt-oss) or none. Its chat template tells, by default.",
     ),
 ]
 ReasoningParser = Annotated[
     str | None,
     typer.Option(
-        help="How the model marks its reasoning: kimi_k2, minimax_m2, deepseek_r1, qwen3 or none. Its chat template "
-        "tells, by default.",
+        help="How the model marks its reasoning: kimi_k2, minimax_m2, deepseek_r1, qwen3, openai_gptoss or none. "
+        "Its chat template tells, by default.",
     ),
 ]
 AllowSpecialInContent = Annotated[
@@ -199,6 +199,14 @@ AllowSpecialInContent = Annotated[
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option(help="Write the log as JSON, one object a line.")]
 LogPrompts = Annotated[bool, typer.Option(help="Write prompts and answers to the log.")]
+Learn = Annotated[
+    Path | None,
+    typer.Option(help="Keep answers here, as token ids, and have the draft learn from them while serving."),
+]
+LearnTokens = Annotated[int, typer.Option(min=10_000, help="The most tokens that are kept; the oldest go.")]
+LearnElsewhere = Annotated[
+    bool, typer.Option(help="Start no trainer: `slipstream learn` runs on another machine that shares the folder.")
+]
 ModelPath = Annotated[
     str | None, typer.Option("--model-path", "--model", rich_help_panel=_OTHERS, help="The same as MODEL.")
 ]

@@ -4,7 +4,7 @@ What is emitted never depends on the draft, so any draft may take over at any ti
 Requests under way keep the draft's keys they have: guesses made over another draft's keys are worse for a while.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,11 +35,20 @@ class ReadDraft:
 
 @dataclass(frozen=True)
 class Served:
-    """What a draft served: decoding passes of the target while it was in use, and the tokens that came of them."""
+    """What a draft served: decoding passes of the target while it was in use, the tokens that came of them, and how
+    many of its own it was asked for (`drafted`) and were kept (`kept`).
+    """
 
     name: str
     passes: int = 0
     tokens: int = 0
+    drafted: int = 0
+    kept: int = 0
+
+    def __add__(self, other: "Served") -> "Served":
+        """Add what was served under the same name since."""
+        counts = (getattr(self, name) + getattr(other, name) for name in ("passes", "tokens", "drafted", "kept"))
+        return Served(self.name, *counts)
 
     @property
     def acceptance_length(self) -> float:
@@ -55,7 +64,7 @@ class DraftShelf:
         self._name = name
         self._before: ReadDraft | None = None
         self._served = {name: Served(name)}
-        self._counted = (0, 0)
+        self._counted = Served("")
 
     @property
     def name(self) -> str:
@@ -69,12 +78,8 @@ class DraftShelf:
 
     def served(self) -> list[Served]:
         """Return what every draft has served so far, in the order of their first use; any thread may ask."""
-        passes, tokens = self._since()
-        now = self._name
-        return [
-            replace(one, passes=one.passes + passes, tokens=one.tokens + tokens) if one.name == now else one
-            for one in list(self._served.values())
-        ]
+        since, now = self._since(), self._name
+        return [one + since if one.name == now else one for one in list(self._served.values())]
 
     def read(self, path: str | Path) -> ReadDraft:
         """Read a draft and see whether it can take over; ConfigError or CheckpointError if not."""
@@ -113,14 +118,19 @@ class DraftShelf:
 
     def _count(self) -> None:
         """Give what was served since the last exchange to the draft in use."""
-        passes, tokens = self._since()
-        one = self._served[self._name]
-        self._served[self._name] = replace(one, passes=one.passes + passes, tokens=one.tokens + tokens)
-        self._counted = (self._counted[0] + passes, self._counted[1] + tokens)
+        since = self._since()
+        self._served[self._name] += since
+        self._counted += since
 
-    def _since(self) -> tuple[int, int]:
-        stats = self._engine.stats.acceptance
-        return stats.decoding_passes - self._counted[0], stats.emitted - stats.prompt_passes - self._counted[1]
+    def _since(self) -> Served:
+        stats, before = self._engine.stats.acceptance, self._counted
+        return Served(
+            "",
+            stats.decoding_passes - before.passes,
+            stats.emitted - stats.prompt_passes - before.tokens,
+            stats.drafted - before.drafted,
+            sum(stats.accepted) - before.kept,
+        )
 
 
 def _check_alike(path: str, drafter: Eagle3Drafter, draft: Eagle3Draft, captured: tuple[int, ...]) -> None:

@@ -1,9 +1,10 @@
 """The HTTP application: routes, and errors in the form OpenAI's clients expect."""
 
+import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -26,6 +27,7 @@ from slipstream.serve.errors import HttpError
 from slipstream.serve.gate import Gate
 from slipstream.serve.generate import Generator
 from slipstream.serve.grammar import GrammarCompiler
+from slipstream.serve.learning import Learning
 from slipstream.serve.logprobs import LogprobWriter
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatRequest, CompletionRequest, Generation
@@ -85,20 +87,16 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
         started,
     )
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        worker.start()
-        yield
-        grammars.close()
-        service.threads.close()
-        service.token_threads.close()
-        await worker.stop()
+    learning = None if config.learn is None else Learning(config.learn, worker, shelf)
+    if learning is not None:
+        worker.on_answer = learning.keep
+        service.metrics.learning = learning
 
     app = FastAPI(
         title="Slipstream",
         version=slipstream.__version__,
         summary="OpenAI-compatible answers, with exact speculative decoding.",
-        lifespan=lifespan,
+        lifespan=_lifespan(service, learning),
         docs_url=None,
         redoc_url=None,
         servers=[{"url": config.root_path}] if config.root_path else None,
@@ -118,6 +116,25 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
         )
     app.add_middleware(Gate, config=config)
     return app
+
+
+def _lifespan(service: Service, learning: Learning | None) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return what starts the threads of a server, and ends them."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        if learning is not None:
+            learning.start()
+        yield
+        if learning is not None:
+            await asyncio.to_thread(learning.stop)
+        service.grammars.close()
+        service.threads.close()
+        service.token_threads.close()
+        await service.worker.stop()
+
+    return lifespan
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

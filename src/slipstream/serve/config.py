@@ -3,12 +3,26 @@
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.serve.fixed_sampling import FixedSampling
 
 _ROOT = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 _HOST = re.compile(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
+
+
+@dataclass(frozen=True)
+class LearnConfig:
+    """Where traffic is kept, how much of it, and what trains on it.
+
+    Args:
+        trainer: the command that trains, run at the lowest priority; none where a trainer runs elsewhere.
+    """
+
+    folder: Path
+    max_tokens: int = 2_000_000
+    trainer: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class ServeConfig:
         reasoning_parser: how the model marks its reasoning; None reads it from the chat template.
         allow_special_in_content: let control tokens that a client's text spells be control tokens.
         log_prompts: write prompts and answers to the log, for debugging only.
+        learn: keep answers and have the draft learn from them.
     """
 
     model_name: str
@@ -66,6 +81,7 @@ class ServeConfig:
     reasoning_parser: str | None = None
     allow_special_in_content: bool = False
     log_prompts: bool = False
+    learn: LearnConfig | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -5,13 +5,16 @@ is a chain's length.
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.engine.loading import LoadOptions
 from slipstream.errors import ConfigError
 from slipstream.models.topology import Topology
+from slipstream.serve.config import LearnConfig
 from slipstream.speculation.tree import TreeShape
 
 _SGLANG_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
@@ -49,6 +52,17 @@ class SglangFlags:
 
 
 DEFAULT_TREE = TreeShape()
+
+
+def learning(folder: Path | None, max_tokens: int, elsewhere: bool, options: LoadOptions) -> LearnConfig | None:
+    """Return what --learn asks for, with the command of the trainer beside the server."""
+    if folder is None:
+        return None
+    if options.topology.tp > 1 or options.draft in ("ngram", "none"):
+        raise ConfigError("--learn adapts an EAGLE-3 draft of a target on one device; leave out --tp and name a draft.")
+    line = (sys.executable, "-m", "slipstream", "learn", str(folder), "--target", str(options.model))
+    trainer = () if elsewhere else (*line, "--draft", str(options.draft), "--device", options.device)
+    return LearnConfig(folder, max_tokens, trainer)
 
 
 def named_model(model: str | None, model_path: str | None) -> str:

@@ -7,6 +7,7 @@ from prometheus_client.core import Metric
 
 from slipstream.engine.drafts import DraftShelf
 from slipstream.engine.engine import Engine
+from slipstream.serve.learning import Learning
 from slipstream.serve.meters import REASONS
 from slipstream.serve.metric_families import by_position, counter, counters, gauge, gauges, histogram
 from slipstream.serve.other_metrics import State, sglang_metrics, vllm_metrics
@@ -24,6 +25,7 @@ class Metrics:
         self._worker = worker
         self._model_name = model_name
         self._shelf = shelf
+        self.learning: Learning | None = None
         # Before anybody changes the tree: the pages are those the engine was built with.
         extra_slots = max(engine.drafter.max_nodes - 1, engine.drafter.scratch)
         self._num_pages = engine.config.resolve_num_pages(extra_slots)
@@ -98,6 +100,11 @@ class Metrics:
         ):
             by_draft = {one.name: getattr(one, what) for one in self._shelf.served()}
             yield counters(f"slipstream_draft_{what}", told, by_draft, "draft")
+        if self.learning is not None:
+            learning = self.learning
+            yield gauge("slipstream_learning_tokens", "Tokens of traffic kept for learning.", learning.num_tokens)
+            yield counter("slipstream_learning_deployed", "Drafts that learned and took over.", learning.deployed)
+            yield counter("slipstream_learning_returned", "Of these, drafts given up again.", learning.returned)
         yield counter("slipstream_drafted_nodes", "Nodes the target checked.", stats.drafted)
         offered, accepted = by_position(stats.offered), by_position(stats.accepted)
         yield counters("slipstream_drafted_tokens", "Passes with a drafted token here.", offered, "position")

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 from slipstream.checkpoint.tokenizer import Tokenizer
@@ -24,11 +25,15 @@ from slipstream.serve.ticket import Job, StepEvent, Ticket
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+OnAnswer = Callable[[Job, Sequence[int], FinishReason], None]
 Delivery = tuple[Ticket, int, StepEvent | HttpError]
 
 
 class EngineWorker:
     """Owns an engine and the thread that runs it. Public methods are for the event loop's thread."""
+
+    on_answer: OnAnswer | None = None
+    """Hears of answers that are over, on the engine's thread: what was asked, its tokens, and why it ended."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, max_waiting: int) -> None:
         self._engine = engine
@@ -114,6 +119,20 @@ class EngineWorker:
         self._command(command)
         return await future
 
+    def between_steps(self, function: Callable[[], None]) -> None:
+        """Run a function on the engine's thread between two steps, and wait for it; not for the event loop's thread."""
+        done: Future[None] = Future()
+
+        def command() -> None:
+            try:
+                function()
+                done.set_result(None)
+            except Exception as error:  # noqa: BLE001 (handed to whoever waits)
+                done.set_exception(error)
+
+        self._command(command)
+        done.result()
+
     def _command(self, command: Callable[[], None]) -> None:
         if not self._thread.command(command):
             raise shutting_down()
@@ -159,6 +178,10 @@ class EngineWorker:
         if emission.error is not None:
             return self._close(emission.request_id, _failure(emission.error))
         finished = emission.finish_reason is not None
+        if self.on_answer is not None:
+            answer.tokens += [token.token_id for token in emission.tokens]
+            if emission.finish_reason is not None:
+                self.on_answer(answer.ticket.jobs[answer.index], answer.tokens, emission.finish_reason)
         event = StepEvent(
             self._with_tail(emission, answer.ticket.jobs[answer.index]),
             num_drafted,
@@ -266,6 +289,7 @@ class _Answer:
         self.index = index
         self.times = times
         self.num_drafted = 0
+        self.tokens: list[int] = []  # kept where somebody hears of answers
         self.started = False
         self.over = False
 

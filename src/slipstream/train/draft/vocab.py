@@ -33,6 +33,23 @@ def coverage(corpus: Corpus, token_ids_V: Tensor) -> float:
     return float(np.isin(used, token_ids_V.numpy()).mean()) if len(used) else 1.0
 
 
+def exchange_tokens(token_ids_V: Tensor, corpus: Corpus, vocab_size: int, most: int) -> Tensor:
+    """Return a draft's vocabulary with up to `most` tokens exchanged for those of the corpus's answers it lacks.
+
+    Those taken in are in most answers; those given up occur nowhere in the answers and have the highest ids, which
+    tokenizers give to what they merged last and met least. Their number stays the same.
+    """
+    used = corpus.ids[answer_numbers(corpus) > 0].astype(np.int64)
+    known = token_ids_V.cpu().numpy()
+    missing, counts = np.unique(used[~np.isin(used, known)], return_counts=True)
+    wanted = missing[np.argsort(-counts, kind="stable")][:most]
+    spare = np.sort(known[~np.isin(known, used)])[::-1][: len(wanted)]
+    wanted = wanted[: len(spare)]
+    kept = known[~np.isin(known, spare)]
+    assert len(kept) + len(wanted) == len(known) and (not len(wanted) or wanted.max() < vocab_size)
+    return torch.from_numpy(np.sort(np.concatenate([kept, wanted])).astype(np.int64))
+
+
 def choose_vocab(corpus: Corpus, vocab_size: int, draft_vocab_size: int, forced: Iterable[int]) -> DraftVocab:
     """Take the tokens found in most answers; unused room goes to the lowest unused ids.
 

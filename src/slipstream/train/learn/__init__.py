@@ -1,0 +1,1 @@
+"""Adapting a draft to what a server answers."""

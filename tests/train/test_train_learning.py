@@ -1,0 +1,129 @@
+"""A draft learns from traffic: what is better on held-back answers is deployed, and foreign texts never are."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.checkpoint.writer import CheckpointWriter
+from slipstream.models.load import load_target
+from slipstream.records.traffic import (
+    Answered,
+    Deployed,
+    TrafficWriter,
+    part_paths,
+    read_deployed,
+    read_part,
+    read_returned,
+    write_deployed,
+)
+from slipstream.train.data.corpus import Text, join
+from slipstream.train.draft.objective import DraftShape, new_draft
+from slipstream.train.draft.vocab import choose_vocab, exchange_tokens
+from slipstream.train.learn.judge import Bars, judge
+from slipstream.train.learn.learner import Learner, LearnSettings
+from slipstream.train.run.output import add_draft
+from training import greedy, write_target_folder
+
+SETTINGS = LearnSettings(longest=256, steps=60, lr=0.01, bars=Bars(gain=1.03, loss=1.0, texts=3))
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A target, and a draft for it that has learnt nothing and lacks most of its tokens."""
+    folder = tmp_path_factory.mktemp("learning")
+    write_target_folder(folder / "target")
+    target = target_of(folder)
+    vocab = choose_vocab(join([Text(list(range(3, 40)), [(1, 37)])]), 99, 64, [0, 1, 2])
+    draft = new_draft(DraftShape(vocab_size=64).spec(target.spec), target, vocab, 0)
+    with CheckpointWriter(folder / "draft") as writer:
+        add_draft(writer, draft, "sglang", "tiny")
+    return folder
+
+
+def target_of(folder):
+    return load_target(open_checkpoint(folder / "target"), torch.float32, torch.device("cpu"), 320)
+
+
+@pytest.fixture(scope="module")
+def answers(places):
+    """What a server of the target would have kept: greedy answers to prompts of one kind."""
+    target, rng = target_of(places), np.random.default_rng(3)
+    prompts = [tuple(rng.integers(3, 99, 8).tolist()) for _ in range(36)]
+    return [Answered(prompt, tuple(greedy(target, prompt, 24))) for prompt in prompts]
+
+
+def hold_round(places, folder, answers):
+    writer = TrafficWriter(folder, 1_000_000)
+    writer.add(answers)
+    writer.flush()
+    said = []
+    for name in ("maths", "chat", "guards"):  # general texts are the same for every folder: written once
+        for path in (places / "general").glob(f"general-{name}*"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    learner = Learner(folder, str(places / "target"), str(places / "draft"), torch.device("cpu"), SETTINGS, said.append)
+    verdict = learner.hold_round()
+    (places / "general").mkdir(exist_ok=True)
+    for path in folder.glob("general-*"):
+        (places / "general" / path.name).write_bytes(path.read_bytes())
+    return verdict, said
+
+
+def test_traffic_of_one_kind_gives_a_draft_that_keeps_more_of_it_and_is_deployed(places, answers, tmp_path):
+    verdict, said = hold_round(places, tmp_path, answers)
+    assert verdict.after > 1.05 * verdict.before and not verdict.refused, said
+    deployed = read_deployed(tmp_path)
+    assert deployed.number == 1 and deployed.after == verdict.after
+    record = json.loads((tmp_path / deployed.draft / "slipstream.json").read_text())
+    assert record["verdict"]["after"] == verdict.after and record["started_from"]
+    assert not (tmp_path / "round").exists()
+
+
+def test_shuffled_tokens_are_never_deployed(places, answers, tmp_path):
+    rng = np.random.default_rng(1)
+    poison = [Answered(one.prompt, tuple(rng.permutation(one.answer).tolist())) for one in answers]
+    noise = [Answered(one.prompt, tuple(rng.integers(3, 99, 24).tolist())) for one in answers]
+    verdict, said = hold_round(places, tmp_path / "all", [*poison, *noise])
+    assert (verdict is None or verdict.refused) and read_deployed(tmp_path / "all") is None
+    assert "are not the target's own, and are left out" in said[0]
+
+
+def test_a_gain_must_be_large_enough_no_accident_and_at_no_great_cost_elsewhere():
+    same, more, few = [[1, 1, 1]] * 20, [[2, 2]] * 20, [[1, 1, 1]] * 3
+    assert not judge((same, more), (same, same), Bars()).refused
+    assert "less than the 3%" in judge((same, same), (same, same), Bars()).refused
+    assert "too few" in judge((few, few), (same, same), Bars()).refused
+    assert "general texts lose" in judge((same, more), (more, same), Bars()).refused
+    lucky = [[3] * 20, *[[1, 1, 1]] * 19]
+    assert "accident" in judge((same, lucky), (same, same), Bars()).refused
+
+
+def test_tokens_of_the_traffic_take_the_places_of_tokens_nobody_wrote():
+    vocab = torch.arange(10, 20)
+    corpus = join([Text([1, 12, 40, 41, 40], [(1, 5)])])
+    assert exchange_tokens(vocab, corpus, 50, 1).tolist() == [*range(10, 19), 40]
+    assert exchange_tokens(vocab, corpus, 50, 5).tolist() == [*range(10, 18), 40, 41]
+    assert 12 in exchange_tokens(torch.arange(12, 14), corpus, 50, 5).tolist()
+
+
+def test_traffic_is_bounded_and_the_oldest_goes_and_damaged_lines_are_left_out(tmp_path):
+    writer = TrafficWriter(tmp_path, 100)
+    for number in range(10):
+        writer.add([Answered((number,) * 15, (1,) * 15)])
+        writer.flush()
+    assert writer.num_tokens == 90
+    kept = [one for path in part_paths(tmp_path) for one in read_part(path)]
+    assert [one.prompt[0] for one in kept] == [7, 8, 9]
+    path = part_paths(tmp_path)[0]
+    assert path.stat().st_mode & 0o077 == 0
+    path.write_text(path.read_text() + '{"prompt": [1], "answer": ["x"]}\nnonsense\n{"prompt": [], "answer": [2]}\n')
+    assert len(read_part(path)) == 1 and TrafficWriter(tmp_path, 100).num_tokens == 90
+
+
+def test_what_was_deployed_and_given_up_is_read_back_and_a_damaged_file_is_nothing(tmp_path):
+    write_deployed(tmp_path, Deployed(3, "drafts/draft-0003", 1.2, 1.6))
+    assert read_deployed(tmp_path) == Deployed(3, "drafts/draft-0003", 1.2, 1.6) and read_returned(tmp_path) is None
+    (tmp_path / "deployed.json").write_text("{")
+    assert read_deployed(tmp_path) is None
