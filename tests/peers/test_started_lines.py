@@ -21,6 +21,7 @@ FIRST_WORDS = {"vllm": 2, "sglang": 3}  # `vllm serve`, `python -m sglang.launch
 SAMPLES = {
     "served_model_name": ["m"], "dtype": "bfloat16", "device": "cuda", "max_requests": 7, "max_batch_tokens": 512,
     "page_size": 16, "memory_fraction": 0.5, "api_key": ["k"], "admin_key": "k", "root_path": "/llm",
+    "kv_cache_dtype": "fp8", "draft_kv_cache_dtype": "fp8",
     "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "trust_remote_code": True,
     "enable_auto_tool_choice": True, "log_level": "info", "speculative_algorithm": "EAGLE3",
     "speculative_config": '{"method":"ngram","num_speculative_tokens":3}', "speculative_draft_model_path": "d",
