@@ -1,7 +1,9 @@
 """Tiny random models shared by the tests; nothing here is downloaded."""
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("interop"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _logs_end_with_the_test() -> Iterator[None]:
+    """Undo what a verb has set up for its log: the stream it writes to is closed with the test."""
+    root, access = logging.getLogger(), logging.getLogger("uvicorn.access")
+    handlers, level, disabled = list(root.handlers), root.level, access.disabled
+    yield
+    if root.handlers != handlers:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        access.disabled = disabled
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator
 
 import pytest
 from tiny_server import Running
@@ -14,24 +13,15 @@ FORGED = "\n12:00:00 INFO    all is well\r\x1b[2J\x9b2J\x7f\u2028\u202e\ud800"
 STEERING = set(FORGED) - set(" 12:00INFO    all is well[J") - {"\n"}
 
 
-@pytest.fixture
-def log_to() -> Iterator[Callable[[bool], io.StringIO]]:
-    """Return a function that sends every record to a stream of its own, until the test ends."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-
-    def start(as_json: bool) -> io.StringIO:
-        stream = io.StringIO()
-        set_up_logs("debug", as_json, stream)
-        return stream
-
-    yield start
-    root.handlers[:], root.level = handlers, level
-    logging.getLogger("uvicorn.access").disabled = False
+def log_to(as_json: bool) -> io.StringIO:
+    """Send every record to a stream of its own, until the test ends."""
+    stream = io.StringIO()
+    set_up_logs("debug", as_json, stream)
+    return stream
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_a_path_a_method_and_a_header_cannot_write_lines_of_their_own(server: Running, log_to, as_json):
+def test_a_path_a_method_and_a_header_cannot_write_lines_of_their_own(server: Running, as_json):
     stream = log_to(as_json)
     with server.client() as client:
         path = "/v1/models/x%0a12:00:00%20INFO%20%20%20%20all%20is%20well%0d%1b%5b2J%c2%9b%e2%80%a8%20status=200"
@@ -48,7 +38,7 @@ def test_a_path_a_method_and_a_header_cannot_write_lines_of_their_own(server: Ru
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_neither_can_a_message_a_field_or_an_exception(log_to, as_json):
+def test_neither_can_a_message_a_field_or_an_exception(as_json):
     stream = log_to(as_json)
     logger = logging.getLogger("slipstream.serve.tests")
     try:
