@@ -77,7 +77,7 @@ def ours(places, **settings):
 class Vllm(BaseHTTPRequestHandler):
     """Answers greedily as vLLM does, states included: in a file that is locked until it is written."""
 
-    target, folder, layers, failures = None, Path(), (), 0
+    target, folder, layers, failures, names = None, Path(), (), 0, None
 
     def do_GET(self):
         self._reply({"data": [{"id": "tiny", "owned_by": "vllm", "root": "elsewhere", "max_model_len": 512}]})
@@ -91,7 +91,8 @@ class Vllm(BaseHTTPRequestHandler):
         tokens = greedy(self.target, body["prompt"], body["max_tokens"])
         answer = {"choices": [{"token_ids": tokens, "finish_reason": "stop" if tokens[-1] == EOS else "length"}]}
         if self.layers:
-            answer["kv_transfer_params"] = {"hidden_states_path": self._states(body["prompt"])}
+            path = self.names or self._states(body["prompt"])
+            answer["kv_transfer_params"] = {"hidden_states_path": path}
         self._reply(answer)
 
     def _states(self, ids):
@@ -121,8 +122,9 @@ def vllm(places, tmp_path):
     """Start a server that answers as vLLM does; `layers` are what it captures."""
     running = []
 
-    def start(layers=(), failures=0, target=None):
-        settings = {"folder": tmp_path, "layers": layers, "failures": failures, "target": target or target_of(places)}
+    def start(layers=(), failures=0, target=None, names=None):
+        settings = {"folder": tmp_path, "layers": layers, "failures": failures, "names": names}
+        settings["target"] = target or target_of(places)
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Started", (Vllm,), settings))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         running.append(server)
@@ -170,6 +172,15 @@ def test_servers_of_another_model_or_other_layers_are_refused_before_anything_is
     with pytest.raises(ConfigError, match="gives no states"):
         run_train(places, vllm(), *target, "--server-states", "--out", tmp_path / "d")
     assert not list(tmp_path.glob("*-work"))
+
+
+def test_a_server_cannot_have_other_files_than_states_deleted(vllm, tmp_path):
+    (tmp_path / "poetry.lock").write_text("mine")
+    server = Server.connect(vllm(layers=(1,), names=str(tmp_path / "poetry")))
+    server.write(GenerationRequest(0, [5, 6], 2), [EOS])
+    with pytest.raises(ConfigError, match="gives no states"):
+        server.states_file([5, 6])
+    assert (tmp_path / "poetry.lock").read_text() == "mine"
 
 
 def test_a_server_that_fails_is_asked_again_and_one_that_is_gone_is_named(places, vllm, monkeypatch):

@@ -272,9 +272,10 @@ def _lock_of(path: Path) -> Path:
 
 
 def _states_path(answer: Json) -> Path | None:
+    """Return where a server says it writes states; what it names is deleted once read, so it must look like them."""
     params = answer.get("kv_transfer_params")
     path = params.get("hidden_states_path") if isinstance(params, dict) else None
-    return Path(path) if isinstance(path, str) else None
+    return Path(path) if isinstance(path, str) and path.endswith(".safetensors") else None
 
 
 def _ids(value: Any) -> list[int] | None:  # parsed JSON
