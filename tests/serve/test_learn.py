@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from slipstream.checkpoint.writer import CheckpointWriter
 from slipstream.cli.main import app
+from slipstream.errors import DataError
+from slipstream.records import traffic
 from slipstream.records.traffic import Deployed, part_paths, read_part, read_returned, write_deployed
 from slipstream.serve.config import LearnConfig
 from slipstream.train.run.output import add_draft
@@ -106,6 +108,22 @@ def test_a_draft_that_does_not_fit_is_logged_and_serving_goes_on(tmp_path, caplo
         with pytest.raises(Exception, match="nowhere"):
             learning_of(server).look()
         assert client.post("/v1/completions", json=ASKED).status_code == 200
+
+
+def test_a_full_disk_is_logged_nothing_piles_up_and_serving_goes_on(tmp_path, caplog, monkeypatch):
+    def full(path, text):
+        raise DataError(f"{path}: could not be written (No space left on device).")
+
+    monkeypatch.setattr(traffic, "write_whole", full)
+    monkeypatch.setattr(traffic, "_PART_TOKENS", 1)
+    monkeypatch.setattr("slipstream.serve.learning._LOOK_S", 600)  # this test looks by itself
+    with Running(tiny_engine(), learn=LearnConfig(tmp_path)) as server, server.client() as client:
+        assert client.post("/v1/completions", json=ASKED).status_code == 200
+        with pytest.raises(DataError, match="No space left"):
+            learning_of(server).look()
+        learning_of(server).look()  # nothing of it is left to be written
+        client.post("/v1/completions", json=ASKED)
+    assert "learning: " in caplog.text and "No space left" in caplog.text  # at the end, what was left
 
 
 def test_learning_without_a_draft_to_adapt_is_refused(tmp_path):

@@ -66,15 +66,15 @@ class TrafficWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, and delete what is too old."""
-        if not self._waiting:
+        """Write what waits, and delete what is too old; what cannot be written is dropped, so that nothing piles up."""
+        answers, self._waiting = self._waiting, []
+        if not answers:
             return
         self._number += 1
         path = self._folder / f"part-{self._number:06d}.jsonl"
-        lines = [json.dumps(asdict(one), separators=(",", ":")) for one in self._waiting]
+        lines = [json.dumps(asdict(one), separators=(",", ":")) for one in answers]
         write_whole(path, "\n".join(lines) + "\n")
-        self._tokens[path] = sum(one.num_tokens for one in self._waiting)
-        self._waiting = []
+        self._tokens[path] = sum(one.num_tokens for one in answers)
         while self.num_tokens > self._max_tokens and len(self._tokens) > 1:
             oldest = min(self._tokens)
             oldest.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import logging
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slipstream.engine.drafts import DraftShelf
 from slipstream.engine.request import FinishReason
@@ -97,15 +97,23 @@ class Learning:
 
     def _run(self) -> None:
         while not self._ends.wait(_LOOK_S):
-            try:
-                self.look()
-                if self._trainer is not None and self._trainer.poll() is not None:
-                    logger.error("learning: the trainer ended (%d); answers are kept on", self._trainer.returncode)
-                    self._trainer = None
-            except SlipstreamError as error:
-                logger.error("learning: %s", error)
+            self._reported(self.look)
+            if self._trainer is not None and self._trainer.poll() is not None:
+                logger.error("learning: the trainer ended (%d); answers are kept on", self._trainer.returncode)
+                self._trainer = None
+        self._reported(self._write_all)
+
+    def _write_all(self) -> None:
         self._writer.add([self._answers.popleft() for _ in range(len(self._answers))])
         self._writer.flush()
+
+    @staticmethod
+    def _reported(work: Callable[[], None]) -> None:
+        """Do something; what goes wrong (a full disk, a damaged draft) goes to the log, and serving goes on."""
+        try:
+            work()
+        except SlipstreamError as error:
+            logger.error("learning: %s", error)
 
     def _use(self, found: Deployed) -> None:
         """Read a draft here, while the engine decodes, and hand it over between two steps."""
