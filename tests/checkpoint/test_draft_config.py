@@ -174,7 +174,7 @@ def test_flags_are_read(changes, expected):
         ({**SPECFORGE, "architectures": ["MambaModel"]}, "'MambaModel'.*It reads .*speculators_model_type"),
         ({**SPECFORGE, "architectures": None}, "'none'"),
         ({"architectures": ["LlamaForCausalLM"], **BLOCK}, "neither 'draft_vocab_size' nor 'eagle_config'"),
-        ({**SPECULATORS, "speculators_model_type": "peagle"}, "is P-EAGLE"),
+        ({**SPECULATORS, "speculators_model_type": "peagle"}, "'mask_token_id' is missing"),
         ({**SPECULATORS, "transformer_layer_config": {"model_type": "gpt2"}}, "transformer_layer_config.model_type"),
         ({**SPECFORGE, "fc_norm": True, "norm_before_fc": True}, "together with 'fc_norm'"),
         ({**SPECFORGE, "draft_vocab_size": 129}, "more than vocab_size = 128"),

@@ -11,8 +11,6 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "max_po
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"architectures": ["PeagleLlamaForCausalLM"], "model_type": "llama"}, "P-EAGLE"),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True}, "P-EAGLE"),
         ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16}, "DFlash"),
         ({"architectures": ["Qwen3ForCausalLM"], "dflash_config": {"mask_token_id": 7}}, "DFlash"),
         ({"speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"]}, "DSpark"),

@@ -1,4 +1,7 @@
-"""vLLM's own acceptance of a draft. Arguments: target, draft, tokens to draft, file of prompts (ids), file to write."""
+"""vLLM's own acceptance of a draft. Arguments: target, draft, tokens to draft, file of prompts (ids), file to write.
+
+A draft whose config.json says `parallel_drafting` is P-EAGLE's, which vLLM must be told.
+"""
 
 import json
 import sys
@@ -8,10 +11,12 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 if __name__ == "__main__":
     target, draft, depth, prompts, out = sys.argv[1:]
+    masked = json.loads((Path(draft) / "config.json").read_text()).get("parallel_drafting", False)
+    speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": int(depth)}
     llm = LLM(
         target,
         dtype="float32",
-        speculative_config={"method": "eagle3", "model": draft, "num_speculative_tokens": int(depth)},
+        speculative_config=speculative | ({"parallel_drafting": True} if masked else {}),
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,

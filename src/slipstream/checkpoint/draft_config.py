@@ -31,7 +31,13 @@ DRAFTS: dict[str, Family] = {
     "Qwen3ForCausalLMEagle3": "qwen3",
     "Eagle3DeepseekV2ForCausalLM": "deepseek",  # SGLang, vLLM: latent attention, as trained for Kimi-K2
     "Eagle3DeepseekV3ForCausalLM": "deepseek",
+    "PeagleLlamaForCausalLM": "llama",  # vLLM, as is the next: P-EAGLE
+    "PeagleQwen3ForCausalLM": "qwen3",
+    "PEagleDraftModel": "llama",  # speculators
 }
+_SPECULATORS = ("eagle3", "peagle")
+_LISTED = " or ".join(map(repr, _SPECULATORS))
+_MASK_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # what P-EAGLE's mask token is called, in vLLM's order
 # speculators leaves out of its nested config whatever equals transformers' default for the block's class.
 _NESTED_DEFAULTS: dict[Family, dict[str, int]] = {
     "llama": {
@@ -64,7 +70,6 @@ _EAGLE_SWITCHES = {
 
 # Drafts that came after EAGLE-3, by a word of their architecture or of speculators_model_type: what each is.
 _SUCCESSORS = {
-    "peagle": "P-EAGLE, whose draft guesses all tokens in one pass from mask embeddings",
     "pard": "PARD, a small model that guesses several tokens in one pass from mask tokens",
     "dflash": "DFlash, which fills a whole block of tokens at once over the target's features",
     "dspark": "DSpark, a DFlash block with a Markov head and a confidence head",
@@ -82,7 +87,8 @@ def is_draft(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else ""
     marks = ("speculators_model_type", "draft_vocab_size", "eagle_config")
-    return (isinstance(first, str) and "eagle3" in first.lower()) or any(config.get(key) is not None for key in marks)
+    named = isinstance(first, str) and any(word in first.lower() for word in _SPECULATORS)
+    return named or any(config.get(key) is not None for key in marks)
 
 
 def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | None) -> DraftSpec:
@@ -111,7 +117,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
     draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
     if draft_vocab_size > vocab_size:
         raise fields.error("draft_vocab_size", f"is {draft_vocab_size}, more than vocab_size = {vocab_size}.")
-    normed = fields.flag("norm_before_residual", speculators)
+    normed = fields.flag("norm_before_residual", fields.text("speculators_model_type", "") == "eagle3")
     names = fields.texts("architectures")
     return DraftSpec(
         architecture=names[0] if names else "Eagle3Speculator",
@@ -137,6 +143,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
         qk_norm=family == "qwen3",
         sliding_window=_sliding_window(block),
         mla=mla,
+        mask_token_id=_mask_token(fields, vocab_size),
         dtype=dtype_name(fields if fields.has("dtype") or fields.has("torch_dtype") else block, "bfloat16"),
     )
 
@@ -151,8 +158,8 @@ def _family(fields: Fields, block: Fields, speculators: bool) -> Family:
     model_type = block.text("model_type", "qwen3" if "qwen3" in architecture.lower() else "llama")
     if speculators:
         kind = fields.text("speculators_model_type")
-        if kind != "eagle3":
-            raise fields.error("speculators_model_type", f"is {kind!r}; slipstream reads 'eagle3' drafts only.")
+        if kind not in _SPECULATORS:
+            raise fields.error("speculators_model_type", f"is {kind!r}; slipstream reads {_LISTED} drafts only.")
         if model_type not in ("llama", "qwen3"):
             raise block.error("model_type", f"is {model_type!r}; slipstream reads drafts of llama or qwen3 blocks.")
         return "qwen3" if model_type == "qwen3" else "llama"
@@ -170,7 +177,7 @@ def _family(fields: Fields, block: Fields, speculators: bool) -> Family:
         )
     if architecture in DRAFTS:
         return "qwen3" if model_type == "qwen3" else DRAFTS[architecture]
-    if "eagle3" in architecture.lower() and model_type in ("llama", "qwen3"):
+    if any(word in architecture.lower() for word in _SPECULATORS) and model_type in ("llama", "qwen3"):
         return "qwen3" if model_type == "qwen3" else "llama"
     raise CheckpointError(
         f"{fields.file}: architecture {architecture or 'none'!r} with model_type {model_type!r} is no "
@@ -179,20 +186,31 @@ def _family(fields: Fields, block: Fields, speculators: bool) -> Family:
 
 
 def _what_is_read() -> str:
-    return f"It reads {', '.join(DRAFTS)}, and speculators_model_type 'eagle3'."
+    return f"It reads {', '.join(DRAFTS)}, and speculators_model_type {_LISTED}."
 
 
 def _refuse_successors(fields: Fields) -> None:
     """Say what a draft is that slipstream does not run, and what to do instead."""
     named = [*fields.texts("architectures"), fields.text("speculators_model_type", ""), fields.text("model_type", "")]
     words = " ".join(named).lower().replace("-", "")
-    words += " dflash" * fields.has("dflash_config") + " peagle" * (fields.values.get("parallel_drafting") is True)
+    words += " dflash" * fields.has("dflash_config")
     found = next((what for word, what in _SUCCESSORS.items() if word in words), None)
     if found is not None:
         raise CheckpointError(
             f"{fields.file}: is {found}; slipstream runs EAGLE-3 drafts. Give an EAGLE-3 draft of the target, train "
             "one (slipstream train TARGET --out DRAFT), or serve without (--draft ngram copies from the text)."
         )
+
+
+def _mask_token(fields: Fields, vocab_size: int) -> int | None:
+    """Return the token that stands for those not drafted yet; None for a draft that goes from token to token."""
+    names = " ".join([*fields.texts("architectures"), fields.text("speculators_model_type", "")]).lower()
+    found = [name for name in _MASK_FIELDS if fields.has(name)]
+    if not found and "peagle" not in names and not fields.flag("parallel_drafting", False):
+        return None
+    if not found:
+        raise fields.error(_MASK_FIELDS[0], "is missing: a P-EAGLE draft names the token of places not drafted yet.")
+    return fields.integer(found[0], minimum=0, maximum=vocab_size - 1)
 
 
 def _refuse_other_drafts(fields: Fields) -> None:

@@ -36,6 +36,8 @@ def draft_config(spec: DraftSpec, dialect: DraftDialect, origin: DraftOrigin | N
         raise CheckpointError("A draft with latent attention (MLA) is read, but no dialect is written for one.")
     if dialect == "sglang":
         _refuse_for_sglang(spec)
+    if dialect == "speculators" and spec.mask_token_id is not None:
+        raise CheckpointError("A P-EAGLE draft is written in the vllm dialect only; name that (--dialect vllm).")
     flags: dict[str, Any] = {
         "draft_vocab_size": spec.draft_vocab_size,
         "target_hidden_size": spec.target_hidden_size,
@@ -54,6 +56,8 @@ def draft_config(spec: DraftSpec, dialect: DraftDialect, origin: DraftOrigin | N
     convention: CaptureConvention = "block_output" if dialect == "sglang" else "blocks_applied"
     eagle: dict[str, Any] = {"use_aux_hidden_state": True, "norm_before_fc": spec.feature_norm == "concat"}
     config = {"architectures": [_architecture(spec, dialect)], **_block_config(spec), **flags}
+    if spec.mask_token_id is not None:
+        config |= {"mask_token_id": spec.mask_token_id, "parallel_drafting": True}
     if spec.captured_layers is not None:
         eagle[LAYER_IDS] = spelled(spec.captured_layers, convention)
         if dialect == "vllm":  # one of its two runners reads the top level, the other eagle_config
@@ -65,6 +69,7 @@ def _refuse_for_sglang(spec: DraftSpec) -> None:
     problems = {
         "a normed residual (norm_before_residual)": spec.residual == "normed",
         "query and key norms": spec.qk_norm,
+        "masks for tokens not drafted yet (P-EAGLE)": spec.mask_token_id is not None,
         "the embedding output (0 blocks applied) as a captured layer": 0 in (spec.captured_layers or ()),
     }
     for what, found in problems.items():

@@ -66,6 +66,7 @@ def _refuse(spec: DraftSpec, source: TensorSource) -> None:
         f"{spec.num_layers} blocks": spec.num_layers != 1,
         f"{spec.num_features} captured layers": spec.num_features != _NUM_FEATURES,
         "latent attention": spec.mla is not None,
+        "masks for tokens not drafted yet (P-EAGLE)": spec.mask_token_id is not None,
         "query and key norms": spec.qk_norm,
         "biases": spec.qkv_bias or spec.mlp_bias,
         "a sliding window": spec.sliding_window is not None,

@@ -252,6 +252,7 @@ class DraftSpec:
         feature_norm: none, one norm over the concatenation (`input_norm`), or one per captured layer (`fc_norm.N`).
         draft_vocab_size: equals `vocab_size` when the draft speaks the whole vocabulary (no d2t).
         mla: latent attention in place of keys and values by head, as in drafts trained for Kimi-K2.
+        mask_token_id: of a P-EAGLE draft, what stands for tokens not drafted yet: it drafts them all in one pass.
     """
 
     architecture: str
@@ -277,4 +278,5 @@ class DraftSpec:
     qk_norm: bool = False
     sliding_window: int | None = None
     mla: MlaSpec | None = None
+    mask_token_id: int | None = None
     dtype: str = "bfloat16"

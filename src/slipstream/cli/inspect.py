@@ -127,8 +127,9 @@ def _moe(moe: "MoeSpec") -> str:
 _SHOWN = (
     "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "mla", "moe",
     "vocab_size", "draft_vocab_size", "max_position", "rope", "tie_embeddings", "feedback", "residual", "feature_norm",
+    "mask_token_id",
 )  # fmt: skip
-_TITLES = {"mla": "latent attention", "moe": "experts"}
+_TITLES = {"mla": "latent attention", "moe": "experts", "mask_token_id": "mask token (P-EAGLE)"}
 _FORMS: dict[str, Callable[[Any], str]] = {"rope": _rope, "mla": _mla, "moe": _moe}
 
 

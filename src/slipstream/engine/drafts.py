@@ -136,8 +136,10 @@ class DraftShelf:
 def _check_alike(path: str, drafter: Eagle3Drafter, draft: Eagle3Draft, captured: tuple[int, ...]) -> None:
     """Refuse a draft that needs other keys, features or buffers than those there are."""
     mine, other = drafter.draft.spec, draft.spec
-    names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "feature_norm",
-             "feedback", "draft_vocab_size", "sliding_window", "qk_norm", "residual", "rope")  # fmt: skip
+    names = (
+        "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "feature_norm",
+        "feedback", "draft_vocab_size", "sliding_window", "qk_norm", "residual", "rope", "mask_token_id",
+    )  # fmt: skip
     differs = [name for name in names if getattr(mine, name) != getattr(other, name)]
     if captured != drafter.captured_layers:
         differs.append("captured_layers")

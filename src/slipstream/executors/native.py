@@ -115,11 +115,10 @@ class NativeExecutor(EagerExecutor):
             self._outputs.append(self._laps.told_with(StepOutput(outputs, steps=len(results)), self._lap))
 
     def _chain_length(self) -> int | None:
-        """Return how long the drafter's chains are, 0 without a draft; None if it grows trees."""
+        """Return how long the drafter's chains are, 0 without a draft; None if it grows trees or drafts in one pass."""
         if self._eagle is None:
             return 0
-        shape = self._eagle.shape
-        return shape.num_nodes - 1 if shape.width == 1 and not shape.paths else None
+        return self._eagle.shape.num_nodes - 1 if self._eagle.follows_chains else None
 
     def _decodes(self, row: Row, work: Work) -> bool:
         """Tell whether a row has one token to compute, and a draft of its text, if it drafts."""

@@ -1,6 +1,8 @@
 """vLLM's spelling of a launch."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from slipstream.launch.command import Command, Launch, NodePart, compact_json, render_flags
 from slipstream.launch.nodes import Nodes, Place, exchange_interface
@@ -57,6 +59,8 @@ def _speculative_config(launch: Launch) -> dict[str, object]:
         config["model"] = launch.draft.path or launch.draft.id
     config["method"] = launch.speculation.method
     config["num_speculative_tokens"] = launch.speculation.num_steps
+    if launch.draft and launch.draft.path and _drafts_in_one_pass(Path(launch.draft.path)):
+        config["parallel_drafting"] = True
     if launch.speculation.draft_tp is not None:
         config["draft_tensor_parallel_size"] = launch.speculation.draft_tp
     if launch.draft and launch.draft.revision:
@@ -64,3 +68,11 @@ def _speculative_config(launch: Launch) -> dict[str, object]:
     if launch.speculation.method == "ngram":
         config["prompt_lookup_max"] = 3
     return config
+
+
+def _drafts_in_one_pass(folder: Path) -> bool:
+    """Tell whether a draft is P-EAGLE's, as `slipstream export` marks it: vLLM has to be told."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("parallel_drafting") is True
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -1,6 +1,7 @@
 """The EAGLE-3 draft: one module for training and for serving; only the context passed in differs.
 
-Slot t pairs the target's features at position t with the token at t + 1 and predicts the token at t + 2.
+Slot t pairs the target's features at position t with the token at t + 1 and predicts the token at t + 2. A P-EAGLE
+draft goes on without knowing what it predicted: the slots behind pair a mask's features with a mask's token.
 """
 
 from dataclasses import dataclass, replace
@@ -70,6 +71,7 @@ class Eagle3Draft(nn.Module):
     """An EAGLE-3 draft. `embed_tokens` is the draft's own table or, after `share_embedding`, the target's."""
 
     token_ids_V: Tensor
+    mask_features_C: Tensor | None
 
     def __init__(self, spec: DraftSpec, max_position: int | None = None, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -88,6 +90,8 @@ class Eagle3Draft(nn.Module):
         self.lm_head = Linear(spec.hidden_size, {"lm_head": ranks.cut(spec.draft_vocab_size)})
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
         self.register_buffer("token_ids_V", torch.arange(spec.draft_vocab_size), persistent=False)
+        mask_C = None if spec.mask_token_id is None else torch.zeros(feature_width)
+        self.register_buffer("mask_features_C", mask_C, persistent=False)
 
     @property
     def kv_shape(self) -> KvShape:
@@ -124,6 +128,15 @@ class Eagle3Draft(nn.Module):
         hidden_TD, _ = run_layers(list(self.layers), hidden_TD, ctx, (), embedding_TD)
         normed_TD = self.norm(hidden_TD, ctx.ops)
         return DraftHidden(normed_TD, normed_TD if self.spec.feedback == "post_norm" else hidden_TD)
+
+    def run_masks(self, num_requests: int, num_masks: int, ctx: ForwardContext) -> DraftHidden:
+        """Run a P-EAGLE draft over as many masks behind each request's last slot, which see those before them."""
+        assert self.mask_features_C is not None and self.spec.mask_token_id is not None, "a P-EAGLE draft"
+        fused_1D = self.fuse(self.mask_features_C[None].chunk(self.spec.num_features, dim=-1), ctx.ops)
+        count = num_requests * num_masks
+        token_T = torch.full((count,), self.spec.mask_token_id, device=fused_1D.device)
+        hidden: DraftHidden = self(fused_1D.expand(count, -1).contiguous(), token_T, ctx)
+        return hidden
 
     def foretell(self, feedback_LD: Tensor, ops: Ops) -> Tensor:
         """Return the logits of slots by what they feed the next draft step."""

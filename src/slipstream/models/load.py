@@ -1,6 +1,7 @@
 """Build a target or a draft from a checkpoint; every tensor is accounted for, and a draft must fit its target."""
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -130,8 +131,10 @@ def load_draft(
         wanted.pop("lm_head.weight")
         draft.lm_head = target.lm_head
     token_ids_V = _draft_tokens(source, names, spec)
+    mask_features_C = _mask_features(source, names, spec)
     Filler(source, names, ops, dtype, device).fill(draft, wanted)
     draft.token_ids_V = token_ids_V.to(device)
+    draft.mask_features_C = None if mask_features_C is None else mask_features_C.to(device, dtype)
     return draft.eval()
 
 
@@ -203,6 +206,25 @@ def _check_tied_head(source: TensorSource, names: dict[str, str]) -> None:
             f"{source.folder}: config.json ties the head to the embedding, but {stored} differs from it. "
             "Set tie_word_embeddings to false if the head was trained apart."
         )
+
+
+def _mask_features(source: TensorSource, names: dict[str, str], spec: DraftSpec) -> Tensor | None:
+    """Return what stands for the target's states at a P-EAGLE draft's masks, in whatever shape it is stored."""
+    stored, width = names.pop("mask_hidden", None), spec.num_features * spec.target_hidden_size
+    if spec.mask_token_id is None:
+        if stored is None:
+            return None
+        raise CheckpointError(
+            f"{source.folder}: has a tensor {stored}, as P-EAGLE drafts do, and config.json names no mask token "
+            "(mask_token_id); fetch both again."
+        )
+    if stored is None or math.prod(source.info(stored).shape) != width:
+        found = "no tensor" if stored is None else f"{list(source.info(stored).shape)} numbers in"
+        raise CheckpointError(
+            f"{source.folder}: config.json describes a P-EAGLE draft (mask_token_id), and the checkpoint has {found} "
+            f"mask_hidden, where {width} numbers are needed; fetch both again."
+        )
+    return source.tensor(stored).flatten()
 
 
 def _draft_tokens(source: TensorSource, names: dict[str, str], spec: DraftSpec) -> Tensor:

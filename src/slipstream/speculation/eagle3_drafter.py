@@ -24,7 +24,7 @@ from slipstream.speculation.copying import Copier
 from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.grow import Candidates, growth, with_trees
 from slipstream.speculation.late import LatePages, LateRun
-from slipstream.speculation.levels import LevelRows, Levels, LevelsStart
+from slipstream.speculation.levels import LevelRows, LevelsStart, levels_of
 from slipstream.speculation.merge import Guess, add_copies
 from slipstream.speculation.outcomes import Beyond, DraftedChain
 from slipstream.speculation.pace import Pace
@@ -113,6 +113,11 @@ class Eagle3Drafter:
         return self.shape.scratch
 
     @property
+    def follows_chains(self) -> bool:
+        """Whether a token is drafted at a time, each after the one before."""
+        return self.shape.width == 1 and not self.shape.paths and self._draft.mask_features_C is None
+
+    @property
     def draft(self) -> Eagle3Draft:
         """The draft itself."""
         return self._draft
@@ -141,7 +146,7 @@ class Eagle3Drafter:
             slots = [self._last[view.request_id] for view in grown]
             start = LevelsStart(*self._stacked(slots), self._borrowed(grown))
             rows = LevelRows.of(grown, roots.tokens_RN.device)
-            levels = Levels(self._draft, self._kv, self._ops, rows, start)
+            levels = levels_of(self._draft, self._kv, self._ops, rows, start, self.shape.depth)
             candidates = growth(self.shape, roots.tokens_RN.device)(levels)
         trees = with_trees(roots, known, candidates)
         if self._copier is None and self._pace is None:
@@ -343,7 +348,7 @@ class Eagle3Drafter:
     def _chains(self, views: Sequence[DraftView], cut: Cut) -> Candidates | None:
         """Draft chains in one call where the shape is a chain and the kernels can; the levels below give the same."""
         shape, ops = self.shape, self._ops
-        if shape.width != 1 or shape.paths or self._draft.ranks.size > 1 or not isinstance(ops, ChainOps):
+        if not self.follows_chains or self._draft.ranks.size > 1 or not isinstance(ops, ChainOps):
             return None
         device = self._draft.token_ids_V.device
         slots = [self._last[view.request_id] for view in views]

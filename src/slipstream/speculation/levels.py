@@ -51,8 +51,7 @@ class Levels:
 
     def __init__(self, draft: Eagle3Draft, kv: KvCache, ops: Ops, rows: LevelRows, start: LevelsStart) -> None:
         self._draft, self._kv, self._ops, self._rows = draft, kv, ops, rows
-        self._feedback_RWD, self._root_logits_RV = start.feedback_RD[:, None], start.logits_RV
-        self._borrowed = start.borrowed
+        self._feedback_RWD, self._best = start.feedback_RD[:, None], _Best(draft, ops, rows, start)
         # Attention bits of the last level's nodes, and where the first of them lies behind the committed keys; the
         # level before the first is the last committed key.
         self._bits_RW = torch.full_like(rows.lengths_R, -1)[:, None]
@@ -60,9 +59,7 @@ class Levels:
 
     def root_children(self, count: int) -> Children:
         """Return the root's best children: the last slot has foretold them already."""
-        feedback_RD = self._feedback_RWD[:, 0]
-        normed_RD = self._draft.head_input(feedback_RD, self._ops) if any(self._borrowed) else feedback_RD  # unread
-        return self._best(self._root_logits_RV, normed_RD, count)
+        return self._best.of_root(count)
 
     def children(self, tokens_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
         """Run the draft on this level's nodes and return their best children."""
@@ -78,37 +75,88 @@ class Levels:
         ctx = level_context(self._ops, self._kv, self._rows.pages_RP, lengths_R1 + place_W, position_RW, self._bits_RW)
         hidden = self._draft(hidden_RWD.flatten(0, 1), tokens_RW.flatten(), ctx)
         self._feedback_RWD = hidden.feedback_TD.view(num_requests, width, -1)
-        return self._best(self._draft.logits(hidden.normed_TD, self._ops), hidden.normed_TD, count)
+        return self._best.of(hidden.normed_TD, self._depth, count)
 
-    def _best(self, logits_LV: Tensor, normed_LD: Tensor, count: int) -> Children:
-        """Perturb with the noise the target will use for the same token, so that both tend to choose alike.
 
-        The committed text ends at `length`, the root is at that position, and its children one further on.
-        """
+class MaskedLevels:
+    """Runs a P-EAGLE draft once, over a mask for each level, so that a level's nodes all have the same children."""
+
+    def __init__(
+        self, draft: Eagle3Draft, kv: KvCache, ops: Ops, rows: LevelRows, start: LevelsStart, num_masks: int
+    ) -> None:
+        self._best, self._depth = _Best(draft, ops, rows, start), 0
+        if num_masks:
+            num_requests = len(rows.lengths_R)
+            index_RM = rows.lengths_R[:, None] + torch.arange(num_masks, device=rows.lengths_R.device)
+            ctx = level_context(ops, kv, rows.pages_RP, index_RM, index_RM, torch.full_like(index_RM, -1))
+            normed_TD = draft.run_masks(num_requests, num_masks, ctx).normed_TD
+            self._normed_MRD = normed_TD.view(num_requests, num_masks, -1).transpose(0, 1).contiguous()
+
+    def root_children(self, count: int) -> Children:
+        """Return the root's best children: the last slot has foretold them already."""
+        return self._best.of_root(count)
+
+    def children(self, tokens_RW: Tensor, parents_RW: Tensor, count: int) -> Children:
+        """Return the best children of every node of this level: what its mask foretold."""
+        self._depth += 1
+        found = self._best.of(self._normed_MRD[self._depth - 1], self._depth, count)
+        return Children(*(values_R1K.expand(-1, tokens_RW.shape[1], -1) for values_R1K in found))
+
+
+def levels_of(
+    draft: Eagle3Draft, kv: KvCache, ops: Ops, rows: LevelRows, start: LevelsStart, depth: int
+) -> Levels | MaskedLevels:
+    """Return what grows trees so deep with a draft of either kind."""
+    if draft.mask_features_C is None:
+        return Levels(draft, kv, ops, rows, start)
+    return MaskedLevels(draft, kv, ops, rows, start, depth - 1)
+
+
+class _Best:
+    """Names the best children of nodes, by the draft's head and by what requests have borrowed.
+
+    Scores are perturbed with the noise the target will use for the same token, so that both tend to choose alike.
+    """
+
+    def __init__(self, draft: Eagle3Draft, ops: Ops, rows: LevelRows, start: LevelsStart) -> None:
+        self._draft, self._ops, self._rows, self._start = draft, ops, rows, start
+
+    def of_root(self, count: int) -> Children:
+        """Return the best children of the roots."""
+        feedback_RD, ops = self._start.feedback_RD, self._ops
+        normed_RD = self._draft.head_input(feedback_RD, ops) if any(self._start.borrowed) else feedback_RD  # unread
+        return self._chosen(self._start.logits_RV, normed_RD, 0, count)
+
+    def of(self, normed_LD: Tensor, depth: int, count: int) -> Children:
+        """Return the best children of as many nodes of every request, so deep in its tree."""
+        return self._chosen(self._draft.logits(normed_LD, self._ops), normed_LD, depth, count)
+
+    def _chosen(self, logits_LV: Tensor, normed_LD: Tensor, depth: int, count: int) -> Children:
+        """Choose; the committed text ends at `length`, the root is at that position, its children one further on."""
         rows, width = self._rows, len(logits_LV) // len(self._rows.lengths_R)
 
         def each(values_R: Tensor) -> Tensor:
             return values_R[:, None].expand(-1, width).flatten().contiguous()  # or one request's number is seen as many
 
-        sampling = RowSampling(each(rows.temperature_R), each(rows.seed_R), each(rows.lengths_R + 1 + self._depth))
+        sampling = RowSampling(each(rows.temperature_R), each(rows.seed_R), each(rows.lengths_R + 1 + depth))
         draft = self._draft
-        if any(self._borrowed):
-            scores_LK, tokens_LK = self._best_with_borrowed(logits_LV, normed_LD, sampling, count)
+        if any(self._start.borrowed):
+            scores_LK, tokens_LK = self._with_borrowed(logits_LV, normed_LD, sampling, count)
         else:
             scores_LK, entries_LK = draft.ranks.top_k(logits_LV, draft.token_ids_V, sampling, self._ops, count)
             tokens_LK = draft.token_ids_V[entries_LK]
         return Children(scores_LK.view(-1, width, count), tokens_LK.view(-1, width, count))
 
-    def _best_with_borrowed(
+    def _with_borrowed(
         self, logits_LV: Tensor, normed_LD: Tensor, sampling: RowSampling, count: int
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and tokens of the best among the draft's own and those each request has borrowed."""
-        ops, own_V = self._ops, self._draft.token_ids_V
-        most = max(borrowed.count for borrowed in self._borrowed if borrowed is not None)
-        width = len(logits_LV) // len(self._borrowed)
+        ops, own_V, lent = self._ops, self._draft.token_ids_V, self._start.borrowed
+        most = max(borrowed.count for borrowed in lent if borrowed is not None)
+        width = len(logits_LV) // len(lent)
         values_LB = torch.full((len(logits_LV), most), -torch.inf)
         tokens_LB = torch.zeros((len(logits_LV), most), dtype=torch.int64)
-        for request, borrowed in enumerate(self._borrowed):
+        for request, borrowed in enumerate(lent):
             if borrowed is not None:
                 rows, columns = slice(request * width, (request + 1) * width), slice(borrowed.count)
                 logits = ops.linear(normed_LD[rows].float(), borrowed.rows_BD[columns]) + borrowed.bonus

@@ -23,4 +23,5 @@ def _numbers(draft: Eagle3Draft) -> list[Tensor]:
     """Return all tensors that make a draft's guesses."""
     packed = [module.packed for module in draft.modules() if isinstance(module, Linear) and module.packed is not None]
     codes = [x for weight in packed for run in weight.runs for x in (run.codes, *run.scales.values())]
-    return [draft.token_ids_V, *(parameter.data for parameter in draft.parameters()), *codes]
+    own = [draft.token_ids_V, *([] if draft.mask_features_C is None else [draft.mask_features_C])]
+    return [*own, *(parameter.data for parameter in draft.parameters()), *codes]

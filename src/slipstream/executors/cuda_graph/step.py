@@ -116,6 +116,8 @@ class Step:
         self._masks = TokenMasks(buffers.masks.words_MW, buffers.masks.row_L[: kind.num_rows * num_nodes])
         self.out_RE, self.chain_RN = self._passes.outcome.out_RE, self._passes.places.chain_RN
         self._thresholds_K = buffers.thresholds_K[: kind.num_drafted]
+        masked = models.draft is not None and models.draft.mask_features_C is not None and kind.num_drafted > 1
+        self._masks_behind = ChainPasses(models, self._rows, kind.num_drafted - 1) if masked else None
         depth_K = torch.arange(kind.num_drafted, device=device)
         self._on_path_NK = torch.arange(num_nodes, device=device)[:, None] > depth_K
         self.hidden: Hidden | None = None
@@ -139,13 +141,28 @@ class Step:
         rows = self._rows.chains
         self._chains.place_chains(rows, places, self._models.target_kv.page_size)
         token_R, logits_RV, feedback_RD = rows.root_R, self._rows.logits_RV, self._rows.feedback_RD
+        foretold_KRV = self._masked_logits()
         for depth in range(self.kind.num_drafted):
             assert draft is not None and draft_kv is not None, "chains are drafted by a draft"
-            if depth:
+            if depth and foretold_KRV is not None:
+                logits_RV = foretold_KRV[depth - 1]
+            elif depth:
                 hidden = draft(feedback_RD, token_R, self._passes.lone_node(depth - 1, draft_kv))
                 logits_RV, feedback_RD = draft.logits(hidden.normed_TD, self._models.ops), hidden.feedback_TD
             sampling = RowSampling(rows.temperature_R, rows.seed_R, places.position_NR[depth])
             token_R = self._chains.propose(logits_RV, draft.token_ids_V, sampling, places.chain_RN[:, depth + 1])
+
+    def _masked_logits(self) -> Tensor | None:
+        """Return what a P-EAGLE draft foretells behind each row's first drafted token, in one pass; None for others."""
+        models, masks = self._models, self._masks_behind
+        if masks is None:
+            return None
+        assert models.draft is not None and models.draft_kv is not None, "it has masks"
+        self._chains.place_chains(self._rows.chains, masks.places, models.target_kv.page_size)
+        num_rows, num_masks = masks.places.chain_RN.shape
+        hidden = models.draft.run_masks(num_rows, num_masks, masks.context(models.draft_kv))
+        logits_LV = models.draft.logits(hidden.normed_TD, models.ops)
+        return logits_LV.view(num_rows, num_masks, -1).transpose(0, 1).contiguous()
 
     def verify(self) -> None:
         """Run the target over roots and chains."""

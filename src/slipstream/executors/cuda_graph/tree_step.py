@@ -21,7 +21,7 @@ from slipstream.kernels.reference.trees import kept_path, node_paths, simulated_
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.target import Hidden
 from slipstream.speculation.grow import growth
-from slipstream.speculation.levels import LevelRows, Levels, LevelsStart
+from slipstream.speculation.levels import LevelRows, LevelsStart, levels_of
 from slipstream.speculation.tree import Tree, relative_bits
 
 
@@ -71,7 +71,8 @@ class TreeStep:
         self._chains.place_chains(rows, self._kept.places, page_size)
         level_rows = LevelRows(rows.pages_RP, rows.committed_R, rows.temperature_R, rows.seed_R)
         start = LevelsStart(self._rows.feedback_RD, self._rows.logits_RV)
-        grown = self._grow(Levels(models.draft, models.draft_kv, models.ops, level_rows, start))
+        depth = self._shape.depth
+        grown = self._grow(levels_of(models.draft, models.draft_kv, models.ops, level_rows, start, depth))
         self.chain_RN[:, 1:] = grown.tokens_RC
         self.parents_RN[:, 1:] = grown.parents_RC + 1
         for kept, found in zip(self._paths, node_paths(self.parents_RN, self._shape.depth), strict=True):

@@ -44,7 +44,7 @@ from slipstream.train.draft.target import load_and_digest, target_dtype
 from slipstream.train.draft.vocab import DraftVocab, coverage, exchange_tokens
 from slipstream.train.draft.walk import rounds_by_text
 from slipstream.train.learn.judge import Bars, Rounds, Verdict, judge, own_texts
-from slipstream.train.run.output import add_draft, round_weights, weights_digest
+from slipstream.train.run.output import add_draft, check_trainable, round_weights, weights_digest
 from slipstream.train.run.phases import hardware, packed_engine, versions
 from slipstream.train.run.recipe import EvalSet, TrainConfig
 from slipstream.train.run.trainer import Hooks, Progress, Trainer
@@ -111,6 +111,7 @@ class Learner:
         self._target = model
         self._speaker = Speaker(model, Tokenizer.load(path), self._digest, packed_engine(target, device))
         self._first = _draft_folder(draft)
+        check_trainable(self._first)
         self._seen = 0
         found = read_deployed(folder)
         self._number = 0 if found is None else found.number

@@ -40,7 +40,7 @@ class Lineage:
 
 def _take(folder: Path, records: dict[str, Record]) -> str:
     """Add a folder's record, and those it carries, under the digest of its weights."""
-    draft_spec(open_checkpoint(folder).config, folder, None)  # it must be a draft, said now and not after the data
+    check_trainable(folder)  # said now, and not after the data
     digest = weights_digest(folder)
     path = folder / "slipstream.json"
     if path.is_file():
@@ -51,6 +51,15 @@ def _take(folder: Path, records: dict[str, Record]) -> str:
         records.update(content.pop("records", {}))
         records[digest] = content
     return digest
+
+
+def check_trainable(folder: Path) -> None:
+    """Raise unless a folder holds a draft that training goes on from."""
+    if draft_spec(open_checkpoint(folder).config, folder, None).mask_token_id is not None:
+        raise TrainingError(
+            f"{folder}: is a P-EAGLE draft, which drafts in one pass from masks; slipstream serves it, and trains "
+            "drafts that go from token to token. Start from one of those, or from nothing."
+        )
 
 
 def weights_digest(folder: Path) -> str:
