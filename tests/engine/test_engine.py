@@ -221,21 +221,25 @@ def test_pages_behind_every_window_are_given_back_and_tokens_stay_the_same(monke
     prompt, target = [3, 1, 4, 1, 5, 9, 2, 6], tiny_target(sliding_window=8)
 
     def decoded(draft):
-        """Return the answer, and the greatest share of all pages it held from its middle on."""
+        """Return the answer, how many tokens a pass gave, and the most pages it held from its middle on, as a share."""
         engine, answer, held = engine_of(target, draft, max_context=112), [], []
         engine.add(prompt, params, 0)
         while engine.has_work:
             answer += [token.token_id for emission in engine.step() for token in emission.tokens]
             engine.check_invariants()
             held += [engine.page_usage] if len(answer) > 50 else []
-        return answer, max(held)
+        return answer, engine.stats.acceptance.acceptance_length, max(held)
 
-    expected, whole = decoded(None)
+    bounded = tiny_draft(target, sliding_window=6)
+    expected, _, whole = decoded(None)
+    _, accepted, _ = decoded(bounded)
     monkeypatch.setattr("slipstream.engine.engine._READ_BEFORE", 16)  # as the CPU's kernels read
-    for draft in (None, "ngram", follower_draft(target)):
-        answer, share = decoded(draft)
+    for draft in (None, "ngram", bounded):
+        answer, length, share = decoded(draft)
         assert answer == expected
-        assert share < whole / 2 if draft is None or draft == "ngram" else share > 0.8 * whole  # a draft sees all
+        assert share < whole / 2
+    assert length == accepted, "the draft read what it had given back"
+    assert decoded(follower_draft(target))[2] > 0.8 * whole, "a draft that sees all keeps all"
 
 
 @pytest.mark.parametrize("shape", [TreeShape.chain(6), TreeShape(depth=3, width=3)])

@@ -17,6 +17,7 @@ from slipstream.engine.stats import DraftDoubt, EngineStats
 from slipstream.errors import ConfigError, RankLostError, RequestError, StepError
 from slipstream.executors.interface import Executor, Joined, Left, RowOutput, StepInput, StepOutput, Work
 from slipstream.speculation.drafter import Drafter
+from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.simulate import check_rates
 from slipstream.speculation.tree import TreeShape
@@ -37,8 +38,9 @@ class Engine:
         self._left: list[Left] = []
         self._lost_pages: list[int] = []
         self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots), self._lost_pages.append)
-        keeps = None if needs.has_kv or spec.widest_window is None else spec.widest_window + _READ_BEFORE
-        self._scheduler = Scheduler(config, self._pages, needs, self._leave, spec.mla is not None, keeps)
+        self._scheduler = Scheduler(
+            config, self._pages, needs, self._leave, spec.mla is not None, _tokens_kept(spec, drafter)
+        )
         self._sessions: dict[int, Session] = {}
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
         self._by_row: dict[int, Request] = {}
@@ -362,3 +364,12 @@ class Engine:
 def draft_needs(drafter: Drafter) -> DraftNeeds:
     """Return what a drafter asks of the scheduler."""
     return DraftNeeds(drafter.max_nodes, drafter.scratch, drafter.has_kv)
+
+
+def _tokens_kept(spec: ModelSpec, drafter: Drafter) -> int | None:
+    """Return how many committed tokens some layer of the target or the draft may read; None where one reads all."""
+    windows = [spec.widest_window]
+    if isinstance(drafter, Eagle3Drafter):
+        windows.append(drafter.draft.spec.sliding_window)
+    shown = [window for window in windows if window is not None]
+    return max(shown) + _READ_BEFORE if len(shown) == len(windows) else None
