@@ -134,6 +134,10 @@ OTHERS = {
     "Qwen3-MoE, all experts": _config(
         "Qwen3MoeConfig", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
     ),
+    "Phi-4, whole blocks": _config(  # of FP8, at which q, k, v and gate, up begin
+        "Phi3Config", sliding_window=9, num_attention_heads=8, num_key_value_heads=8, hidden_size=128,
+        intermediate_size=256, num_hidden_layers=2,
+    ),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from decoded import assert_runs_as_decoded
 
 from slipstream.checkpoint.fields import Fields
 from slipstream.checkpoint.reader import open_checkpoint
@@ -16,10 +16,10 @@ from slipstream.quant.formats import mxfp4
 from slipstream.quant.scheme import dequantize
 from slipstream.quant.word_columns import awq_layout, gptq_layout
 from tiny_families import folder_of, some_tokens, tiny
-from tiny_moe import passes, quantized, save, tensors_of, write
+from tiny_moe import blocks, passes, quantized, save, tensors_of, write
 
 CPU = torch.device("cpu")
-GROUP = 32
+GROUP = 16
 
 
 def formats(model: torch.nn.Module) -> set[str]:
@@ -51,13 +51,76 @@ def test_gpt_oss_in_mxfp4_is_the_dequantized_model(tmp_path):
     torch.testing.assert_close(passes(ours, tokens_T, [24], True)[0], expected_TV, atol=1e-4, rtol=0)
 
 
-def test_compressed_tensors_int4_experts_load_as_stored(tmp_path):
-    dense = folder_of("Qwen3-MoE", tmp_path / "dense")
-    folder = quantized(
-        dense, tmp_path / "int4", "int4", 32, "compressed-tensors", ("*self_attn*", "model.layers.1.mlp.*")
-    )
-    assert formats(load_target(open_checkpoint(folder), torch.float32, CPU)) == {"int4_group"}
-    assert any(name.endswith("weight_packed") for path in folder.glob("*.safetensors") for name in load_file(path))
+def compressed(scheme: str, group_size: int | None = None):
+    """Quantize as Red Hat's llm-compressor does, with experts by themselves."""
+    return lambda dense, out: quantized(dense, out, scheme, group_size, "compressed-tensors", ())
+
+
+def fp8_blocks(dense: Path, out: Path) -> Path:
+    """Quantize to FP8 blocks as Qwen and DeepSeek publish them."""
+    return blocks(dense, out, ("lm_head", "embed", ".gate.", "norm", "visual"))
+
+
+def compressed_blocks(dense: Path, out: Path) -> Path:
+    """Quantize to FP8 blocks as llm-compressor's FP8_BLOCK writes them."""
+    folder = fp8_blocks(dense, out / "inv")
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+    inputs = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }  # fmt: skip
+    renamed = {name.replace("_scale_inv", "_scale"): value for name, value in tensors_of(folder).items()}
+    return write(out / "blocks", config, renamed)
+
+
+# What the families beyond Llama's are published in: by their makers, or by Red Hat with llm-compressor.
+SHIPPED = {
+    "Qwen3-MoE, Qwen's FP8": ("Qwen3-MoE", fp8_blocks, "fp8_block"),
+    "Qwen3-MoE, INT4": ("Qwen3-MoE", compressed("int4", 16), "int4_group"),
+    "Qwen3-VL, Qwen's FP8": ("Qwen3-VL", fp8_blocks, "fp8_block"),
+    "GLM-4.5, Z.ai's FP8": ("GLM-4.5", compressed("ptpc_fp8"), "fp8_per_channel"),
+    "GLM-4.6, FP8 blocks": ("GLM-4.5", compressed_blocks, "fp8_block"),
+    "GLM-4.7-Flash, FP8": ("GLM-4.7-Flash", compressed("ptpc_fp8"), "fp8_per_channel"),
+    "Llama 4 Maverick, Meta's FP8": ("Llama 4", compressed("ptpc_fp8"), "fp8_per_channel"),
+    "Llama 4 Scout, INT4": ("Llama 4", compressed("int4", 16), "int4_group"),
+    "Gemma 3, FP8": ("Gemma 3", compressed("ptpc_fp8"), "fp8_per_channel"),
+    "Gemma 3, INT8": ("Gemma 3", compressed("w8a8_int8"), "w8a8_int8"),
+    "Gemma 3, INT4": ("Gemma 3", compressed("int4", 16), "int4_group"),
+    "Gemma 4, FP8": ("Gemma 4", compressed("ptpc_fp8"), "fp8_per_channel"),
+    "Gemma 4 MoE, FP8": ("Gemma 4 MoE", compressed("ptpc_fp8"), "fp8_per_channel"),
+    "Gemma 4, FP8 blocks": ("Gemma 4", compressed_blocks, "fp8_block"),
+    "Phi-4, FP8 blocks": ("Phi-4, whole blocks", compressed_blocks, "fp8_block"),
+    "Phi-4, INT4": ("Phi-4", compressed("int4", 16), "int4_group"),
+    "Phi-4-mini, FP8": ("Phi-4-mini", compressed("ptpc_fp8"), "fp8_per_channel"),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_family_as_it_is_published_is_the_dequantized_model(name, tmp_path):
+    family, quantize, format = SHIPPED[name]
+    folder = quantize(experts_apart(folder_of(family, tmp_path / "dense"), tmp_path / "apart"), tmp_path / "packed")
+    model = assert_runs_as_decoded(folder, tmp_path)
+    linear = {part.packed.format for part in model.modules() if isinstance(part, Linear) and part.packed is not None}
+    assert linear == {format}
+    assert model.spec.moe is None or formats(model) == {format}
+
+
+def experts_apart(folder: Path, out: Path) -> Path:
+    """Write each expert's matrices by themselves, as quantizers do, where a family publishes them in stacks."""
+    config, tensors = json.loads((folder / "config.json").read_text()), tensors_of(folder)
+    stacks = [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
+    for name in stacks:
+        stack, above = tensors.pop(name), name.rpartition(".")[0]
+        # Llama 4 stores [in, out], Gemma 4 [out, in].
+        stack = stack.transpose(1, 2) if config["model_type"] == "llama4_text" else stack
+        parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for expert, matrix in enumerate(stack):
+            rows = zip(parts, matrix.chunk(len(parts)), strict=True)
+            tensors |= {f"{above}.{expert}.{part}.weight": value for part, value in rows}
+    return write(out, config, tensors)
 
 
 @pytest.mark.parametrize("name", ["Gemma 4", "Gemma 4 MoE"])
@@ -86,7 +149,7 @@ def as_awq_or_gptq(kind: str, folder, out):
     stored, decoded = {}, {}
     for name, value in tensors_of(folder).items():
         decoded[name] = stored[name] = value
-        if value.dim() != 2 or any(part in name for part in ("embed", "lm_head", ".gate.", "norm")):
+        if value.dim() != 2 or any(part in name for part in ("embed", "lm_head", ".gate.", "norm", "visual")):
             continue
         grouped = value.t().unflatten(0, (-1, GROUP))  # inputs first: [groups, inputs of a group, outputs]
         low, high = (grouped.amin(1), grouped.amax(1)) if kind == "awq" else (-grouped.abs().amax(1),) * 2
@@ -124,12 +187,13 @@ def test_words_of_awq_and_gptq_hold_codes_as_their_writers_put_them():
     assert dequantize(packed)[0].tolist() == [float(code - 8) for code in range(8)]
 
 
+@pytest.mark.parametrize("family", ["Qwen3-MoE, all experts", "Qwen2.5-VL", "GLM-4.5"])
 @pytest.mark.parametrize(("kind", "format"), [("awq", set()), ("gptq", {"int4_group"})])
-def test_awq_and_gptq_are_the_numbers_they_stand_for(kind, format, tmp_path):
-    folder = folder_of("Qwen3-MoE, all experts", tmp_path / "dense")
+def test_awq_and_gptq_are_the_numbers_they_stand_for(family, kind, format, tmp_path):
+    folder = folder_of(family, tmp_path / "dense")
     stored, decoded = as_awq_or_gptq(kind, folder, tmp_path)
     ours = load_target(open_checkpoint(stored), torch.float32, CPU)
-    assert formats(ours) == format
+    assert formats(ours) == (format if ours.spec.moe else set())
     tokens_T = some_tokens(24)
     expected, _ = passes(load_target(open_checkpoint(decoded), torch.float32, CPU), tokens_T, [24], True)
     torch.testing.assert_close(passes(ours, tokens_T, [24], True)[0], expected, atol=1e-3, rtol=0)

@@ -165,9 +165,9 @@ def _entries(source: TensorSource, name: str, heights: dict[str, int]) -> Mappin
     entries = info.shape[0] if info.shape else 1
     if entries == total:
         return heights
-    if name.endswith(("_scale", "_shape")) and entries <= 2:
+    if name.endswith("_shape") or (name.endswith("_scale") and entries == 1):
         return dict.fromkeys(heights)
-    if name.endswith("_scale_inv") and not any(height % _FP8_BLOCK for height in heights.values()):
+    if name.endswith(("_scale", "_scale_inv")) and not any(height % _FP8_BLOCK for height in heights.values()):
         heights = {part: height // _FP8_BLOCK for part, height in heights.items()}
         if entries == sum(heights.values()):
             return heights

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.quant.formats.fp8 import BLOCK
 from slipstream.quant.formats.nibbles import from_words, to_words
+from slipstream.quant.fp8_blocks import fp8_blocks
 from slipstream.quant.layout import FLOATS, Layout, Stored
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.scheme import Scheme
@@ -39,6 +41,8 @@ def compressed_layout(format: str, group_size: int | None, scale_dtype: torch.dt
     """Return the layout of a packed format; `scale_dtype` is what the scales of packed INT4 are written as."""
     if format in ("int4_per_channel", "int4_group"):
         return _packed(format, group_size, scale_dtype)
+    if format == "fp8_block":
+        return fp8_blocks("weight_scale")
     code = torch.int8 if format == "w8a8_int8" else torch.float8_e4m3fn
     per_tensor = format == "fp8_per_tensor"
 
@@ -99,13 +103,15 @@ def group_format(group: Mapping[str, Any], source: str) -> tuple[str, int | None
     if weights.get("symmetric", True):
         if kind == ("int", 4, "group") and inputs is None:
             return "int4_group", int(weights["group_size"])
+        if kind == ("float", 8, "block") and inputs is not None and weights.get("block_structure") == [BLOCK, BLOCK]:
+            return "fp8_block", None
         format = _READ.get((*kind, inputs is not None))
         if format is not None:
             return format, None
     raise CheckpointError(
         f"{source}: quantization_config describes {kind[1]}-bit {kind[0]} weights by {kind[2]}"
         f"{'' if inputs is None else ' with quantized activations'}, which slipstream cannot run in this dialect. "
-        f"It runs symmetric FP8, INT8 with activations, and INT4 without."
+        f"It runs symmetric FP8 (by tensor, channel or {BLOCK} x {BLOCK}), INT8 with activations, and INT4 without."
     )
 
 

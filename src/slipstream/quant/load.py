@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.checkpoint.fields import Fields, config_file, quantization_config
@@ -22,7 +21,8 @@ from slipstream.errors import CheckpointError
 from slipstream.quant import compressed, quark
 from slipstream.quant.cut import stored_windows
 from slipstream.quant.formats.fp8 import BLOCK
-from slipstream.quant.layout import FLOATS, Layout, Stored
+from slipstream.quant.fp8_blocks import fp8_blocks
+from slipstream.quant.layout import Layout, Stored
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.patterns import matched
 from slipstream.quant.quark_layout import quark_layout
@@ -247,7 +247,7 @@ def _fp8_layer(described: _Described, module: str, names: frozenset[str], source
             f"{quantization.get('activation_scheme')!r}; slipstream runs FP8 blocks of 128 x 128 with dynamic "
             f"activations."
         )
-    return _FP8_BLOCKS
+    return fp8_blocks("weight_scale_inv")
 
 
 def _mxfp4_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
@@ -261,24 +261,3 @@ def _awq_layer(described: _Described, module: str, names: frozenset[str], source
 
 def _gptq_layer(described: _Described, module: str, names: frozenset[str], source: Path) -> Layout:
     return gptq_layout(Fields(described.config, config_file(source), "quantization_config."))
-
-
-def _pack_blocks(tensors: Mapping[str, Tensor], rows: int, columns: int) -> PackedWeight:
-    # By row, so that weights of any height can be joined; one float32 per 128 columns.
-    scale = tensors["weight_scale_inv"].float().repeat_interleave(BLOCK, dim=0)[:rows].contiguous()
-    return PackedWeight("fp8_block", rows, columns, tensors["weight"], {"scale": scale})
-
-
-def _refuse_store(packed: PackedWeight) -> dict[str, Tensor]:
-    raise AssertionError("FP8 blocks are read, never written")
-
-
-_FP8_BLOCKS = Layout(
-    "fp8_block",
-    lambda rows, columns: {
-        "weight": Stored((rows, columns), (torch.float8_e4m3fn,)),
-        "weight_scale_inv": Stored((-(-rows // BLOCK), -(-columns // BLOCK)), FLOATS, rows_axis=None),
-    },
-    _refuse_store,
-    _pack_blocks,
-)
