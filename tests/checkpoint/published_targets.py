@@ -1,8 +1,25 @@
 """Configs of targets as their publishers have them on the Hugging Face hub, and how many parameters each has.
 
-The fields are those of config.json that decide a shape or a number.
+The fields are those of config.json that decide a shape or a number. DeepSeek-V3, MiniMax-M2 and GLM-4.7-Flash are
+missing here: they are what transformers' classes are by themselves.
 """
 
+import json
+
+import transformers
+
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "mlp_bias": False,
+    "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "tie_word_embeddings": False, "vocab_size": 128256,
+}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 40960, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 1e6, "sliding_window": None, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
     "hidden_act": "silu", "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
@@ -43,6 +60,66 @@ GEMMA4 = {
     "tie_word_embeddings": True, "use_bidirectional_attention": "vision", "vocab_size": 262144,
 }  # fmt: skip
 PUBLISHED = {
+    "Llama-3.1-8B": (
+        LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
+        8.030e9,
+    ),
+    "Llama-3.3-70B": (
+        LLAMA3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+        70.55e9,
+    ),
+    "Mistral-Small-24B": (
+        {"architectures": ["MistralForCausalLM"], "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+         "intermediate_size": 32768, "max_position_embeddings": 32768, "num_attention_heads": 32,
+         "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e8,
+         "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072}, 23.57e9,
+    ),
+    "Qwen3-8B": (
+        QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36,
+                 "tie_word_embeddings": False}, 8.191e9,
+    ),
+    "Qwen3-VL-4B-Instruct, text": (
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": True,
+         "vision_config": {"depth": 24},
+         "text_config": {key: value for key, value in QWEN3.items() if key != "architectures"} | {
+             "hidden_size": 2560, "intermediate_size": 9728, "max_position_embeddings": 262144,
+             "num_attention_heads": 32, "num_hidden_layers": 36, "rope_theta": 5e6, "tie_word_embeddings": True,
+             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
+         }, 4.022e9,
+    ),
+    "Qwen3-235B-A22B": (
+        QWEN3_MOE | {"hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 94,
+                     "moe_intermediate_size": 1536, "num_attention_heads": 64, "num_hidden_layers": 94}, 235.09e9,
+    ),
+    "GLM-4.7": (
+        GLM4_MOE | {"first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288,
+                    "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_routed_experts": 160,
+                    "num_hidden_layers": 92, "routed_scaling_factor": 2.5, "use_qk_norm": True}, 352.8e9,
+    ),
+    "Kimi-K2": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+         "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+         "max_position_embeddings": 131072, "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 384,
+         "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+         "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "q_lora_rank": 1536,
+         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 50000.0,
+         "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                          "original_max_position_embeddings": 4096, "type": "yarn"},
+         "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1,
+         "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840}, 1026.4e9,
+    ),
+    "gpt-oss-120b": (
+        GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128,
+                   "layer_types": ["sliding_attention", "full_attention"] * 18}, 116.83e9,
+    ),
+    "Phi-4-mini": (
+        {"architectures": ["Phi3ForCausalLM"], "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+         "max_position_embeddings": 131072, "num_attention_heads": 24, "num_hidden_layers": 32,
+         "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+         "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},  # 48 of each
+         "vocab_size": 200064}, 3.836e9,
+    ),
     "gpt-oss-20b": (
         GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32,
                    "layer_types": ["sliding_attention", "full_attention"] * 12}, 20.91e9,
@@ -148,3 +225,12 @@ PUBLISHED = {
          }, 30.53e9,
     ),
 }  # fmt: skip
+
+
+def default_config(architecture: str) -> dict:
+    """Return the config that transformers' class of an architecture has by itself, as it would be saved."""
+    kind = getattr(transformers, architecture).config_class
+    text = {"hidden_size_per_layer_input": 0} if architecture.startswith("Gemma4For") else {}  # else it is E2B
+    sees = architecture.endswith("ConditionalGeneration")
+    config = kind(text_config=text) if sees and text else kind(**text)
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture]}

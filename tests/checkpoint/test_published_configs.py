@@ -4,7 +4,6 @@ and shape, and together they have the sizes that the models' cards name.
 Beside the publishers' configs stand those that transformers' classes have by themselves.
 """
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from published_targets import PUBLISHED
+from published_targets import PUBLISHED, default_config
 from transformers.core_model_loading import revert_weight_conversion
 
 from slipstream.checkpoint.config import model_spec
@@ -23,16 +22,6 @@ from slipstream.checkpoint.source import TensorInfo
 from slipstream.errors import CheckpointError
 from slipstream.models.accounting import check_tensors, places
 from slipstream.models.target import Target
-
-
-def _default(architecture: str) -> dict:
-    """Return the config that transformers' class of an architecture has by itself, as it would be saved."""
-    kind = getattr(transformers, architecture).config_class
-    text = {"hidden_size_per_layer_input": 0} if architecture.startswith("Gemma4For") else {}  # else it is E2B
-    sees = architecture.endswith("ConditionalGeneration")
-    config = kind(text_config=text) if sees and text else kind(**text)
-    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture]}
-
 
 # The default of GLM-4.5's class has no head_dim that fits, and Kimi-K2.5's class does not save the names it reads.
 UNFIT = ("Glm4MoeForCausalLM", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
@@ -61,7 +50,7 @@ class Shapes:
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *(name for name in FAMILIES if name not in UNFIT)])
 def test_a_published_config_is_read_and_every_tensor_is_accounted_for(name):
-    config, parameters = PUBLISHED[name] if name in PUBLISHED else (_default(name), None)
+    config, parameters = PUBLISHED[name] if name in PUBLISHED else (default_config(name), None)
     spec = model_spec(config, Path(name))
     with torch.device("meta"):
         model = Target(spec, max_position=8)
