@@ -101,7 +101,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafts(target, tmp_path_factory):
-    """A draft that llama.cpp can compute, as a folder and as its file: the shipped one without EAGLE-3.1's norms.
+    """A draft that llama.cpp can compute, as a folder and as its file: the shipped one, no window, no EAGLE-3.1 norms.
 
     It guesses worse than the shipped one, but both programs guess alike. What the norms divided by is divided out of
     the weights once and for all: about the size that states of these layers have.
@@ -113,7 +113,7 @@ def drafts(target, tmp_path_factory):
     sizes = (2.8, 6.6, 22.1)
     scale = torch.cat([tensors.pop(f"fc_norm.{i}.weight").float() / size for i, size in enumerate(sizes)])
     tensors["fc.weight"] = (tensors["fc.weight"].float() * scale).bfloat16()
-    config = {**shipped.config, "fc_norm": False, "norm_output": False}
+    config = {**shipped.config, "fc_norm": False, "norm_output": False, "use_sliding_window": False}
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
     file = folder.with_name("draft.gguf")

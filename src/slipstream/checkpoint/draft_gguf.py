@@ -77,7 +77,7 @@ def _refuse(spec: DraftSpec, source: TensorSource) -> None:
         raise CheckpointError(
             f"{source.folder}: has {' and '.join(found)}, which llama.cpp's EAGLE-3 does not compute. It runs drafts "
             f"of one Llama block over {_NUM_FEATURES} captured layers; train one for it with "
-            f"`--set draft.feature_norm=none --set draft.feedback=pre_norm`."
+            f"`--set draft.feature_norm=none --set draft.feedback=pre_norm` and without draft.window."
         )
 
 
