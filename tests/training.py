@@ -21,7 +21,7 @@ from slipstream.train.draft.packing import Packer
 from slipstream.train.draft.unroll import PackedContext
 from slipstream.train.draft.vocab import choose_vocab
 from slipstream.train.run.recipe import TrainConfig
-from slipstream.train.run.trainer import Trainer
+from slipstream.train.run.trainer import Hooks, Trainer
 from slipstream.train.run.world import World
 
 EOS = 2
@@ -165,6 +165,15 @@ def train(objective, corpus, folder, steps, **settings):
     )
     packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
     return Trainer(objective, packer, config, World(), folder)
+
+
+def assert_learns(target, folder):
+    """Assert that a few steps of training teach a draft something about a target of at least 96 tokens."""
+    objective, corpus, _ = objective_for(target.requires_grad_(False), random_texts(8, vocab_size=96))
+    seen = []
+    settings = {"row_length": 64, "rows_per_step": 2, "lr": 1e-2, "unroll": 2, "log_every": 1}
+    train(objective, corpus, folder, 3, **settings).fit(Hooks(report=seen.append))
+    assert seen[-1].loss < seen[0].loss
 
 
 class CharTokenizer:

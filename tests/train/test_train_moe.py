@@ -1,4 +1,4 @@
-"""Training reads the same states and writes the same texts from latents and experts as serving does."""
+"""Training reads the same states and writes the same texts from latents and experts as serving does, and teaches."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from slipstream.models.load import load_target
 from slipstream.train.data.generate import GenerationRequest, Generator
 from slipstream.train.draft.unroll import PackedContext
 from tiny_moe import VOCAB, deepseek, minimax, passes, save
-from training import EOS, ListSource, engine_over, greedy
+from training import EOS, ListSource, assert_learns, engine_over, greedy
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=[deepseek, minimax], ids=["DeepSeek-V3", "MiniMax-M2"])
 def target(request, tmp_path_factory):
-    folder = save(request.param(num_hidden_layers=2), tmp_path_factory.mktemp("target"))
+    folder = save(request.param(num_hidden_layers=3), tmp_path_factory.mktemp("target"))
     return load_target(open_checkpoint(folder), torch.float32, CPU)
 
 
@@ -41,3 +41,7 @@ def test_batched_generation_writes_what_plain_greedy_decoding_writes(target):
     Generator(engine_over(target, 2, 32), [EOS], stop_loops=False).run(source)
     for request in requests:
         assert source.results[request.key].tokens == greedy(target, request.prompt, request.max_new)
+
+
+def test_a_few_steps_teach(target, tmp_path):
+    assert_learns(target, tmp_path)
