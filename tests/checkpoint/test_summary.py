@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.summary import summarise
 from slipstream.cli.main import app
+from tiny_families import folder_of
 
 DRAFT = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -105,3 +106,27 @@ def test_inspect_says_whether_a_draft_fits_a_target_and_why_not(tmp_path):
 
     assert "yes, by its sizes and captured layers" in said()
     assert "hidden size of its target is 64, the target's is 128" in said(hidden_size=128)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("gpt-oss", ["2 block(s): the last 7 keys; 2 block(s): all keys; a learned score for no key"]),
+        ("Llama 4", ["3 block(s): chunks of 16 keys; 1 block(s): all keys, no positions"]),
+        ("Gemma 4", ["the last 7 keys", "2 block(s): all keys, 1 key head(s) of 32", "8 of 32 dimensions turned"]),
+        ("Qwen3-MoE", []),
+    ],
+)
+def test_inspect_says_what_tokens_see(family, said, tmp_path):
+    result = CliRunner().invoke(app, ["inspect", str(folder_of(family, tmp_path))], env={"COLUMNS": "300"})
+    assert result.exit_code == 0
+    assert all(words in result.output for words in said)
+    assert ("attention" in result.output) == bool(said)
+
+
+def test_inspect_says_how_a_draft_reads_its_layers_once_and_how_far_it_looks(tmp_path, caplog):
+    config = DRAFT | {"sliding_window": 512, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 15, 28]}}
+    open_folder(tmp_path, config, {"fc.weight": torch.zeros(64, 192)})
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "300"})
+    assert "the last 512 keys" in result.output
+    assert len([record for record in caplog.records if "do not tell their convention" in record.getMessage()]) == 1

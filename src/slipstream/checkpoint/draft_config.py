@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.checkpoint.captures import read_captures
+from slipstream.checkpoint.captures import Captures, read_captures
 from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
 from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.moe_config import read_mla
@@ -98,6 +98,11 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
     their convention (see `captures.read_captures`). Absent `norm_before_residual` is False, except in speculators'
     dialect, where it is True as vLLM reads it.
     """
+    return read_draft(config, source, target_layers)[0]
+
+
+def read_draft(config: Mapping[str, Any], source: Path, target_layers: int | None) -> tuple[DraftSpec, Captures | None]:
+    """Read a draft's config.json as `draft_spec` does, and tell how its captured layers were read, if it names any."""
     fields = Fields(config, config_file(source))
     speculators = fields.has("speculators_model_type")
     _refuse_successors(fields)
@@ -119,7 +124,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
         raise fields.error("draft_vocab_size", f"is {draft_vocab_size}, more than vocab_size = {vocab_size}.")
     normed = fields.flag("norm_before_residual", fields.text("speculators_model_type", "") == "eagle3")
     names = fields.texts("architectures")
-    return DraftSpec(
+    spec = DraftSpec(
         architecture=names[0] if names else "Eagle3Speculator",
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -146,6 +151,7 @@ def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | Non
         mask_token_id=_mask_token(fields, vocab_size),
         dtype=dtype_name(fields if fields.has("dtype") or fields.has("torch_dtype") else block, "bfloat16"),
     )
+    return spec, captures
 
 
 def _present(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.captures import Captures, read_captures
-from slipstream.checkpoint.config import draft_spec, model_spec
-from slipstream.checkpoint.draft_config import is_draft
-from slipstream.checkpoint.fields import Fields, config_file, quantization_config
+from slipstream.checkpoint.captures import Captures
+from slipstream.checkpoint.config import model_spec
+from slipstream.checkpoint.draft_config import is_draft, read_draft
+from slipstream.checkpoint.fields import quantization_config
 from slipstream.checkpoint.files import short, shown
 from slipstream.checkpoint.known_targets import targets_of
 from slipstream.checkpoint.source import TensorInfo, TensorSource
@@ -67,9 +67,7 @@ def summarise(source: TensorSource, target_layers: int | None = None) -> Checkpo
     captures, problem = None, None
     try:
         if draft:
-            spec = draft_spec(config, source.folder, target_layers)
-            fields = Fields(config, config_file(source.folder))
-            captures = read_captures(fields, fields.has("speculators_model_type"), target_layers)
+            spec, captures = read_draft(config, source.folder, target_layers)
         else:
             spec = model_spec(config, source.folder)
     except CheckpointError as error:

@@ -1,5 +1,6 @@
 """`slipstream inspect`: what a checkpoint holds, without loading it."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from slipstream.cli import options
 from slipstream.cli.printable import printable
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.spec import MlaSpec, ModelSpec, MoeSpec, RopeSpec
+    from slipstream.checkpoint.spec import BlockSpec, DraftSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
     from slipstream.checkpoint.summary import CheckpointSummary
 
 
@@ -98,12 +99,42 @@ def _overview(summary: "CheckpointSummary", fits: str | None = None) -> Table:
             value = getattr(summary.spec, name, None)
             if value is not None:
                 table.add_row(_TITLES.get(name, name.replace("_", " ")), _FORMS.get(name, str)(value))
+        if seen := _seen(summary.spec):
+            table.add_row("attention", seen)
     if summary.problem is not None:
         table.add_row("cannot run", printable(summary.problem))
     return table
 
 
+def _seen(spec: "ModelSpec | DraftSpec") -> str:
+    """Say what tokens see, block by block, where it is not all keys by heads that are alike; else nothing."""
+    from slipstream.checkpoint.spec import DraftSpec
+
+    if isinstance(spec, DraftSpec):
+        return "" if spec.sliding_window is None else f"the last {spec.sliding_window} keys"
+    kinds = Counter(_sight(spec.block(index)) for index in range(spec.num_layers))
+    if set(kinds) == {_ALL_KEYS} and not spec.sinks:
+        return ""
+    said = [f"{count} block(s): {what}" if len(kinds) > 1 else what for what, count in kinds.items()]
+    return "; ".join([*said, *(["a learned score for no key"] if spec.sinks else [])])
+
+
+def _sight(block: "BlockSpec") -> str:
+    words = [_ALL_KEYS]
+    if block.window is not None:
+        words = [f"the last {block.window} keys"]
+    elif block.chunk is not None:
+        words = [f"chunks of {block.chunk} keys"]
+    if block.rope is None:
+        words.append("no positions")
+    if block.heads is not None:
+        words.append(f"{block.heads[1]} key head(s) of {block.heads[0]}")
+    return ", ".join(words)
+
+
 def _rope(rope: "RopeSpec") -> str:
+    if rope.scaling == "proportional":
+        return f"theta {rope.theta:g}, {2 * rope.turning} of {rope.rotary_dim} dimensions turned"
     stretched = "" if rope.scaling == "none" else f", {rope.scaling} scaling by {rope.factor:g}"
     return f"theta {rope.theta:g}, {rope.rotary_dim} dimensions{stretched}"
 
@@ -124,6 +155,7 @@ def _moe(moe: "MoeSpec") -> str:
     return f"{moe.routing.top_k} of {moe.num_experts}, {moe.intermediate_size} wide{shared}{dense}"
 
 
+_ALL_KEYS = "all keys"
 _SHOWN = (
     "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "mla", "moe",
     "vocab_size", "draft_vocab_size", "max_position", "rope", "tie_embeddings", "feedback", "residual", "feature_norm",
