@@ -16,6 +16,7 @@ from published_targets import PUBLISHED, default_config
 from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.known_targets import KNOWN_TARGETS, targets_of
 from slipstream.checkpoint.names import canonical_draft_name
+from slipstream.errors import DraftMismatchError
 from slipstream.models.accounting import places
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers, check_pair
@@ -226,3 +227,10 @@ def test_a_published_draft_has_its_tool_s_tensors_and_fits_its_target(name):
     sizes = (target.hidden_size, target.vocab_size, target.num_layers)
     names = {known.name for known in KNOWN_TARGETS if known[1:] == sizes}
     assert names & set(targets_of(spec)), "inspect names what a draft may be for"
+
+
+def test_a_draft_of_another_target_is_refused_with_the_targets_it_may_be_for():
+    draft = draft_spec(DRAFTS["SpecForge, Qwen3-8B"][1], Path("draft"), None)
+    target = model_spec(PUBLISHED["Llama-3.1-8B"][0], Path("target"))
+    with pytest.raises(DraftMismatchError, match=r"vocabulary size is 151936, the target's is 128256.*Qwen3-8B"):
+        check_pair(draft, target, "draft")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.config import draft_spec, model_spec
 from slipstream.checkpoint.joined import taken_apart
+from slipstream.checkpoint.known_targets import targets_of
 from slipstream.checkpoint.names import (
     canonical_draft_name,
     canonical_names,
@@ -159,19 +160,18 @@ def captured_layers(draft: DraftSpec, target: ModelSpec) -> tuple[int, ...]:
 def check_pair(draft: DraftSpec, target: ModelSpec, where: str) -> None:
     """Raise DraftMismatchError if a draft cannot belong to a target, naming both values."""
     layers = captured_layers(draft, target)
+    same_sizes = "; ".join(targets_of(draft))
+    another = f"it was trained for another target{f' (it has the sizes of {same_sizes})' if same_sizes else ''}."
     for what, theirs, ours in (
         ("hidden size of its target", draft.target_hidden_size, target.hidden_size),
         ("vocabulary size", draft.vocab_size, target.vocab_size),
         ("number of captured layers", draft.num_features, len(layers)),
     ):
         if theirs != ours:
-            raise DraftMismatchError(
-                f"{where}: the draft's {what} is {theirs}, the target's is {ours}; it was trained for another target."
-            )
+            raise DraftMismatchError(f"{where}: the draft's {what} is {theirs}, the target's is {ours}; {another}")
     if not all(0 <= k <= target.num_layers for k in layers):
         raise DraftMismatchError(
-            f"{where}: the draft captures layers {list(layers)}, the target has {target.num_layers} layers; "
-            "it was trained for another target."
+            f"{where}: the draft captures layers {list(layers)}, the target has {target.num_layers} layers; {another}"
         )
 
 
