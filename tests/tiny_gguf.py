@@ -25,13 +25,15 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "gemma3": lambda path: folder_of("Gemma 3, by its head", path),
     "glm4moe": lambda path: folder_of("GLM-4.5", path),
     "deepseek2": lambda path: save(deepseek(n_group=2, topk_group=1, num_experts_per_tok=3), path),
+    "deepseek2, GLM-4.7-Flash": lambda path: folder_of("GLM-4.7-Flash", path),
 }
-"""A folder of each kind, which llama.cpp computes as its publisher does."""
+"""A folder of each kind, which llama.cpp computes as its publisher does; what follows a comma tells two of one kind."""
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.\d+\.(\w+)\.weight")
 
 
 def write_gguf(path: Path, kind: str, folder: Path, experts: Quant | None = None, rest: Quant | None = None) -> Path:
     """Write a folder as a GGUF; matrices of experts, and the rest of them, in a block format if one is named."""
+    kind = kind.partition(",")[0]
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, kind)
     _add_metadata(writer, kind, config)
@@ -74,7 +76,8 @@ def _add_metadata(writer: gguf.GGUFWriter, kind: str, config: dict) -> None:
         writer.add_q_lora_rank(config["q_lora_rank"])
         writer.add_kv_lora_rank(rank)
         writer.add_rope_dimension_count(rotary)
-        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
     else:
@@ -103,7 +106,8 @@ def _add_metadata(writer: gguf.GGUFWriter, kind: str, config: dict) -> None:
     writer.add_expert_feed_forward_length(inner)
     if kind in ("glm4moe", "deepseek2"):
         writer.add_expert_shared_count(config["n_shared_experts"])
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        dense = config.get("mlp_layer_types", []).count("dense")  # as GLM-4.7-Flash's config has it
+        writer.add_leading_dense_block_count(config.get("first_k_dense_replace", dense))
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
