@@ -18,6 +18,7 @@ class OracleDrafter:
     captured_layers: tuple[int, ...] = ()
     scratch = 0
     has_kv = False
+    window = None
 
     def __init__(
         self,

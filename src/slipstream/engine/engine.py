@@ -17,7 +17,6 @@ from slipstream.engine.stats import DraftDoubt, EngineStats
 from slipstream.errors import ConfigError, RankLostError, RequestError, StepError
 from slipstream.executors.interface import Executor, Joined, Left, RowOutput, StepInput, StepOutput, Work
 from slipstream.speculation.drafter import Drafter
-from slipstream.speculation.eagle3_drafter import Eagle3Drafter
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.simulate import check_rates
 from slipstream.speculation.tree import TreeShape
@@ -368,8 +367,6 @@ def draft_needs(drafter: Drafter) -> DraftNeeds:
 
 def _tokens_kept(spec: ModelSpec, drafter: Drafter) -> int | None:
     """Return how many committed tokens some layer of the target or the draft may read; None where one reads all."""
-    windows = [spec.widest_window]
-    if isinstance(drafter, Eagle3Drafter):
-        windows.append(drafter.draft.spec.sliding_window)
+    windows = [spec.widest_window, *([drafter.window] if drafter.has_kv else [])]
     shown = [window for window in windows if window is not None]
     return max(shown) + _READ_BEFORE if len(shown) == len(windows) else None

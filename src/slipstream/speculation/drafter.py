@@ -80,6 +80,11 @@ class Drafter(Protocol):
         """Whether it keeps keys of its own in the request's pages (slot t then depends on token t + 1)."""
         ...
 
+    @property
+    def window(self) -> int | None:
+        """How many of its own keys it reads, the last ones; None for all."""
+        ...
+
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
         """Return a tree for each view, in order."""
         ...
@@ -118,6 +123,7 @@ class NoDrafter:
     max_nodes = 1
     scratch = 0
     has_kv = False
+    window = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -150,6 +156,7 @@ class CopyDrafter:
     captured_layers: tuple[int, ...] = ()
     scratch = 0
     has_kv = False
+    window = None
     least = 0.1
     """Chance below which a run ends: of what it goes on with, next to nothing would be kept."""
 

@@ -118,6 +118,11 @@ class Eagle3Drafter:
         return self.shape.width == 1 and not self.shape.paths and self._draft.mask_features_C is None
 
     @property
+    def window(self) -> int | None:
+        """How many keys the draft's attention sees, the last ones; None for all."""
+        return self._draft.spec.sliding_window
+
+    @property
     def draft(self) -> Eagle3Draft:
         """The draft itself."""
         return self._draft
