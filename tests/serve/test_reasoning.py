@@ -68,6 +68,18 @@ def test_reasoning_that_is_not_told_apart_stands_in_the_text(client, thinks):
     assert "".join(delta.get("content") or "" for delta in streamed) == together["content"]
 
 
+@pytest.mark.parametrize(
+    ("begun", "thinks_on"), [("Well,", False), ("<think>Well,", True), ("<think>Hm</think>W", False)]
+)
+def test_a_message_that_is_gone_on_with_stands_where_its_own_text_ends(client, server, begun, thinks_on):
+    never = {str(token_id): -100 for token_id in server.tokenizer.added_token_ids.values()}
+    body = {"messages": [*USER, {"role": "assistant", "content": begun}], "max_tokens": 8, "logit_bias": never}
+    message = asked(client, **body, continue_final_message=True)["choices"][0]["message"]
+    assert (bool(message["reasoning_content"]), bool(message["content"])) == (thinks_on, not thinks_on)
+    blocks = client.post("/v1/messages", json=body).json()["content"]
+    assert [block["type"] for block in blocks] == ["thinking" if thinks_on else "text"]
+
+
 def test_reasoning_that_is_not_streamed_comes_in_one_piece(client, thinks):
     apart = asked(client, **thinks)["choices"][0]["message"]
     for changes in ({}, {"max_tokens": 5}):

@@ -84,7 +84,8 @@ class Converter:
         text = self.chat_text(request, request.messages, choice)
         given, _ = _wanted_tokens(request)
         tokens = self._cut(self.encode(text, False, self._limit(request), "messages"), request, given)
-        begins = self.dialect.opening(text)
+        begun = _turn(request.messages[-1], len(request.messages) - 1)["content"]
+        begins = self.dialect.opening(text, str(begun) if request.continue_final_message else None)
         self.dialect.check_thinking(request.reasoning_effort, request.thinking, begins)
         return ChatPrompt(tokens, choice, begins)
 

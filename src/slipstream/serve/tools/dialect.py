@@ -15,7 +15,7 @@ from slipstream.serve.tools.families import Family, reasoning_family, tool_famil
 from slipstream.serve.tools.form import AnswerForm
 from slipstream.serve.tools.harmony import MARKERS
 from slipstream.serve.tools.protocol import Choice, Thinking
-from slipstream.serve.tools.reasoning import Opening, Reasoning, opening
+from slipstream.serve.tools.reasoning import Opening, Reasoning, going_on, opening
 
 _SWITCHES = ("enable_thinking", "thinking")
 
@@ -57,9 +57,15 @@ class Dialect:
                 param="tools",
             )
 
-    def opening(self, prompt: str) -> Opening:
-        """Return how an answer to a prompt begins."""
-        return "outside" if self.reasoning is None else opening(prompt, self.reasoning)
+    def opening(self, prompt: str, begun: str | None = None) -> Opening:
+        """Return how an answer to a prompt begins.
+
+        Args:
+            begun: what there is of the message that it goes on with.
+        """
+        if self.reasoning is None:
+            return "outside"
+        return opening(prompt, self.reasoning) if begun is None else going_on(begun)
 
     def check_thinking(self, effort: str | None, thinking: Thinking | None, begins: Opening) -> None:
         """Raise where a client wants no reasoning (which is no hint), and the template has opened it nevertheless."""

@@ -60,6 +60,11 @@ def opening(prompt: str, family: Reasoning) -> Opening:
     return "inside" if tail.endswith(START) or family.opens else "either"
 
 
+def going_on(begun: str) -> Opening:
+    """Tell where an answer goes on from what there is of it: past its reasoning, unless that is open in it."""
+    return "inside" if START in begun and END not in begun.rpartition(START)[2] else "outside"
+
+
 def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:
     """Return the syntax of an answer with reasoning before it."""
 
