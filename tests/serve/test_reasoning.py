@@ -80,6 +80,16 @@ def test_a_message_that_is_gone_on_with_stands_where_its_own_text_ends(client, s
     assert [block["type"] for block in blocks] == ["thinking" if thinks_on else "text"]
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_stop_string_may_be_a_marker(client, server, thinks, separate):
+    at_once = {str(server.tokenizer.added_token_ids[END]): 100}
+    body = {**thinks, "logit_bias": at_once, "stop": [END], "separate_reasoning": separate}
+    choice = asked(client, **body)["choices"][0]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == (None, "")
+    assert choice["stop_reason"] == END
+    assert not any(delta.get("reasoning_content") or delta.get("content") for delta in deltas(client, **body))
+
+
 def test_reasoning_that_is_not_streamed_comes_in_one_piece(client, thinks):
     apart = asked(client, **thinks)["choices"][0]["message"]
     for changes in ({}, {"max_tokens": 5}):

@@ -104,6 +104,7 @@ class Writer:
         if TOKEN_MARK in text:
             for token in self.tokens:
                 text = text.replace(TOKEN_MARK + token, "")
+            text = text.replace(TOKEN_MARK, "")  # a stop string has taken the marker away
         return text
 
     def _say(self, event: AnswerEvent) -> None:
