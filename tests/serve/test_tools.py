@@ -55,6 +55,13 @@ def test_definitions_of_the_same_name_in_two_tools_are_kept_apart(client):
     assert called["numbers"] in (1, 2)
 
 
+@pytest.mark.parametrize(("knows", "expected"), [("", "system"), ("{# 'developer' #}", "developer")])
+def test_developers_stand_where_the_system_stands_in_templates_that_know_none(knows, expected):
+    template = knows + "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    rendered = ChatRenderer(byte_tokenizer(template)).render(Chat([{"role": "developer", "content": "Be brief."}]))
+    assert rendered == f"{expected}:Be brief.;"
+
+
 def test_a_stream_joined_is_the_whole_answer(client):
     fields = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "seed": 3}
     whole = chat(client, **fields)["choices"][0]

@@ -47,8 +47,7 @@ def _add_message(messages: list[Json], item: Json, where: str) -> None:
     if role == "assistant" and last.get("role") == "assistant" and "content" not in last:
         last["content"] = content
     else:
-        # Templates know no developers; what they say stands where the system's word stands.
-        messages.append({"role": "system" if role == "developer" else role, "content": content})
+        messages.append({"role": role, "content": content})
 
 
 def _open_turn(messages: list[Json], new: bool = False) -> Json:

@@ -62,7 +62,9 @@ class ChatRenderer:
         self._allow_special = allow_special
         self._knows_tools = "tools" in tokenizer.template_variables
         self._wants_typescript = "tools_ts_str" in tokenizer.template_variables
-        self._calls_it_thinking = "message.thinking" in (tokenizer.chat_template or "")  # gpt-oss's does
+        template = tokenizer.chat_template or ""
+        self._knows_developers = "'developer'" in template or '"developer"' in template
+        self._calls_it_thinking = "message.thinking" in template  # gpt-oss's does
 
     def render(self, chat: Chat) -> str:
         """Return the text of a chat; control tokens that clients merely spelled are marked in it."""
@@ -108,6 +110,8 @@ class ChatRenderer:
     def _as_taken(self, message: Json) -> Json:
         """Return a message as this template takes it: a call's arguments as text or values, content as text."""
         calls = message.get("tool_calls")
+        if message["role"] == "developer" and not self._knows_developers:
+            message = {**message, "role": "system"}
         if self._calls_it_thinking and "reasoning_content" in message and not (calls and message["content"]):
             message = {**message, "thinking": message["reasoning_content"]}
         if not calls or not self._knows_tools:
