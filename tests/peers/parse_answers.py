@@ -51,6 +51,8 @@ def with_vllm() -> Callable[[Json], Json]:
     logging.disable(logging.CRITICAL)
 
     def parse(case: Json) -> Json:
+        if case["kind"] == "channels":
+            return _vllm_channels(case)
         tokenizer = FakeTokenizer(case["markers"])
         for piece in (piece for step in case["steps"] for piece in step):
             tokenizer.id_of(piece)
@@ -72,6 +74,53 @@ def with_vllm() -> Callable[[Json], Json]:
         }
 
     return parse
+
+
+class HarmonyTokenizer:
+    """gpt-oss's vocabulary, as openai-harmony has it, by the names vLLM calls."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding = encoding
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+def _vllm_channels(case: Json) -> Json:
+    """Return what vLLM reads with openai-harmony's own parser, which takes tokens."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+    from vllm.parser.parser_manager import ParserManager
+
+    encoding = get_encoding()
+    kind = ParserManager.get_parser("openai", "openai_gptoss", enable_auto_tools=True, is_harmony=True)
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "-"}], model="m", tools=case["tools"])
+
+    def ids_of(step: list[str]) -> list[int]:
+        special = {"allowed_special": "all"}, {"disallowed_special": ()}
+        return [i for piece in step for i in encoding.encode(piece, **special[piece not in case["markers"]])]
+
+    steps = [ids_of(step) for step in case["steps"]]
+    ids = [token_id for step in steps for token_id in step]
+    whole = kind(HarmonyTokenizer(encoding), request.tools)
+    reasoning, content, calls = whole.parse(case["text"], request, True, ids)
+    found = [[call.name, call.arguments] for call in calls or ()]
+    told: Json = {"reasoning": "", "content": "", "calls": []}
+    stream = kind(HarmonyTokenizer(encoding), request.tools)
+    for number, step in enumerate(steps):
+        delta = stream.parse_delta("", step, request, [], finished=number == len(steps) - 1)
+        if delta is None:
+            continue
+        told["reasoning"] += delta.reasoning or ""
+        told["content"] += delta.content or ""
+        for call in delta.tool_calls or ():
+            if call.index == len(told["calls"]):
+                told["calls"].append([call.function.name, ""])
+            told["calls"][call.index][1] += call.function.arguments or ""
+    return {"whole": {"reasoning": reasoning or "", "content": content or "", "calls": found}, "stream": told}
 
 
 def _vllm_stream(parser: Any, case: Json, tokenizer: FakeTokenizer, request: Any) -> Json:
@@ -143,7 +192,27 @@ def with_sglang() -> Callable[[Json], Json]:
 
     logging.disable(logging.CRITICAL)
 
+    def parse_channels(case: Json) -> Json:
+        """Take reasoning out first, and then calls, as its server does."""
+        tools = [Tool.model_validate(tool) for tool in case["tools"]]
+        reasoning, rest = ReasoningParser("gpt-oss", stream_reasoning=True).parse_non_stream(case["text"])
+        content, found = FunctionCallParser(tools, "gpt-oss").parse_non_stream(rest or "")
+        calls = [[call.name, call.parameters] for call in found]
+        told: Json = {"reasoning": "", "content": "", "calls": []}
+        thoughts, parser = ReasoningParser("gpt-oss", stream_reasoning=True), FunctionCallParser(tools, "gpt-oss")
+        for step in case["steps"]:
+            thought, text = thoughts.parse_stream_chunk("".join(step))
+            told["reasoning"] += thought or ""
+            if not text:
+                continue
+            text, found = parser.parse_stream_chunk(text)
+            told["content"] += text or ""
+            told["calls"] += [[call.name, call.parameters] for call in found]
+        return {"whole": {"reasoning": reasoning or "", "content": content, "calls": calls}, "stream": told}
+
     def parse(case: Json) -> Json:
+        if case["kind"] == "channels":
+            return parse_channels(case)
         if case["kind"] == "reasoning":
             reasoning, content = ReasoningParser(case["parser"], stream_reasoning=True).parse_non_stream(case["text"])
             streamed, told = "", ""

@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.serve.tools import harmony
 from slipstream.serve.tools import marked_calls as m
 from slipstream.serve.tools.families import FAMILIES
 from slipstream.serve.tools.reasoning import END, START
@@ -52,6 +53,15 @@ _STRINGS = (
 )
 
 
+_MARKED = sorted(name for name, family in FAMILIES.items() if not family.channels)
+_NEXT = f"{harmony.START}assistant"
+_HEADS = {
+    "call": harmony.CALL_HEAD,
+    "call, address first": " to=functions.{name}" + harmony.CALL_HEAD.replace(" to=functions.{name}", ""),
+    "call, nothing constrained": f"{harmony.CHANNEL}commentary to=functions.{{name}} json{harmony.MESSAGE}",
+}
+
+
 @dataclass(frozen=True)
 class Transcript:
     """One answer.
@@ -71,7 +81,7 @@ class Transcript:
     def for_parser(self, parser: str) -> Json:
         """Return it as the other projects' script takes it."""
         markers = (
-            [*FAMILIES[self.family].markers, START, END] if self.kind == "tools" else [*_all_markers(), START, END]
+            [*_all_markers(), START, END] if self.kind == "reasoning" else [*FAMILIES[self.family].markers, START, END]
         )
         return {
             "kind": self.kind, "parser": parser, "text": self.text, "steps": self.steps, "tools": self.tools,
@@ -84,7 +94,7 @@ def transcript(seed: int) -> Transcript:
     chance = random.Random(seed)
     if chance.random() < 0.2:
         return _reasoning(chance)
-    family = chance.choice(sorted(FAMILIES))
+    family = chance.choice(_MARKED)
     shape = chance.choices(("calls", "text and calls", "text", "cut off"), (4, 4, 2, 2))[0]
     calls = _calls(family, chance) if shape != "text" else ""
     before = "" if shape == "calls" else _prose(chance, family)
@@ -92,6 +102,26 @@ def transcript(seed: int) -> Transcript:
     if shape == "cut off":
         text = text[: chance.randint(1, len(text))]
     return Transcript(family, "tools", text, _steps(text, [*FAMILIES[family].markers], chance), shape)
+
+
+def channel_transcript(seed: int) -> Transcript:
+    """Return one of many that gpt-oss might write."""
+    chance = random.Random(seed)
+    shape = chance.choice([*_HEADS, "text", "cut off"])
+    messages = [f"{harmony.CHANNEL}analysis{harmony.MESSAGE}{_plain(chance)}"] * (chance.random() < 0.7)
+    messages += [f"{harmony.CHANNEL}commentary{harmony.MESSAGE}{_plain(chance)}"] * (chance.random() < 0.3)
+    if shape in _HEADS or (shape == "cut off" and chance.random() < 0.6):
+        head = _HEADS[shape if shape in _HEADS else chance.choice(list(_HEADS))]
+        name, value = chance.choice(TOOLS)["function"]["name"], _arguments(chance, False)
+        arguments = json.dumps(value, ensure_ascii=chance.random() < 0.3)
+        messages.append(head.format(name=name) + arguments + harmony.CALL)
+    else:
+        messages.append(f"{harmony.CHANNEL}final{harmony.MESSAGE}{_plain(chance)}{harmony.RETURN}")
+    text = (harmony.END + _NEXT).join(messages)
+    if shape == "cut off":  # between two tokens: markers always are some
+        tokens = [token for step in _steps(text, [*harmony.MARKERS], chance) for token in step]
+        text = "".join(tokens[: chance.randint(1, len(tokens))])
+    return Transcript("openai", "channels", text, _steps(text, [*harmony.MARKERS], chance), shape)
 
 
 def _reasoning(chance: random.Random) -> Transcript:

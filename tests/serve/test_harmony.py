@@ -15,6 +15,7 @@ TEMPLATE = (
     "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for message in messages %}{% if message.role == 'assistant' and message.tool_calls %}"
     "{{ '' if '<|channel|>' in message.content else '' }}"
+    "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
     "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
     "{% set call = message.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}"
     "<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>"
@@ -61,11 +62,30 @@ def test_an_answer_to_a_schema_is_the_final_message_alone(client, brief):
     assert answers[True] == answers[False]
 
 
+def test_not_to_think_at_all_is_refused(client, brief):
+    assert client.post("/v1/chat/completions", json={**brief, "reasoning_effort": "low"}).status_code == 200
+    for path, field, value in (
+        ("/v1/chat/completions", "reasoning_effort", "none"),
+        ("/v1/chat/completions", "thinking", {"type": "disabled"}),
+        ("/v1/messages", "thinking", {"type": "disabled"}),
+    ):
+        answer = client.post(path, json={**brief, field: value})
+        assert answer.status_code == 400
+        assert field in answer.json()["error"]["message"]
+
+
+def test_a_final_message_that_is_gone_on_with_is_text_and_may_have_a_form(client, brief):
+    body = {**brief, "messages": [USER, {"role": "assistant", "content": "It is "}], "continue_final_message": True}
+    message = client.post("/v1/chat/completions", json={**body, "structured_outputs": {"choice": ["warm", "cold"]}})
+    assert message.json()["choices"][0]["message"]["content"] in ("warm", "cold")
+
+
 def test_a_history_of_calls_and_thoughts_is_what_the_template_takes():
     call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I need the time."}
-    text = ChatRenderer(byte_tokenizer(TEMPLATE, MARKERS)).render(Chat([USER, asked]))
-    assert text.endswith(
-        "<|start|>assistant<|channel|>analysis<|message|>I need the time.<|end|><|start|>assistant to=functions.clock"
-        '<|channel|>commentary json<|message|>{"zone": "CET"}<|call|><|start|>assistant'
-    )
+    renderer = ChatRenderer(byte_tokenizer(TEMPLATE, MARKERS))
+    for content, thought in ((None, "I need the time."), ("One moment.", "I need the time.\nOne moment.")):
+        assert renderer.render(Chat([USER, {**asked, "content": content}])).endswith(
+            f"<|start|>assistant<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant to=functions.clock"
+            '<|channel|>commentary json<|message|>{"zone": "CET"}<|call|><|start|>assistant'
+        )

@@ -151,8 +151,10 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>It is 3 < 4.\n"
     [
         (ANALYSIS + FINAL, "I should look.", "It is 3 < 4.\n", 0),
         (ANALYSIS + PREAMBLE + CALLED, "I should look.", "Let me see.", 1),
-        (ANALYSIS + ANALYSIS + FINAL + "<|return|>", "I should look." * 2, "It is 3 < 4.\n", 0),
+        (ANALYSIS + ANALYSIS + FINAL + "<|return|>", "I should look.\nI should look.", "It is 3 < 4.\n", 0),
+        (PREAMBLE + FINAL + "<|return|>", "", "Let me see.\nIt is 3 < 4.\n", 0),
         (ANALYSIS + "<|start|>assistant to=functions.weather<|channel|>commentary", "I should look.", "", 0),
+        (" to=functions.weather<|channel|>comm", "", "", 0),
         (ANALYSIS[:-9], "I should loo", "", 0),
         ("No header at all.", "", "No header at all.", 0),
     ],
@@ -161,8 +163,8 @@ def test_gpt_oss_s_channels_are_reasoning_text_and_calls(as_tokens, answer, reas
     tokens = dict.fromkeys(harmony.MARKERS, 0) if as_tokens else {}
     for marker in tokens:
         answer = answer.replace(marker, "\ufdd0" + marker)
-    if not as_tokens and answer.endswith("commentary"):
-        content = "<|start|>assistant to=functions.weather<|channel|>commentary"  # letters that are no header
+    if not as_tokens and answer.endswith(("commentary", "comm")):
+        content = answer.removeprefix(ANALYSIS)  # letters that are no header
     form = AnswerForm(FAMILIES["openai"], REASONING["openai_gptoss"], tools=TOOLS, tokens=tokens, channels=True)
     for pieces in ([answer], list(answer)):
         message = joined(form.parser(), pieces)
@@ -171,7 +173,7 @@ def test_gpt_oss_s_channels_are_reasoning_text_and_calls(as_tokens, answer, reas
     plain = dataclasses.replace(form, family=None, reasoning=None)
     message = joined(plain.parser(), list(answer))
     assert message.reasoning == "" and message.calls == ()
-    assert message.content.startswith((reasoning + content).strip())
+    assert message.content.replace("\n", "").startswith((reasoning + content).replace("\n", ""))
 
 
 def test_the_prompt_s_end_says_whether_an_answer_begins_inside_the_reasoning() -> None:

@@ -112,8 +112,10 @@ class ChatRenderer:
         calls = message.get("tool_calls")
         if message["role"] == "developer" and not self._knows_developers:
             message = {**message, "role": "system"}
-        if self._calls_it_thinking and "reasoning_content" in message and not (calls and message["content"]):
+        if self._calls_it_thinking and "reasoning_content" in message:
             message = {**message, "thinking": message["reasoning_content"]}
+            if calls and message["content"]:  # it takes one of them beside a call, and writes either as analysis
+                message |= {"thinking": f"{message['thinking']}\n{message['content']}", "content": None}
         if not calls or not self._knows_tools:
             return message
         message = _with_arguments(message, _text if self._takes_text else arguments_json)

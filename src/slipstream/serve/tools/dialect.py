@@ -68,8 +68,11 @@ class Dialect:
         return opening(prompt, self.reasoning) if begun is None else going_on(begun)
 
     def check_thinking(self, effort: str | None, thinking: Thinking | None, begins: Opening) -> None:
-        """Raise where a client wants no reasoning (which is no hint), and the template has opened it nevertheless."""
-        if begins == "inside":
+        """Raise where a client wants no reasoning (which is no hint), and there is some nevertheless.
+
+        The template has opened it, or the model, which writes it on a channel of its own, knows no answers without.
+        """
+        if begins == "inside" or (begins == "either" and self.channels):
             if thinking is not None and thinking.type == "disabled":
                 raise _no_switch("thinking")
             if thinking is None and effort == "none":
