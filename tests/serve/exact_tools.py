@@ -1,18 +1,18 @@
 """Tools, forced calls, schemas and reasoning give the same tokens with a chain, a tree and no draft.
 
-PYTHONPATH=src:tests:tests/serve python tests/serve/exact_tools.py 300
+PYTHONPATH=src:tests:tests/serve python tests/serve/exact_tools.py 300 [kimi | gpt_oss]
 """
 
 import random
 import sys
 from typing import Any
 
-from tool_server import CHATML, THINKING, WORDS, byte_tokenizer, running
+from tool_server import gpt_oss, kimi
 
-from slipstream.serve.tools.families import FAMILIES
 from slipstream.speculation.tree import TreeShape
 
 TREES = {"chain": TreeShape.chain(4), "tree": TreeShape(depth=3, width=3, budget=9)}
+SERVERS = {"kimi": kimi, "gpt_oss": gpt_oss}
 CITY = {"type": "string", "maxLength": 8}
 
 
@@ -51,13 +51,11 @@ def parameters(chance: random.Random) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": names[:1], "additionalProperties": False}
 
 
-def main(count: int) -> int:
+def main(count: int, family: str = "kimi") -> int:
     """Compare; returns how many answers differ."""
-    template = WORDS["kimi_k2"] + CHATML.replace("{{ opening }}", THINKING)
-    markers = (*FAMILIES["kimi_k2"].markers, "<think>", "</think>")
     answers: dict[str, list[list[int]]] = {}
     for name, tree in TREES.items():
-        with running(byte_tokenizer(template, markers), tree) as server, server.client() as client:
+        with SERVERS[family](tree) as server, server.client() as client:
             for kind, guess in ((name, True), ("none", False)) if name == "chain" else ((name, True),):
                 answers[kind] = []
                 for seed in range(count):
@@ -70,4 +68,4 @@ def main(count: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])) > 0)
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]) > 0)

@@ -5,24 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 from tiny_server import Running
-from tool_server import byte_tokenizer, running
+from tool_server import GPT_OSS, byte_tokenizer, gpt_oss
 
 from slipstream.serve.tools.chat import Chat, ChatRenderer
 from slipstream.serve.tools.harmony import MARKERS
 
-# The parts of OpenAI's template that matter here: it refuses null contents, names reasoning `thinking`, knows one call.
-TEMPLATE = (
-    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
-    "{% for message in messages %}{% if message.role == 'assistant' and message.tool_calls %}"
-    "{{ '' if '<|channel|>' in message.content else '' }}"
-    "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
-    "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
-    "{% set call = message.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}"
-    "<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>"
-    "{% elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>"
-    "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
 USER = {"role": "user", "content": "How warm is it?"}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"additionalProperties": False}}}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"],
@@ -31,7 +18,7 @@ CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "r
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(byte_tokenizer(TEMPLATE, MARKERS)) as served:
+    with gpt_oss() as served:
         yield served
 
 
@@ -83,7 +70,7 @@ def test_a_final_message_that_is_gone_on_with_is_text_and_may_have_a_form(client
 def test_a_history_of_calls_and_thoughts_is_what_the_template_takes():
     call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I need the time."}
-    renderer = ChatRenderer(byte_tokenizer(TEMPLATE, MARKERS))
+    renderer = ChatRenderer(byte_tokenizer(GPT_OSS, MARKERS))
     for content, thought in ((None, "I need the time."), ("One moment.", "I need the time.\nOne moment.")):
         assert renderer.render(Chat([USER, {**asked, "content": content}])).endswith(
             f"<|start|>assistant<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant to=functions.clock"

@@ -26,6 +26,19 @@ WORDS = {
 }
 THINKING = "{% if thinking %}<think>{% else %}<think></think>{% endif %}"
 CONTROL = ("<|im_end|>", "<|im_start|>")
+# The parts of OpenAI's template that matter here: it refuses null contents, names reasoning `thinking`, knows one call.
+GPT_OSS = (
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}{% if message.role == 'assistant' and message.tool_calls %}"
+    "{{ '' if '<|channel|>' in message.content else '' }}"
+    "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
+    "{% set call = message.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}"
+    "<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>"
+    "{% elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>"
+    "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 
 
 def byte_tokenizer(template: str, markers: tuple[str, ...] = ()) -> Tokenizer:
@@ -39,10 +52,15 @@ def byte_tokenizer(template: str, markers: tuple[str, ...] = ()) -> Tokenizer:
     return Tokenizer(fast, {"eos_token": CONTROL[0]}, Path("bytes"), template)
 
 
-def kimi() -> Running:
+def kimi(tree: TreeShape | None = None) -> Running:
     """Return a server that writes calls and thoughts as Kimi-K2 does."""
     template = WORDS["kimi_k2"] + CHATML.replace("{{ opening }}", THINKING)
-    return running(byte_tokenizer(template, (*FAMILIES["kimi_k2"].markers, "<think>", "</think>")))
+    return running(byte_tokenizer(template, (*FAMILIES["kimi_k2"].markers, "<think>", "</think>")), tree)
+
+
+def gpt_oss(tree: TreeShape | None = None) -> Running:
+    """Return a server that writes messages on channels as gpt-oss does."""
+    return running(byte_tokenizer(GPT_OSS, FAMILIES["openai"].markers), tree)
 
 
 def running(tokenizer: Tokenizer, tree: TreeShape | None = None, **settings: object) -> Running:
