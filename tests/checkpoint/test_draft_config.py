@@ -184,6 +184,7 @@ def test_flags_are_read(changes, expected):
         ({**SPECFORGE, "eagle_config": {IDS: []}}, "empty list"),
         ({**SPECFORGE, "eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state"),
         ({**SPECFORGE, "capture_convention": "later"}, "blocks_applied or block_output"),
+        ({**SPECFORGE, "architectures": ["Glm4MoeForCausalLMEagle3"], "use_moe": True}, "dense feed-forward part"),
         ({key: value for key, value in SPECFORGE.items() if key != "hidden_size"}, "'hidden_size' is missing"),
     ],
 )

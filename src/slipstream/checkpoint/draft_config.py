@@ -106,11 +106,11 @@ def read_draft(config: Mapping[str, Any], source: Path, target_layers: int | Non
     fields = Fields(config, config_file(source))
     speculators = fields.has("speculators_model_type")
     _refuse_successors(fields)
+    _refuse_other_drafts(fields)
     block = fields.nested("transformer_layer_config") if speculators else fields
     family = _family(fields, block, speculators)
     if speculators:
         block = Fields({**_NESTED_DEFAULTS[family], **_present(block.values)}, fields.file, block.name(""))
-    _refuse_other_drafts(fields)
     check_activation(block)
     hidden_size = block.integer("hidden_size")
     num_heads = block.integer("num_attention_heads")
@@ -220,6 +220,10 @@ def _mask_token(fields: Fields, vocab_size: int) -> int | None:
 
 
 def _refuse_other_drafts(fields: Fields) -> None:
+    if fields.flag("use_moe", False):  # as TorchSpec trains some for GLM-4.5 and Kimi-K2.5
+        raise fields.error(
+            "use_moe", "is true; slipstream runs drafts with a dense feed-forward part, not with experts."
+        )
     eagle = fields.nested("eagle_config")
     for key, expected in _EAGLE_SWITCHES.items():
         if eagle.has(key) and eagle.values[key] != expected:
