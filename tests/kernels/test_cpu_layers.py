@@ -1,4 +1,5 @@
 import copy
+import itertools
 import logging
 
 import pytest
@@ -10,6 +11,7 @@ from slipstream.checkpoint.spec import RopeSpec
 from slipstream.errors import KernelError
 from slipstream.kernels import KV_FP8, AttentionBatch, select
 from slipstream.kernels.cpu import library
+from slipstream.kernels.cpu.library import ISAS
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache, PagedContext
@@ -117,6 +119,23 @@ def test_bits_do_not_depend_on_chunks_threads_or_pages(fast_ops, generator, form
                     parts.append(model(part, context(ops, kv, at, len(part), page_size), (2,)))
                 assert torch.equal(torch.cat([part.last_TD for part in parts]), whole.last_TD)
                 assert torch.equal(torch.cat([part.captured[0] for part in parts]), whole.captured[0])
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_long_prompt_has_the_bits_of_its_chunks_whatever_cuts_it(fast_ops, generator, window):
+    model = make_target(generator, **WIDE, sliding_window=window)
+    pack(model, "q4_1", fast_ops, generator)
+    ids = torch.randint(0, 90, (231,), generator=generator)
+    kv = cache(model, 16, torch.float16)
+    chunks = [0, 1, 8, 47, 110, 231]
+    parts = [
+        model(ids[at:end], context(CpuOps(1), kv, at, end - at, 16), (1,)) for at, end in itertools.pairwise(chunks)
+    ]
+    slower = [CpuOps(2, isa) for isa in ISAS[: ISAS.index(fast_ops.isa)]]
+    for ops in [CpuOps(threads) for threads in (1, 2, 3, 4)] + slower:
+        whole = model(ids, context(ops, cache(model, 16, torch.float16), 0, 231, 16), (1,))
+        assert torch.equal(torch.cat([part.last_TD for part in parts]), whole.last_TD)
+        assert torch.equal(torch.cat([part.captured[0] for part in parts]), whole.captured[0])
 
 
 @pytest.mark.parametrize("format", ["q4_1", "q8_0", "w4a8"])

@@ -15,10 +15,11 @@ namespace slip {
 namespace SLIP_NAMESPACE {
 
 constexpr int kMaxRows = 256;  // of one block of queries; ../ops.py refuses larger groups of heads
+// What fits the registers: rows and tiles of 16 keys scored together, rows and columns of 16 values summed together.
 #if SLIP_ISA == 2
-constexpr int kScoreRows = 6, kValueRows = 8;
+constexpr int kScoreRows = 8, kScoreTiles = 2, kValueRows = 6, kValueColumns = 4;
 #else
-constexpr int kScoreRows = 4, kValueRows = 3;
+constexpr int kScoreRows = 4, kScoreTiles = 1, kValueRows = 3, kValueColumns = 2;
 #endif
 
 struct AttentionArgs {
@@ -50,6 +51,11 @@ struct Unit {
     int group() const { return args.plan.group; }
     int rows() const { return block.tokens * group(); }
     const TokenView& view(int token) const { return args.plan.tokens[block.first + token]; }
+    int shared(int begin, int end) const {  // below this rank, tokens begin .. end see the same keys
+        int rank = view(begin).regular;
+        for (int t = begin + 1; t < end; ++t) rank = view(t).regular < rank ? view(t).regular : rank;
+        return rank;
+    }
     int first_rank() const {
         if (args.window <= 0 && args.chunk <= 0) return 0;
         int first = view(0).first_rank(args.window, args.chunk);
@@ -82,24 +88,28 @@ struct ScoredRow {
     float* scores;
 };
 
-template <int R, class K>
+// Scores of C tiles of 16 keys, `16 head_dim` numbers each. A row's value is broadcast once for all of them.
+template <int R, int C, class K>
 static void score_rows(const ScoredRow* rows, int num_rows, const K* keys, int head_dim, int base) {
     int done = 0;
     for (; done + R <= num_rows; done += R) {
         const float* q[R];
-        V sum[R];
-        for (int r = 0; r < R; ++r) {
-            q[r] = rows[done + r].query;
-            sum[r] = vzero();
+        V sum[R * C];
+        unrolled<R>(SLIP_UNROLLED { q[i] = rows[done + i].query; });
+        unrolled<R * C>(SLIP_UNROLLED { sum[i] = vzero(); });
+        for (int at = 0; at < head_dim; ++at) {
+            V key[C];
+            unrolled<C>(SLIP_UNROLLED { key[i] = vload_any(keys + 16 * (i * head_dim + at)); });
+            unrolled<R>(SLIP_UNROLLED {
+                constexpr int r = i;
+                const V value = vset(q[r][at]);
+                unrolled<C>(SLIP_UNROLLED { sum[r * C + i] = vfma(value, key[i], sum[r * C + i]); });
+            });
         }
-        for (int i = 0; i < head_dim; ++i) {
-            const V key = vload_any(keys + 16 * i);
-            for (int r = 0; r < R; ++r) sum[r] = vfma(vset(q[r][i]), key, sum[r]);
-        }
-        for (int r = 0; r < R; ++r) vstore(rows[done + r].scores + base, sum[r]);
+        unrolled<R * C>(SLIP_UNROLLED { vstore(rows[done + i / C].scores + base + 16 * (i % C), sum[i]); });
     }
     if constexpr (R > 1) {
-        if (done < num_rows) score_rows<R - 1>(rows + done, num_rows - done, keys, head_dim, base);
+        if (done < num_rows) score_rows<(R + 1) / 2, C>(rows + done, num_rows - done, keys, head_dim, base);
     }
 }
 
@@ -148,65 +158,65 @@ class Ahead {
 SLIP_INLINE int lines_per_scores(int rows) { return 19 + 4 * rows; }
 SLIP_INLINE int lines_per_values(int rows) { return 8 + 4 * rows; }
 
-// Scores of 16 keys for some rows. With few rows, half-precision keys are widened as they are multiplied: that is less
-// work than storing them wide; with many rows it would be done again for every six of them.
-template <class T>
+// Scores of C tiles of keys for some rows. With few rows, half-precision keys are widened as they are multiplied: that is
+// less work than storing them wide; with many rows it would be done again for every eight of them.
+template <int C, class T>
 static void score_keys(const ScoredRow* rows, int num_rows, const T* const* keys, int head_dim, float* transposed, int base) {
 #if SLIP_ISA == 2
-    if constexpr (std::is_same<T, Half>::value) {
+    if constexpr (std::is_same<T, Half>::value && C == 1) {
         if (num_rows <= 2 * kScoreRows) {
             Half* halves = reinterpret_cast<Half*>(transposed);
             transpose_keys(keys, head_dim, halves);
-            return score_rows<kScoreRows>(rows, num_rows, halves, head_dim, base);
+            return score_rows<kScoreRows, 1>(rows, num_rows, halves, head_dim, base);
         }
     }
 #endif
-    transpose_keys(keys, head_dim, transposed);
-    score_rows<kScoreRows>(rows, num_rows, transposed, head_dim, base);
+    for (int tile = 0; tile < C; ++tile) transpose_keys(keys + 16 * tile, head_dim, transposed + 16 * tile * head_dim);
+    score_rows<kScoreRows, C>(rows, num_rows, transposed, head_dim, base);
 }
 
 template <class T>
 SLIP_INLINE void scale_scores(const Unit<T>& unit, const ScoredRow* rows, int num_rows, const TokenView& view, int base) {
     if constexpr (std::is_same<T, Eight>::value) {
         float scales[16];
-        for (int lane = 0; lane < 16; ++lane)
-            scales[lane] = unit.scale(unit.args.kv.key_scales, view.slot(base + lane < view.count ? base + lane : view.count - 1));
+        for (int lane = 0; lane < 16; ++lane) scales[lane] = unit.scale(unit.args.kv.key_scales, view.slot_up_to_last(base + lane));
         const V by = vload(scales);
         for (int row = 0; row < num_rows; ++row) vstore(rows[row].scores + base, vmul(vload(rows[row].scores + base), by));
     }
 }
 
-// Scores of ranks 16 begin .. 16 end.
-template <class T>
-static void score_tiles(const Unit<T>& unit, int begin, int end, float* transposed) {
-    const T* pointers[16];
+// Scores of C tiles of keys, from rank `base` on, for rows that see the same keys there, as `view` does.
+template <int C, class T>
+static void score_view(const Unit<T>& unit, const ScoredRow* rows, int num_rows, const TokenView& view, int base, float* transposed) {
+    const T* pointers[16 * C];
+    for (int lane = 0; lane < 16 * C; ++lane) pointers[lane] = unit.keys(view.slot_up_to_last(base + lane));
+    score_keys<C>(rows, num_rows, pointers, unit.args.head_dim, transposed, base);
+    for (int tile = 0; tile < C; ++tile) scale_scores(unit, rows, num_rows, view, base + 16 * tile);
+}
+
+// Scores of C tiles of keys for every row of a unit.
+template <int C, class T>
+static void score_tiles(const Unit<T>& unit, int tile, float* transposed) {
     ScoredRow rows[kMaxRows];
-    const int group = unit.group(), head_dim = unit.args.head_dim;
-    for (int tile = begin; tile < end; ++tile) {
-        const int base = 16 * tile;
-        int num_rows = 0;
-        const TokenView* longest = nullptr;
-        for (int t = 0; t < unit.block.tokens; ++t) {
-            const TokenView& view = unit.view(t);
-            if (view.count <= base) continue;
-            if (view.regular >= (view.count < base + 16 ? view.count : base + 16)) {
-                for (int h = 0; h < group; ++h) rows[num_rows++] = {unit.query(t, h), unit.row_scores(t * group + h)};
-                if (!longest || view.count > longest->count) longest = &view;
-                continue;
-            }
-            ScoredRow own[kMaxRows];
-            for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(view.slot(base + lane < view.count ? base + lane : view.count - 1));
-            for (int h = 0; h < group; ++h) own[h] = {unit.query(t, h), unit.row_scores(t * group + h)};
-            score_keys(own, group, pointers, head_dim, transposed, base);
-            scale_scores(unit, own, group, view, base);
+    const int group = unit.group(), base = 16 * tile, end = base + 16 * C;
+    int num_rows = 0;
+    const TokenView* longest = nullptr;
+    for (int t = 0; t < unit.block.tokens; ++t) {
+        const TokenView& view = unit.view(t);
+        if (view.count <= base) continue;
+        ScoredRow* own = rows + num_rows;
+        for (int h = 0; h < group; ++h) own[h] = {unit.query(t, h), unit.row_scores(t * group + h)};
+        if (view.regular < (view.count < end ? view.count : end)) {  // it sees other keys than the rest
+            score_view<C>(unit, own, group, view, base, transposed);
+            continue;
         }
-        if (!longest) continue;
-        for (int lane = 0; lane < 16; ++lane)
-            if (base + kKeysAhead + lane < longest->tail_start) fetch(unit.keys(longest->slots[base + kKeysAhead + lane]), unit.args.head_dim);
-        for (int lane = 0; lane < 16; ++lane) pointers[lane] = unit.keys(longest->slot(base + lane < longest->count ? base + lane : longest->count - 1));
-        score_keys(rows, num_rows, pointers, head_dim, transposed, base);
-        scale_scores(unit, rows, num_rows, *longest, base);
+        num_rows += group;
+        if (!longest || view.count > longest->count) longest = &view;
     }
+    if (!longest) return;
+    for (int rank = base + kKeysAhead; rank < end + kKeysAhead && rank < longest->tail_start; ++rank)
+        fetch(unit.keys(longest->slots[rank]), unit.args.head_dim);
+    score_view<C>(unit, rows, num_rows, *longest, base, transposed);
 }
 
 // Turn a row's scores into weights, zero from the block's first rank to the row's own; keep one over their sum.
@@ -304,19 +314,26 @@ SLIP_INLINE void finish_row(const Unit<T>& unit, int row, float* out, int at, in
 }
 
 template <int R, int C, class T>
-static void value_rows(const Unit<T>& unit, int row, int at, int width, const Ranks& ranks) {
+static void value_rows(const Unit<T>& unit, int row, int at, int width, Ranks ranks) {
     SummedRows<R> rows;
-    for (int r = 0, token = row / unit.group(), head = row % unit.group(); r < R; ++r) {
+    const int begin = row / unit.group();
+    int token = begin;
+    for (int r = 0, head = row % unit.group(); r < R; ++r) {
         rows.weights[r] = unit.row_scores(row + r);
         rows.out[r] = unit.output(token, head) + at;
-        if (++head == unit.group()) {
+        if (++head == unit.group() && r + 1 < R) {
             head = 0;
             ++token;
         }
     }
-    add_shared<R, C>(rows, unit.values(0) + at, unit.view(0), unit.args.kv.slot_stride, width, ranks);
+    const int first = ranks.last ? unit.first_rank() : 0;
+    if (ranks.last) {  // these rows may see more keys alike than the whole block, and a window may begin within a tree
+        ranks.begin = first > ranks.begin ? first : ranks.begin;
+        ranks.end = unit.shared(begin, token + 1);
+    }
+    add_shared<R, C>(rows, unit.values(0) + at, unit.view(begin), unit.args.kv.slot_stride, width, ranks);
     if (!ranks.last) return;
-    const int first = unit.first_rank(), rest = first > ranks.end ? first : ranks.end;  // a window may begin within a tree
+    const int rest = first > ranks.end ? first : ranks.end;
     for (int r = 0; r < R; ++r) finish_row<C>(unit, row + r, rows.out[r], at, width, rest);
 }
 
@@ -329,13 +346,15 @@ static void value_columns(const Unit<T>& unit, int row, int at, int width, const
     }
 }
 
-// Values 32 chunk .. 32 chunk + 32 of every row's output.
+// Values 32 chunk .. 32 end of every row's output.
 template <class T>
-static void value_chunk(const Unit<T>& unit, int chunk, const Ranks& ranks) {
+static void value_chunks(const Unit<T>& unit, int chunk, int end, const Ranks& ranks) {
+    const int last = 32 * end < unit.args.head_dim ? 32 * end : unit.args.head_dim;
     int at = 32 * chunk;
-    const int end = at + 32 < unit.args.head_dim ? at + 32 : unit.args.head_dim;
-    if (end - at == 32) return value_columns<kValueRows, 2>(unit, 0, at, 32, ranks);
-    for (; at < end; at += 16) value_columns<kValueRows, 1>(unit, 0, at, end - at < 16 ? end - at : 16, ranks);
+    if constexpr (kValueColumns == 4)
+        for (; at + 64 <= last && unit.rows() >= kValueRows; at += 64) value_columns<kValueRows, 4>(unit, 0, at, 64, ranks);
+    for (; at + 32 <= last; at += 32) value_columns<kValueRows, 2>(unit, 0, at, 32, ranks);
+    for (; at < last; at += 16) value_columns<kValueRows, 1>(unit, 0, at, last - at < 16 ? last - at : 16, ranks);
 }
 
 // The same values as the reader's input, while they are in the first cache of the member that computed them.
@@ -358,11 +377,13 @@ static void value_range(const UnitOf& unit_of, int chunks, int begin, int end, A
     for (int rank = from; rank == from || rank < shared; rank += kTile) {
         const int stop = rank + kTile < shared ? rank + kTile : shared;
         const Ranks ranks{rank, stop, rank == from, stop == shared};
-        for (int column = begin; column < end; ++column) {
+        for (int column = begin; column < end;) {
             const auto unit = unit_of(column / chunks);
-            value_chunk(unit, column % chunks, ranks);
-            if (ranks.last && unit.args.reader) quantize_chunk(unit, column % chunks);
-            ahead.some(lines_per_values(some.rows()));
+            const int chunk = column % chunks, stop = chunk + end - column < chunks ? chunk + end - column : chunks;
+            value_chunks(unit, chunk, stop, ranks);
+            for (int c = chunk; ranks.last && unit.args.reader && c < stop; ++c) quantize_chunk(unit, c);
+            ahead.some((stop - chunk) * lines_per_values(some.rows()));
+            column += stop - chunk;
         }
     }
 }
@@ -371,36 +392,51 @@ struct AttentionRoom {
     int64_t scores, inverse, transposed;  // floats
 };
 
-static AttentionRoom attention_room(const PlanRoom& plan, int group, int padded_keys, int kv_heads, int head_dim, int team) {
-    const int64_t copies = (plan.together ? plan.blocks : team) * kv_heads, max_rows = static_cast<int64_t>(plan.block_tokens) * group;
-    return {copies * max_rows * padded_keys, copies * max_rows, static_cast<int64_t>(team) * 16 * head_dim};
+// Rows of scores that a member needs for a block: of one key head, or of all of them where there are few rows.
+SLIP_INLINE int64_t member_rows(int max_rows, int kv_heads) {
+    const int together = kv_heads * (max_rows < kFewRows ? max_rows : kFewRows);
+    return max_rows > together ? max_rows : together;
 }
 
+static AttentionRoom attention_room(const PlanRoom& plan, int group, int padded_keys, int kv_heads, int head_dim, int team) {
+    const int max_rows = plan.block_tokens * group;
+    const int64_t rows = plan.together ? plan.blocks * kv_heads * max_rows : team * member_rows(max_rows, kv_heads);
+    return {rows * padded_keys, rows, static_cast<int64_t>(team) * kScoreTiles * 16 * head_dim};
+}
+
+// A unit whose scores begin at row `first` of the room for them.
 template <class T>
-SLIP_INLINE Unit<T> make_unit(const AttentionArgs& args, int index, int copy) {
-    return {args, args.plan.blocks[index / args.kv_heads], index % args.kv_heads,
-            args.scores + static_cast<int64_t>(copy) * args.plan.max_rows * args.plan.padded_keys,
-            args.inverse + static_cast<int64_t>(copy) * args.plan.max_rows};
+SLIP_INLINE Unit<T> make_unit(const AttentionArgs& args, int block, int head, int64_t first) {
+    return {args, args.plan.blocks[block], head, args.scores + first * args.plan.padded_keys, args.inverse + first};
+}
+template <class T>
+SLIP_INLINE Unit<T> shared_unit(const AttentionArgs& args, int index) {  // every unit has rows of its own
+    return make_unit<T>(args, index / args.kv_heads, index % args.kv_heads, static_cast<int64_t>(index) * args.plan.max_rows);
 }
 
 // One block of queries by one member. With few rows memory decides, and is read from front to back, all heads of a tile
 // together; with many rows arithmetic does, and a head's scores stay in the second cache.
 template <class T>
-static void attend_block(const AttentionArgs& args, int block, int next, int copy, float* transposed) {
+static void attend_block(const AttentionArgs& args, int block, int next, int member, float* transposed) {
     const int heads = args.kv_heads, chunks = (args.head_dim + 31) / 32;
-    const auto unit_of = [&](int head) { return make_unit<T>(args, block * heads + head, copy * heads + head); };
+    const int rows = args.plan.blocks[block].tokens * args.plan.group, together = rows > kFewRows ? 1 : heads;
+    const int64_t own = member * member_rows(args.plan.max_rows, heads);
+    const auto unit_of = [&](int head) { return make_unit<T>(args, block, head, own + head % together * rows); };
     const Unit<T> some = unit_of(0);
-    const int first = some.first_rank() / 16, last = (some.block.last + 15) / 16, rows = some.rows();
-    const int together = 2 * rows > kBlockRows ? 1 : heads;
+    const int first = some.first_rank() / 16, last = (some.block.last + 15) / 16;
     Ahead ahead;
     ahead.rows<T>(args.kv.values, some.view(0), args.kv.slot_stride, 0, heads * args.head_dim);
     for (int head = 0; head < heads; head += together) {
         const int stop = head + together;
-        for (int tile = first; tile < last; ++tile)
+        for (int tile = first; tile < last;) {
+            const bool several = together == 1 && tile + kScoreTiles <= last;
             for (int h = head; h < stop; ++h) {
-                score_tiles(unit_of(h), tile, tile + 1, transposed);
+                if (several) score_tiles<kScoreTiles>(unit_of(h), tile, transposed);
+                else score_tiles<1>(unit_of(h), tile, transposed);
                 ahead.some(lines_per_scores(rows));
             }
+            tile += several ? kScoreTiles : 1;
+        }
         if (stop == heads && next >= 0)
             ahead.rows<T>(args.kv.keys, args.plan.tokens[args.plan.blocks[next].first], args.kv.slot_stride, 0, heads * args.head_dim);
         for (int h = head; h < stop; ++h)
@@ -413,7 +449,7 @@ static void attend_block(const AttentionArgs& args, int block, int next, int cop
 template <class T>
 static void attend_over(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
     const int units = args.plan.num_blocks * args.kv_heads, chunks = (args.head_dim + 31) / 32;
-    float* transposed = transposed_room + static_cast<int64_t>(team.id) * 16 * args.head_dim;
+    float* transposed = transposed_room + static_cast<int64_t>(team.id) * kScoreTiles * 16 * args.head_dim;
     if (!together) {
         const int mine = Team::part_begin(args.plan.num_blocks, team.id + 1, team.size);
         team.share(args.plan.num_blocks, 1, [&](int block, int) {
@@ -433,21 +469,21 @@ static void attend_over(const AttentionArgs& args, bool together, float* transpo
         const int block = index / groups;
         for (int tile = index % groups * kTiles; tile < (index % groups + 1) * kTiles; ++tile)
             for (int head = 0; head < heads; ++head) {
-                const Unit<T> unit = make_unit<T>(args, block * heads + head, block * heads + head);
+                const Unit<T> unit = shared_unit<T>(args, block * heads + head);
                 if (tile < unit.first_rank() / 16 || tile >= (unit.block.last + 15) / 16) continue;
-                score_tiles(unit, tile, tile + 1, transposed);
+                score_tiles<1>(unit, tile, transposed);
                 ahead.some(lines_per_scores(unit.rows()));
             }
     });
     team.share(units * args.plan.max_rows, 4, [&](int begin, int end) {
         for (int index = begin; index < end; ++index) {
-            const Unit<T> unit = make_unit<T>(args, index / args.plan.max_rows, index / args.plan.max_rows);
+            const Unit<T> unit = shared_unit<T>(args, index / args.plan.max_rows);
             if (index % args.plan.max_rows < unit.rows()) softmax_row(unit, index % args.plan.max_rows);
         }
     });
     team.share(args.plan.num_blocks * spans, 1, [&](int index, int) {
         const int block = index / spans, span = index % spans;
-        value_range([&](int head) { return make_unit<T>(args, block * heads + head, block * heads + head); }, chunks,
+        value_range([&](int head) { return shared_unit<T>(args, block * heads + head); }, chunks,
                     columns * span / spans, columns * (span + 1) / spans, ahead);
     });
 }

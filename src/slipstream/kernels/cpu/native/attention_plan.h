@@ -6,7 +6,8 @@
 namespace slip {
 namespace SLIP_NAMESPACE {
 
-constexpr int kBlockRows = 48;
+constexpr int kBlockRows = 96;  // of queries that keys are transposed for
+constexpr int kFewRows = 24;    // for which all key heads are attended together; see attend_block
 
 struct TokenView {
     const int64_t* slots;  // of its request's keys, by index
@@ -18,6 +19,7 @@ struct TokenView {
     int32_t count;    // visible keys, whatever the window
 
     int64_t slot(int rank) const { return rank < tail_start ? slots[rank] : tail[rank - tail_start]; }
+    int64_t slot_up_to_last(int rank) const { return slot(rank < count ? rank : count - 1); }
     // A window shows the last keys, so many; a chunk those from its own start on. Both count positions, which ranks are.
     int first_rank(int window, int chunk) const {
         const int first = window > 0 ? count - window : chunk > 0 ? (count - 1) / chunk * chunk : 0;

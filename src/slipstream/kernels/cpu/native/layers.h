@@ -223,11 +223,27 @@ struct Walk {
     }
 };
 
-// Lay out what rows of a stack need, and plan their attention; in two passes, as a Scratch wants it.
-static void lay_out(Scratch& scratch, bool for_good, const Stack& stack, const Batch& batch, int team, Workspace& room) {
+// Lay out what rows keep from one loop to the next, and plan their attention; in two passes, as a Scratch wants it.
+static PlanRoom lay_out_rows(Scratch& scratch, bool for_good, const Stack& stack, const Batch& batch, int team, Workspace& room) {
     const Layer& first = stack.layers[0];
-    const int tokens = batch.tokens, group = first.heads / first.kv_heads;
-    int64_t normed = 0, codes = 0, qkv = 0, wide = 0, uneven = 0;
+    const int group = first.heads / first.kv_heads;
+    const PlanRoom size = plan_room(batch, group, team);
+    int64_t qkv = 0;
+    for (int i = 0; i < stack.num_layers; ++i) qkv = num_outputs(stack.layers[i].qkv) > qkv ? num_outputs(stack.layers[i].qkv) : qkv;
+    int64_t* slots = scratch.take<int64_t>(size.keys + 1);
+    int64_t* tails = scratch.take<int64_t>(64 * size.tokens);
+    TokenView* views = scratch.take<TokenView>(size.tokens);
+    QueryBlock* blocks = scratch.take<QueryBlock>(size.blocks + 1);
+    room.qkv = scratch.take<float>(qkv * batch.tokens);
+    room.together = size.together;
+    if (for_good) room.attention.plan = make_plan(batch, group, size.block_tokens, slots, tails, views, blocks);
+    return size;
+}
+
+// Lay out what a team needs within a loop, for so many tokens that see `longest` keys at most.
+static void lay_out_team(Scratch& scratch, const Stack& stack, const PlanRoom& plan, int tokens, int64_t longest, int team, Workspace& room) {
+    const Layer& first = stack.layers[0];
+    int64_t normed = 0, codes = 0, wide = 0, uneven = 0;
     for (int i = 0; i < stack.num_layers; ++i) {
         const Layer& layer = stack.layers[i];
         for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
@@ -236,44 +252,39 @@ static void lay_out(Scratch& scratch, bool for_good, const Stack& stack, const B
         }
         normed = layer.qkv.k > normed ? layer.qkv.k : normed;
         normed = stack.width > normed ? stack.width : normed;
-        qkv = num_outputs(layer.qkv) > qkv ? num_outputs(layer.qkv) : qkv;
         wide = layer.intermediate > wide ? layer.intermediate : wide;
         if (layer.intermediate % 16 != 0) uneven = wide;
     }
-    const PlanRoom plan_size = plan_room(batch, group, team);
     room.repeat = team > 1 && tokens < 2 * team;
-    room.together = plan_size.together;
     const int copies = room.repeat ? team : 1;
     room.own_size = 2 * 16 * kMostPanels * static_cast<int64_t>(tokens);
     room.normed_size = (normed * tokens + 15) / 16 * 16;
     room.codes_size = codes;
-    int64_t* slots = scratch.take<int64_t>(plan_size.keys + 1);
-    int64_t* tails = scratch.take<int64_t>(64 * plan_size.tokens);
-    TokenView* views = scratch.take<TokenView>(plan_size.tokens);
-    QueryBlock* blocks = scratch.take<QueryBlock>(plan_size.blocks + 1);
     room.own = scratch.take<float>(team * room.own_size);
     room.normed = scratch.take<float>(copies * room.normed_size);
     room.codes = scratch.take<char>(copies * room.codes_size);
     room.ready = scratch.take<char>(room.codes_size);
-    room.qkv = scratch.take<float>(qkv * tokens);
     room.attended = scratch.take<float>(static_cast<int64_t>(first.heads) * first.head_dim * tokens);
     room.gate_up = scratch.take<float>(2 * uneven * tokens);
     room.activated = scratch.take<float>(wide * tokens);
-    int64_t longest = 0;
-    for (int r = 0; r < batch.requests; ++r) longest = batch.kv_lens[r] > longest ? batch.kv_lens[r] : longest;
     const int padded = static_cast<int>((longest + 31) / 16 * 16);
-    const AttentionRoom size = attention_room(plan_size, group, padded, first.kv_heads, first.head_dim, team);
+    const AttentionRoom size = attention_room(plan, first.heads / first.kv_heads, padded, first.kv_heads, first.head_dim, team);
     float* scores = scratch.take<float>(size.scores);
     float* inverse = scratch.take<float>(size.inverse);
     room.transposed = scratch.take<float>(size.transposed);
-    if (!for_good) return;
-    const Plan plan = make_plan(batch, group, plan_size.block_tokens, slots, tails, views, blocks);
-    room.attention = {plan, {}, room.qkv, room.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
+    room.attention = {room.attention.plan, {}, room.qkv, room.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
                       first.heads, first.kv_heads, first.head_dim, 0, scores, inverse, nullptr, {}};
 }
 
+SLIP_INLINE int64_t longest_keys(const Batch& batch) {
+    int64_t longest = 0;
+    for (int r = 0; r < batch.requests; ++r) longest = batch.kv_lens[r] > longest ? batch.kv_lens[r] : longest;
+    return longest;
+}
+
 // Some of a pass's rows, as a pass of their own.
-constexpr int kMostParts = 4, kMostRequests = 64, kMostCaptured = 8;
+constexpr int kMostMembers = 4, kPartsEach = 4, kMostRequests = 64, kMostCaptured = 8;
+constexpr int kPartRows = 24;  // that a part has at least before a member takes more than one
 
 struct Part {
     Stack stack;
@@ -321,28 +332,66 @@ SLIP_INLINE int weight_bits(const Linear& w) {
 // When members share out every product instead, each reads half of what it needs from another's cache, which on cores
 // without a cache in common makes a pass over 8 rows a third longer.
 static int num_parts(const Stack& stack, const Batch& batch, int team) {
-    if (team > kMostParts || batch.requests > kMostRequests || stack.num_captured > kMostCaptured) return 1;
+    if (team > kMostMembers || batch.requests > kMostRequests || stack.num_captured > kMostCaptured) return 1;
     int bits = 0;
     for (int i = 0; i < stack.num_layers; ++i) {
         const Layer& layer = stack.layers[i];
         for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) bits = weight_bits(*w) > bits ? weight_bits(*w) : bits;
     }
-    return batch.tokens >= bits * team ? team : 1;
+    if (team == 1 || batch.tokens < bits * team) return 1;
+    const int each = batch.tokens / (team * kPartRows);
+    return team * (each < 1 ? 1 : each > kPartsEach ? kPartsEach : each);
 }
 
-static void run_parts(Pool& pool, Scratch& scratch, const Stack& stack, const Batch& batch, float* hidden, const float* embedding) {
-    const int num = pool.size();
-    Part parts[kMostParts];
-    for (int i = 0; i < num; ++i) parts[i].cut(stack, batch, Team::part_begin(batch.tokens, i, num), Team::part_begin(batch.tokens, i + 1, num));
+// The keys whose attention takes a row as long as its products: those take 11 cycles for 32 columns of 16 outputs where
+// codes are multiplied, and 32 where floats are; 16 of a key's values take a cycle, twice, and its softmax and transposing
+// a quarter more.
+static double keys_per_product(const Layer& layer) {
+    double products = 0;
+    for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+        products += static_cast<double>(num_outputs(*w)) * w->k / 512 * (is_dense(w->format) ? 32 : 11);
+    return products / (1.25 * layer.heads * layer.head_dim / 8);
+}
+
+// Cut a pass into parts that take about as long: later tokens of a prompt see more keys.
+static void cut_parts(const Stack& stack, const Batch& batch, int num, Part* parts) {
+    const double keys = keys_per_product(stack.layers[0]);
+    const auto cost = [&](int row) { return keys + static_cast<double>(batch.kv_index[row]); };
+    double whole = 0, done = 0;
+    for (int row = 0; row < batch.tokens; ++row) whole += cost(row);
+    for (int i = 0, row = 0; i < num; ++i) {
+        const int begin = row, most = batch.tokens - (num - 1 - i);
+        for (; row < most && (row == begin || i + 1 == num || done + cost(row) / 2 < whole * (i + 1) / num); ++row) done += cost(row);
+        parts[i].cut(stack, batch, begin, row);
+    }
+}
+
+static void run_parts(Pool& pool, Scratch& scratch, const Stack& stack, const Batch& batch, int num, float* hidden, const float* embedding) {
+    Part parts[kMostMembers * kPartsEach];
+    Workspace members[kMostMembers]{};
+    cut_parts(stack, batch, num, parts);
     for (int pass = 0; pass < 2; ++pass) {  // measure, then lay out
         scratch.begin(pass == 1);
-        for (int i = 0; i < num; ++i) lay_out(scratch, pass == 1, parts[i].stack, parts[i].batch, 1, parts[i].room);
+        PlanRoom largest{};
+        int tokens = 0;
+        int64_t longest = 0;
+        for (int i = 0; i < num; ++i) {
+            const PlanRoom size = lay_out_rows(scratch, pass == 1, parts[i].stack, parts[i].batch, 1, parts[i].room);
+            if (parts[i].batch.tokens > tokens) tokens = parts[i].batch.tokens;
+            if (longest_keys(parts[i].batch) > longest) longest = longest_keys(parts[i].batch);
+            largest = size;  // a member needs room for one block, which is as large in every part
+        }
+        for (int i = 0; i < pool.size(); ++i) lay_out_team(scratch, stack, largest, tokens, longest, 1, members[i]);
     }
     pool.run(2 * stack.num_layers, [&](Team& team) {
         Team alone{0, 1, nullptr, nullptr};
+        Workspace room = members[team.id];
         const auto walk = [&](int i) {
             const int64_t first = static_cast<int64_t>(parts[i].first) * stack.width;
-            return Walk{parts[i].stack, parts[i].batch, parts[i].room, hidden + first, embedding ? embedding + first : nullptr, alone};
+            room.qkv = parts[i].room.qkv;
+            room.attention.q = room.qkv;
+            room.attention.plan = parts[i].room.attention.plan;
+            return Walk{parts[i].stack, parts[i].batch, room, hidden + first, embedding ? embedding + first : nullptr, alone};
         };
         for (int index = 0; index < stack.num_layers; ++index) {
             team.share(num, 1, [&](int i, int) { walk(i).begin_layer(index); });
@@ -353,11 +402,13 @@ static void run_parts(Pool& pool, Scratch& scratch, const Stack& stack, const Ba
 
 static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const Batch& batch, float* hidden, const float* embedding) {
     if (batch.tokens == 0 || stack.num_layers == 0) return;
-    if (num_parts(stack, batch, pool.size()) > 1) return run_parts(pool, scratch, stack, batch, hidden, embedding);
+    const int parts = num_parts(stack, batch, pool.size());
+    if (parts > 1) return run_parts(pool, scratch, stack, batch, parts, hidden, embedding);
     Workspace room{};
     for (int pass = 0; pass < 2; ++pass) {
         scratch.begin(pass == 1);
-        lay_out(scratch, pass == 1, stack, batch, pool.size(), room);
+        const PlanRoom plan = lay_out_rows(scratch, pass == 1, stack, batch, pool.size(), room);
+        lay_out_team(scratch, stack, plan, batch.tokens, longest_keys(batch), pool.size(), room);
     }
     pool.run((kPhasesPerLayer + stack.num_captured) * (stack.num_layers + 1), [&](Team& team) {
         Walk walk{stack, batch, room, hidden, embedding, team};
