@@ -61,7 +61,7 @@ class Worker:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         self._lengths = [0] * len(prompts)
         began = time.perf_counter()
-        self._last = [self._decode([(row, prompt)])[0] for row, prompt in enumerate(prompts)]
+        self._last = [self._read(row, prompt) for row, prompt in enumerate(prompts)]
         return time.perf_counter() - began, self._last
 
     def step(self) -> tuple[float, list[int]]:
@@ -79,6 +79,11 @@ class Worker:
             clock += seconds
             events += [(clock, row, [token]) for row, token in enumerate(last)]
         return events
+
+    def _read(self, row: int, prompt: list[int]) -> int:
+        """Compute a prompt in as many calls as it takes, and return the likeliest token after it."""
+        parts = [prompt[at : at + _PROMPT_BATCH] for at in range(0, len(prompt), _PROMPT_BATCH)]
+        return [self._decode([(row, part)])[0] for part in parts][-1]
 
     def _decode(self, parts: list[tuple[int, list[int]]]) -> list[int]:
         """Append tokens to sequences in one call, and return the likeliest next token of each."""
