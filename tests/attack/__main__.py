@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.serve_client import free_port
-from benchmarks.serve_offline import Choice, offline_texts
 
 from tests.attack import amplification, heads, mutations, sampling, schemas, sockets, tenants
 from tests.attack.campaign import Campaign, Row, vocabulary
@@ -26,6 +25,7 @@ from tests.attack.ending import check_log, drain
 from tests.attack.hosted import HostedServer
 from tests.attack.kinds import Attack
 from tests.attack.neighbours import PLAIN
+from tests.attack.offline import Choice, offline_texts
 from tests.attack.table import report
 from tests.attack.watch import Prober
 from tests.attack.wire import Violation, Wire

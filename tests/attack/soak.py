@@ -1,7 +1,7 @@
 """Load on loopback: many clients at once, some broken off, some wrong; then everything is accounted for.
 
-    python -m benchmarks.serve_load                                  # 64 clients for two minutes
-    python -m benchmarks.serve_load --minutes 30 --clients 256       # a soak
+    python -m tests.attack.soak                                  # 64 clients for two minutes
+    python -m tests.attack.soak --minutes 30 --clients 256       # a soak
 
 The page pool is small, so requests are preempted. It fails (exit status 1) unless no request was lost or answered
 twice, every finished text equals the offline engine's for its seed (and one under a schema what the server said
@@ -19,7 +19,8 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.serve_client import Answer, Json, metrics, post, server, stream
-from benchmarks.serve_offline import Choice, offline_texts
+
+from tests.attack.offline import Choice, offline_texts
 from tests.attack.watch import Prober, Wait, memory_mib
 from tests.attack.wire import request
 
@@ -262,7 +263,7 @@ def main() -> int:
     problems = judge(load, found, memory, options.minutes)
     report = summary(options, load, found, waits)
     report |= {"memory_mib": " ".join(f"{value:.0f}" for value in memory), "problems": problems[:20]}
-    print(json.dumps(report, indent=1))
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 1 if problems else 0
 
 
