@@ -106,11 +106,11 @@ def test_a_query_keeps_its_bits_however_many_share_the_pass(count, window, gener
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("programs", [(1, 0), (12, 0), (1, 24)])
+@pytest.mark.parametrize("programs", [1, 12, 24])
 def test_a_program_that_takes_several_splits_leaves_the_same_bits(programs, window, generator):
-    q, layer, batch = attention_sample([2, 4, 1], [70, 100, 20], 16, (8, 2, 32), generator, torch.bfloat16)
-    shared = {"programs": programs[0], "group_programs": programs[1], "group_stages": 3}
-    few = triton_ops(attention=dataclasses.replace(small_tuning().attention, **shared))
+    # One program to a request and key head, two, or four: of the second request's ten splits, three groups.
+    q, layer, batch = attention_sample([2, 4, 1], [70, 300, 20], 16, (8, 2, 32), generator, torch.bfloat16)
+    few = triton_ops(attention=dataclasses.replace(small_tuning().attention, programs=programs))
     assert torch.equal(few.attention(q, layer, batch, 0.2, window), OPS.attention(q, layer, batch, 0.2, window))
 
 

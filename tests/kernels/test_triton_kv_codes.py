@@ -15,7 +15,7 @@ from slipstream.kernels.triton.rope import Rope, RopeWrite, rope_and_write
 SMALL = small_tuning().attention
 WAYS = {
     "splits": SMALL,
-    "groups": dataclasses.replace(SMALL, programs=1, group_programs=24, group_stages=2),
+    "groups": dataclasses.replace(SMALL, programs=12),
     "all groups": dataclasses.replace(SMALL, programs=1, even_programs=6),
     "one program": dataclasses.replace(SMALL, serial_from=1),
 }

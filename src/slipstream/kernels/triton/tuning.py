@@ -99,10 +99,8 @@ class AttentionConfig:
         rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
         serial_from: from so many queries a request on, one program work all splits instead of one each.
         programs: where there would be more programs than this, each takes groups of splits; that changes no bits.
-        group_programs: how many there are then, at the most; 0: `programs`.
-        group_stages: stages of those that take groups; 0: `num_stages`.
-        group_registers: the most registers a thread of those may have, so that more of them run at a time (NVIDIA);
-            0: as many as the compiler likes.
+        registers: the most that a thread may have where programs take groups of BF16 keys, and in `hopper_split_kv`, so
+            that more of them run at a time (NVIDIA); 0: as many as the compiler likes.
         share: splits a program takes where the bound on keys is reached; the more, the fewer are idle below it.
         bulk: whether TMA is asked for a program's first keys and values (NVIDIA from sm_90 on).
         compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
@@ -111,20 +109,13 @@ class AttentionConfig:
             that run at a time) share all requests' groups evenly; 0: a request's programs share its own. That changes
             no bits.
         even_from: but for passes with fewer groups than this, over all requests and heads, at the bound on keys.
-        even_stages: stages of those; 0: `num_stages`.
-        even_registers: see `group_registers`.
         fp8_programs: `even_programs` where keys are FP8, whose programs need more registers; 0: the same.
-        fp8_stages: stages of programs that take groups of FP8 keys, which have half the bytes; 0: twice as many.
         hopper_split_warps: warps of a program of `hopper_split_kv` (sm_90), where programs take splits of a request and
             not groups; 0: that kernel is not used. That changes no bits.
-        hopper_split_groups: how many groups of results its last program reads at once: of 4 rows by 4 warps, and as
-            many values a thread in other shapes.
-        hopper_split_registers: see `group_registers`.
         persistent_programs: programs of `persistent_ws` (sm_90), where `even_programs` could be; 0: that kernel is not
             used. That changes no bits.
         persistent_from: but for passes of fewer requests than this.
         persistent_groups: and but for those with fewer groups than this, counted as for `even_from`.
-        persistent_stages: blocks of keys in each program's ring, two or more.
     """
 
     split: int = 256
@@ -134,25 +125,17 @@ class AttentionConfig:
     num_warps: int = 4
     num_stages: int = 2
     programs: int = 1056
-    group_programs: int = 0
-    group_stages: int = 0
-    group_registers: int = 0
+    registers: int = 0
     share: int = 1
     bulk: bool = False
     compact: bool = False
     even_programs: int = 0
     even_from: int = 0
-    even_stages: int = 0
-    even_registers: int = 0
     fp8_programs: int = 0
-    fp8_stages: int = 0
     hopper_split_warps: int = 0
-    hopper_split_groups: int = 5
-    hopper_split_registers: int = 168
     persistent_programs: int = 0
     persistent_from: int = 0
     persistent_groups: int = 0
-    persistent_stages: int = 4
 
 
 @dataclass(frozen=True)
@@ -171,7 +154,6 @@ class Tuning:
         programs: how many programs keep the device's memory busy; products are split over K until there are as many.
         shared_bytes: what a program's tiles in flight may take of the shared memory; 0: configurations fit as they are.
         fp8_dot: whether matrix instructions read E4M3 as stored in checkpoints.
-        instruction: rows and columns of the matrix instruction, where a kernel has a choice (AMD); 0: it has none.
         dependent_launch: whether a kernel may start while the one before it drains (NVIDIA from sm_90 on).
         add_warps: the most warps of a program that adds the splits of a row of more than 1,024 numbers.
         weights_first: whether products of up to 16 rows start on their weights before their rows are there.
@@ -193,7 +175,6 @@ class Tuning:
     num_stages: int = 4
     shared_bytes: int = 0
     fp8_dot: bool = False
-    instruction: int = 0
     dependent_launch: bool = False
     add_warps: int = 8
     weights_first: bool = False
@@ -201,6 +182,11 @@ class Tuning:
     fold_codes: int = 0
     fold_norm_codes: int = 0
     measured: bool = True
+
+    @property
+    def instruction(self) -> int:
+        """Rows and columns of the matrix instruction, one for all kernels, where there is a choice (AMD); 0: none."""
+        return matrix_instruction(self.architecture)
 
     def linear_config(self, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
         """Return the tiles of a weight [num_outputs, num_inputs] kept in `itemsize` bytes a number."""
@@ -301,6 +287,11 @@ def parse_tuning(architecture: str, data: Json) -> Tuning:
         )
     except TypeError as error:
         raise KernelError(f"configs/{architecture}.json has a field this version does not know: {error}.") from error
+
+
+def matrix_instruction(architecture: str) -> int:
+    """Return the size of AMD's matrix instruction that all kernels take (`launch_options`); 0 elsewhere."""
+    return 16 if architecture.startswith("gfx") else 0
 
 
 def has_fp8(architecture: str) -> bool:

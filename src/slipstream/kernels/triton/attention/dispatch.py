@@ -243,11 +243,8 @@ def _is_even(config: AttentionConfig, most_groups: int, page_size: int) -> bool:
 def _even_options(config: AttentionConfig, most_queries: int, tokens: int, fp8: bool = False) -> dict[str, int]:
     """Return what the programs have of their own that share all requests' groups."""
     options = {"QUERIES": _queries_read(most_queries, tokens)}
-    stages = config.even_stages or config.num_stages
-    if fp8:
-        return options | {"num_warps": config.num_warps, "num_stages": config.fp8_stages or 2 * stages}
-    options |= {"num_warps": config.num_warps, "num_stages": stages}
-    return options | ({"maxnreg": config.even_registers} if config.even_registers else {})
+    options |= {"num_warps": config.num_warps, "num_stages": config.num_stages * (2 if fp8 else 1)}
+    return options | ({"maxnreg": config.registers} if config.registers and not fp8 else {})
 
 
 def _queries_read(most_queries: int, tokens: int) -> int:
@@ -258,8 +255,7 @@ def _queries_read(most_queries: int, tokens: int) -> int:
 def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, bool]:
     """Return how many programs share the keys of each cell, and whether they take whole groups of splits."""
     if cells * num_splits > config.programs:
-        programs = config.group_programs or config.programs
-        shares = max(min(programs // cells, -(-num_splits // SPLITS_IN_GROUP)), 1)
+        shares = max(min(config.programs // cells, -(-num_splits // SPLITS_IN_GROUP)), 1)
         if shares < num_splits:
             return shares, True
     return -(-num_splits // config.share), False
@@ -279,13 +275,12 @@ def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:
 def _split_options(config: AttentionConfig, rows: int, whole: bool, fp8: bool = False) -> dict[str, int]:
     """Return warps, stages and registers of programs that share a tile, none of which changes bits.
 
-    Wide tiles hold two sums of values each, and have twice the warps.
+    Wide tiles hold two sums of values each, and have twice the warps; FP8 keys have half the bytes.
     """
     wide = rows > _NARROW_ROWS
-    options = {"num_warps": config.num_warps * (2 if wide else 1)}
-    options["num_stages"] = config.group_stages if whole and config.group_stages else config.num_stages
-    if fp8 and whole:
-        return options | {"num_stages": config.fp8_stages or 2 * options["num_stages"]}
-    if whole and config.group_registers and not wide:
-        options["maxnreg"] = config.group_registers
-    return options
+    options = {
+        "num_warps": config.num_warps * (2 if wide else 1),
+        "num_stages": config.num_stages * (2 if fp8 and whole else 1),
+    }
+    limited = whole and not wide and not fp8 and config.registers
+    return options | ({"maxnreg": config.registers} if limited else {})

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _BOX_COLUMNS = 64  # 128 bytes, the most that TMA swizzles
 _LEAST_BOX_ROWS, _CONSUMER_ROWS = 8, 64  # what TMA's swizzle repeats after; rows of a WGMMA, and keys of a block
+_GROUPS_AT_ONCE = 5  # that the last program of `hopper_split_kv` reads: of 4 rows by 4 warps, or as many numbers
+_RING_STAGES = 4  # blocks of keys in the ring of a program of `persistent_ws`
 _MOST_REQUESTS = 64  # whose numbers programs in which a warp asks for keys have registers for
 
 
@@ -37,9 +39,9 @@ def hopper_split_options(config: AttentionConfig, most_queries: int, repeats: in
     """
     warps = config.hopper_split_warps
     rows = max(triton.next_power_of_2(repeats), 4) if most_queries == 1 else rows
-    at_once = max(min(config.hopper_split_groups, config.hopper_split_groups * warps // rows), 1)
+    at_once = max(min(_GROUPS_AT_ONCE, _GROUPS_AT_ONCE * warps // rows), 1)
     options = {"num_warps": warps, "MERGED_ROWS": rows, "AT_ONCE": at_once}
-    return options | ({"maxnreg": config.hopper_split_registers} if config.hopper_split_registers else {})
+    return options | ({"maxnreg": config.registers} if config.registers else {})
 
 
 def launch_hopper_split(
@@ -190,12 +192,7 @@ def launch_persistent(
     persistent_kernel[(num_groups, work.shape["parts"])](
         _boxes(layer.keys_SGd, shape["PAGE"]), _boxes(layer.values_SGd, shape["PAGE"]), q_THd, out, work.numbers,
         *described[2:], *results, launch.counters, len(described[1]), *numbers,
-        **{name: shape[name] for name in names}, **persistent_options(config),
-        num_warps=4, **launch_options(launch.dependent),
+        **{name: shape[name] for name in names}, STAGES=_RING_STAGES, num_warps=4,
+        # Registers are those of a thread on average, of 256: the producer warp needs few, the consumers have the rest.
+        PRODUCER_REGISTERS=40, maxnreg=128, **launch_options(launch.dependent),
     )  # fmt: skip
-
-
-def persistent_options(config: AttentionConfig) -> dict[str, int]:
-    """Return what the programs have of their own in which one warp asks for keys."""
-    # Registers are those of a thread on average, of 256: the warp that asks needs few, the others have the rest.
-    return {"STAGES": max(config.persistent_stages, 2), "PRODUCER_REGISTERS": 40, "maxnreg": 128}

@@ -287,7 +287,7 @@ class TreeLayout:
         if cells * num_splits <= config.programs:
             return TreeLayout(-(-num_splits // config.share), 0, num_splits + own)
         groups, rest = -(-num_splits // SPLITS_IN_GROUP), SPLITS_IN_GROUP - 1 + own
-        shares = max(min((config.group_programs or config.programs) // cells, groups), 1)
+        shares = max(min(config.programs // cells, groups), 1)
         if shares == 1 or (groups + rest) * bytes_each > _MOST_BYTES:
             return TreeLayout(1, 1, rest, running=True)
         return TreeLayout(shares, groups, rest)

@@ -20,8 +20,8 @@ from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.triton.launch import launch_options, prefetch, show_copies, wait_for_inputs
 from slipstream.kernels.triton.mla.merge import Pieces, merge
-from slipstream.kernels.triton.moe.tiles import matrix_instruction, shipped
-from slipstream.kernels.triton.tuning import architecture_of
+from slipstream.kernels.triton.moe.tiles import shipped
+from slipstream.kernels.triton.tuning import architecture_of, matrix_instruction
 
 _TOO_SMALL = ("sm_86", "sm_89", "sm_100", "sm_120")
 _LOG2E = 1.4426950408889634

@@ -10,10 +10,9 @@ from torch import Tensor
 from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.triton.gemm.split_k import prefetch_rows
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
-from slipstream.kernels.triton.moe.tiles import matrix_instruction
 from slipstream.kernels.triton.norm import Norm
 from slipstream.kernels.triton.rope import Rope
-from slipstream.kernels.triton.tuning import architecture_of
+from slipstream.kernels.triton.tuning import architecture_of, matrix_instruction
 
 _TOKENS = 16
 HEAD_TILE = 64

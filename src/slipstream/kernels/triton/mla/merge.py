@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
-from slipstream.kernels.triton.moe.tiles import matrix_instruction
-from slipstream.kernels.triton.tuning import architecture_of
+from slipstream.kernels.triton.tuning import architecture_of, matrix_instruction
 
 _FEW_TOKENS = 32  # up to here half the values of a head to a program, to have more of them
 

@@ -28,8 +28,8 @@ from slipstream.kernels.triton.moe.rows import (
     quantize_kernel,
     rows_kernel,
 )
-from slipstream.kernels.triton.moe.tiles import ExpertTiles, StageTiles, expert_tiles, matrix_instruction
-from slipstream.kernels.triton.tuning import architecture_of, has_fp8
+from slipstream.kernels.triton.moe.tiles import ExpertTiles, StageTiles, expert_tiles
+from slipstream.kernels.triton.tuning import architecture_of, has_fp8, matrix_instruction
 from slipstream.quant.packed import ExpertWeights
 
 

@@ -18,8 +18,7 @@ from slipstream.checkpoint.spec import RoutingSpec
 from slipstream.kernels.triton.gemm.split_k import prefetch_rows, token_tile
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 from slipstream.kernels.triton.moe.rows import write_row
-from slipstream.kernels.triton.moe.tiles import matrix_instruction
-from slipstream.kernels.triton.tuning import architecture_of
+from slipstream.kernels.triton.tuning import architecture_of, matrix_instruction
 
 _ROWS, _COLUMNS, _SPLITS = 16, 256, 7  # one way to cut sums, whatever the number of tokens
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.triton.tuning import read_tuning
 
 _UNKNOWN = "sm_90"  # whose table serves Triton's interpreter, and GPUs without one of their own
 
@@ -73,12 +72,6 @@ def expert_tiles(architecture: str, weight_format: str, num_pairs: int) -> Exper
     """
     table = shipped_tiles(architecture)[weight_format]
     return next((tiles for limit, tiles in table if num_pairs <= limit), table[-1][1])
-
-
-@cache
-def matrix_instruction(architecture: str) -> int:
-    """Return the size of AMD's matrix instruction that all kernels take (`launch_options`); 0 elsewhere."""
-    return read_tuning(architecture).instruction
 
 
 @cache
