@@ -1,6 +1,8 @@
 """Products with every kind of weight: how it is prepared, what rows it wants, and which kernel multiplies."""
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +41,22 @@ _GROUPED = ("int4_group", "mxfp4", "mxfp4_act")
 _DENSE = (torch.bfloat16, torch.float16, torch.float32)
 _SERIAL_ABOVE = 256  # rows; from here on tiles fill the device without more programs to a tile
 
+_CACHED = 4096  # launches that are looked up again and not worked out
 Weight = Tensor | PackedWeight
+
+
+class WeightShape(NamedTuple):
+    """What tiles depend on: the format, outputs, inputs, and the bytes of a number."""
+
+    format: str
+    outputs: int
+    inputs: int
+    itemsize: float
+
+    @property
+    def key(self) -> str:
+        """The name under which a configuration has tiles."""
+        return f"{self.format}:{self.outputs}:{self.inputs}"
 
 
 class Products:
@@ -50,7 +67,10 @@ class Products:
         self.counters = torch.zeros(1 << 18, dtype=torch.int32, device=device)
         self.dependent = tuning.dependent_launch
         self.add_warps = tuning.add_warps
-        self.configs: dict[str, LinearConfig] = {}
+        # A decoding pass multiplies by few shapes, over and over; what follows from a shape is worked out once.
+        self._narrow = lru_cache(_CACHED)(self._make_narrow)
+        self._launch = lru_cache(_CACHED)(self._make_launch)
+        self._wide_launch = lru_cache(_CACHED)(self._make_wide_launch)
 
     def prepare(self, weight: PackedWeight) -> PackedWeight:
         """Return the weight in the layout the kernels read, or as it is if they do not know its format."""
@@ -112,7 +132,7 @@ class Products:
         if format in _NIBBLES:
             half = _half(weight)
             assert half is not None, "only weights whose columns fit are prepared"
-            launch = self._launch(*_described(weight), rows.values_TK.shape[0])
+            launch = self._launch(_described(weight), rows.values_TK.shape[0])
             return int4.multiply_nibbles(
                 rows.values_TK, (weight.codes, scale), half, rows.scale_T, epilogue, launch, rows.dtype
             )
@@ -123,34 +143,25 @@ class Products:
         self, rows: Rows, weight_NK: Tensor, scale_N: Tensor | None, kind: str, epilogue: Epilogue
     ) -> Tensor:
         """Multiply by a weight that keeps one number to a code: few rows, many, or as many as there may be."""
-        format, num_rows = kind.removesuffix("_upcast"), rows.values_TK.shape[0]
-        (num_outputs, num_inputs), itemsize = weight_NK.shape, weight_NK.element_size()
+        shape, num_rows = _shape_of(weight_NK, kind), rows.values_TK.shape[0]
         if self._is_small_m(num_rows):
-            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
-            return multiply_small_m(rows, weight_NK, scale_N, kind, epilogue, launch)
+            return multiply_small_m(rows, weight_NK, scale_N, kind, epilogue, self._launch(shape, num_rows))
         scales = None
         if scale_N is not None:
             assert rows.scale_T is not None, "codes come with their scales"
             scales = (rows.scale_T, scale_N)
-        if self._is_warp_specialised(rows.values_TK, weight_NK, kind):
-            config = self._narrow(f"{format}:{num_outputs}:{num_inputs}", format, num_outputs, num_inputs, itemsize)
-            order = SplitOrder(config.split_k, num_inputs if config.split_k == 1 else _stretch(config, num_inputs))
-            return multiply_ws(rows.values_TK, weight_NK, scales, epilogue, order, rows.dtype, self.dependent)
-        wide = self._wide_launch(weight_NK, kind, num_rows, silu=epilogue.silu)
+        if self._tuning.architecture == "sm_90" and num_rows >= hopper_ws_launch.LEAST_ROWS:
+            config = self._narrow(shape)
+            if hopper_ws_launch.fits(rows.values_TK, weight_NK, kind, config):
+                columns = shape.inputs if config.split_k == 1 else _split_columns(config, shape)
+                order = SplitOrder(config.split_k, columns)
+                return multiply_ws(rows.values_TK, weight_NK, scales, epilogue, order, rows.dtype, self.dependent)
+        wide = self._wide_launch(shape, kind, num_rows, epilogue.silu)
         if wide is None:
-            launch = self._launch(format, num_outputs, num_inputs, itemsize, num_rows)
+            launch = self._launch(shape, num_rows)
             return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
         wide = replace(wide, config=replace(wide.config, later=False))
         return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide, rows.dtype)
-
-    def _is_warp_specialised(self, x_TK: Tensor, weight_NK: Tensor, kind: str) -> bool:
-        """Tell whether Hopper's GEMM of many rows multiplies."""
-        if self._tuning.architecture != "sm_90" or x_TK.shape[0] < hopper_ws_launch.LEAST_ROWS:
-            return False
-        num_outputs, num_inputs = weight_NK.shape
-        key = f"{kind}:{num_outputs}:{num_inputs}"
-        config = self._narrow(key, kind, num_outputs, num_inputs, weight_NK.element_size())
-        return hopper_ws_launch.fits(x_TK, weight_NK, kind, config)
 
     def deferred_sums(self, rows: Rows, weight: Weight, *, waited: bool = False) -> PartialSums | None:
         """Return the float32 sums of each split of K [S, T, N], if they are left to the kernel that follows.
@@ -170,27 +181,24 @@ class Products:
             scales = (rows.scale_T, weight.scales["scale"])
         else:
             return None
-        launch = self._wide_launch(weight_NK, kind, num_rows, silu=False)
+        launch = self._wide_launch(_shape_of(weight_NK, kind), kind, num_rows, False)
         if launch is None or not launch.config.later:
             return None
         launch = replace(launch, waits_first=waited)
         parts_STN = multiply_wide(rows.values_TK, weight_NK, None, kind, Epilogue(), launch, rows.dtype)
         return PartialSums(parts_STN, scales, waited)
 
-    def _wide_launch(self, weight_NK: Tensor, kind: str, num_rows: int, *, silu: bool) -> WideLaunch | None:
+    def _make_wide_launch(self, shape: WeightShape, kind: str, num_rows: int, silu: bool) -> WideLaunch | None:
         """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
-        format, itemsize = kind.removesuffix("_upcast"), weight_NK.element_size()
-        num_outputs, num_inputs = weight_NK.shape
-        key = f"{format}:{num_outputs}:{num_inputs}"
-        narrow = self._narrow(key, format, num_outputs, num_inputs, itemsize)
-        wide = self._tuning.wide_linear_config(key, num_rows, num_outputs, narrow) if itemsize <= 2 else None
-        if wide is None:
+        narrow = self._narrow(shape)
+        wide = self._tuning.wide_linear_config(shape.key, num_rows, shape.outputs, narrow)
+        if wide is None or shape.itemsize > 2:
             return None
         pieces = row_pieces(num_rows)
         wide = fitted(wide, pieces, kind, silu, self._tuning.shared_bytes)
         wide = replace(wide, later=wide.later and narrow.split_k > 1)
         return WideLaunch(
-            wide, pieces, narrow.split_k, _stretch(narrow, num_inputs), self.counters, self.dependent,
+            wide, pieces, narrow.split_k, _split_columns(narrow, shape), self.counters, self.dependent,
             self._tuning.instruction,
         )  # fmt: skip
 
@@ -207,38 +215,35 @@ class Products:
 
     def num_maxima(self, weight: Weight, num_rows: int) -> int:
         """Return how many largest magnitudes a product of SiLUs can leave of a row; 0 if it leaves none."""
-        described = _described(weight)
-        if described[0] in _NIBBLES or not self._is_small_m(num_rows):
+        shape = _described(weight)
+        if shape.format in _NIBBLES or not self._is_small_m(num_rows):
             return 0
-        return self._launch(*described, num_rows).grid(num_rows, described[1], silu=True)[1]
+        return self._launch(shape, num_rows).grid(num_rows, shape.outputs, silu=True)[1]
 
     def squared(self, weight: Weight, num_rows: int) -> int:
         """Return of how many outputs a product can leave the sum of squares for the norm after it; 0: it leaves none.
 
         Sums are added in pairs, so that those of fewer outputs are part of those of 64.
         """
-        described = _described(weight)
-        if described[0] in _NIBBLES or not self._is_small_m(num_rows):
+        shape = _described(weight)
+        if shape.format in _NIBBLES or not self._is_small_m(num_rows):
             return 0
-        taken = self._launch(*described, num_rows).config.taken
+        taken = self._launch(shape, num_rows).config.taken
         return min(taken, SQUARED) if taken % SQUARED == 0 or SQUARED % taken == 0 else 0
 
     def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
         """Tell whether a product of queries, keys and values can rotate and write them itself."""
-        described = _described(weight)
-        if described[0] in _NIBBLES or not self._is_small_m(num_rows) or num_rows > self._tuning.fold_rows:
+        shape = _described(weight)
+        if shape.format in _NIBBLES or not self._is_small_m(num_rows) or num_rows > self._tuning.fold_rows:
             return False
         return rope_fits(write, dtype)
 
     def _is_small_m(self, num_rows: int) -> bool:
         return self._tuning.weights_first and num_rows <= MOST_ROWS
 
-    def _narrow(self, key: str, format: str, num_outputs: int, num_inputs: int, itemsize: float) -> LinearConfig:
+    def _make_narrow(self, shape: WeightShape) -> LinearConfig:
         """Return the configuration that fixes the order of a weight's columns."""
-        config = self.configs.get(key)
-        if config is None:
-            config = self.configs[key] = self._tuning.linear_config(format, num_outputs, num_inputs, itemsize)
-        return config
+        return self._tuning.linear_config(*shape)
 
     def _tuned(self, key: str, config: LinearConfig, num_rows: int) -> LinearConfig:
         """Return the tiles of passes of so many rows, in the order of columns of the configuration given."""
@@ -246,10 +251,10 @@ class Products:
             return self._tuning.many_config(key, config)
         return self._tuning.few_config(key, config) if num_rows <= CHAIN_ROWS else config
 
-    def _launch(self, format: str, num_outputs: int, num_inputs: int, itemsize: float, num_rows: int) -> Launch:
-        key = f"{format}:{num_outputs}:{num_inputs}"
-        config = self._narrow(key, format, num_outputs, num_inputs, itemsize)
-        stretch = _stretch(config, num_inputs)
+    def _make_launch(self, shape: WeightShape, num_rows: int) -> Launch:
+        format, num_outputs, num_inputs, itemsize = shape
+        config = self._narrow(shape)
+        columns = _split_columns(config, shape)
         serial = num_rows > _SERIAL_ABOVE or config.split_k == 1
         wide = self._tuning.wide_config(format, config)
         num_tiles = -(-num_outputs // wide.block_n)
@@ -257,29 +262,33 @@ class Products:
             fills = num_tiles * 2 >= self._tuning.programs and wide.num_warps >= 8 and wide.split_k == 1
             config, tile = wide, _wide_tile(num_rows, format, itemsize, fills)
         else:
-            config = self._tuned(key, config, num_rows)
+            config = self._tuned(shape.key, config, num_rows)
             tile = token_tile(num_rows)
         if format == "fp8" and not self._is_small_m(num_rows):
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
-        fits = config.split_k > 1 and num_rows * config.split_k <= tile and num_inputs == stretch * config.split_k
+        fits = config.split_k > 1 and num_rows * config.split_k <= tile and num_inputs == columns * config.split_k
         if not self._is_small_m(num_rows) or (config.side and not fits):
             config = replace(config, own_rows=0, side=False, gemv_stages=0)
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_small_m(num_rows))
-        return Launch(config, tile, stretch, serial, self.counters, self.dependent, self._tuning.instruction)
+        return Launch(config, tile, columns, serial, self.counters, self.dependent, self._tuning.instruction)
 
 
-def _stretch(config: LinearConfig, num_inputs: int) -> int:
-    """Return the columns one partial sum covers."""
-    return -(-num_inputs // (config.block_k * config.split_k)) * config.block_k
+def _split_columns(config: LinearConfig, shape: WeightShape) -> int:
+    """Return the columns of one split of K."""
+    return -(-shape.inputs // (config.block_k * config.split_k)) * config.block_k
 
 
-def _described(weight: Weight) -> tuple[str, int, int, float]:
-    """Return what tiles depend on: the format, outputs, inputs, and the bytes of a number."""
+def _shape_of(weight_NK: Tensor, kind: str) -> WeightShape:
+    num_outputs, num_inputs = weight_NK.shape
+    return WeightShape(kind.removesuffix("_upcast"), num_outputs, num_inputs, weight_NK.element_size())
+
+
+def _described(weight: Weight) -> WeightShape:
     if not isinstance(weight, PackedWeight):
-        return "dense", weight.shape[0], weight.shape[1], weight.element_size()
+        return _shape_of(weight, "dense")
     format = weight.format.removesuffix(SUFFIX)
     name = "int8" if format == "w8a8_int8" else "fp8" if format in _FP8 else format
-    return name, weight.out_features, weight.in_features, 0.5 if format in _NIBBLES else 1
+    return WeightShape(name, weight.out_features, weight.in_features, 0.5 if format in _NIBBLES else 1)
 
 
 def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:

@@ -1,4 +1,4 @@
-"""How products of 1 to 4 rows are launched where one warp asks for weights (`hopper_gemv`, sm_90)."""
+"""How products of 1 to 4 rows are launched with a producer warp for weights (`hopper_gemv`, sm_90)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ STEP_BYTES = 128
 """Columns of a step, in bytes of a weight row."""
 REGISTERS = 96
 """The most a thread may have, over all warps; with 80 and with 128 products were no faster."""
-_ROOM = 16 << 10  # shared memory that prepared rows may take where they are not all needed at once
+_MOST_PREPARED = 16 << 10  # shared memory that prepared rows may take where they are not all needed at once
 _SHARED = 227 << 10  # bytes of shared memory that a program of an sm_90 may have
 _BARRIERS = 16  # bytes a stage, of its two mbarriers
 _MATRIX_ROWS = 64
@@ -24,7 +24,7 @@ _MOST_NUMBERS = 64 * 128  # of a chunk, over all threads
 
 @dataclass(frozen=True)
 class GemvPlan:
-    """What a gemv_stages product is compiled with; the names are those of `hopper_gemv.hopper_gemv_kernel`."""
+    """What a product is compiled with; the names are those of `hopper_gemv.hopper_gemv_kernel`."""
 
     seg: int
     own: int
@@ -47,17 +47,17 @@ class GemvPlan:
         }  # fmt: skip
 
     def boxes(self) -> tuple[int, ...]:
-        """Return the rows of the boxes in which a stretch's are asked for, the largest first: powers of two."""
+        """Return the rows of the boxes in which TMA loads a split's, the largest first: powers of two."""
         return tuple(1 << bit for bit in reversed(range(self.own.bit_length())) if self.own >> bit & 1)
 
 
 def plan_of(
-    config: LinearConfig, num_rows: int, stretch: int, itemsize: int, end: str, codes: str, half: int
+    config: LinearConfig, num_rows: int, split_columns: int, itemsize: int, end: str, codes: str, half: int
 ) -> GemvPlan | None:
     """Return how a product runs, or None where it cannot.
 
     Args:
-        stretch: the columns of one stretch; all have as many.
+        split_columns: those of one split of K; all have as many.
         end, codes: as in `small_m.small_m_kernel`.
         half: half a head's columns, where heads are rotated.
     """
@@ -65,20 +65,20 @@ def plan_of(
     seg, own = config.block_n // (side * parts), config.taken // parts
     columns = STEP_BYTES // itemsize
     fits = num_rows <= CHAIN_ROWS and side in (1, 2, 4) and (config.side or config.split_k == 1)
-    fits = fits and side * seg % _MATRIX_ROWS == 0 and own % _LEAST_BOX == 0 and stretch % columns == 0
+    fits = fits and side * seg % _MATRIX_ROWS == 0 and own % _LEAST_BOX == 0 and split_columns % columns == 0
     if not fits or own.bit_count() > _MOST_BOXES or (end == "rope" and half % own):
         return None
     mp = 1 << (num_rows - 1).bit_length()
-    steps, bn = stretch // columns, 8 if side * mp <= 8 else 16
+    steps, bn = split_columns // columns, 8 if side * mp <= 8 else 16
     whole = steps & (steps - 1) == 0
     if codes == "norm":
         if not whole or steps < 8 or steps * side * mp * columns > 2 * _MOST_NUMBERS:
             return None
         chunk = steps
-    elif whole and steps * bn * STEP_BYTES <= _ROOM and steps * side * mp * columns <= _MOST_NUMBERS:
+    elif whole and steps * bn * STEP_BYTES <= _MOST_PREPARED and steps * side * mp * columns <= _MOST_NUMBERS:
         chunk = steps
     else:
-        chunk = _ROOM // (2 * bn * STEP_BYTES)
+        chunk = _MOST_PREPARED // (2 * bn * STEP_BYTES)
         while steps % chunk or chunk * side * mp * columns > _MOST_NUMBERS:
             chunk //= 2
     prepared = steps if chunk == steps else 2 * chunk
@@ -98,11 +98,11 @@ def gemv_plan(
     known = (kind == "dense" and weight_NK.dtype == torch.bfloat16) or kind == "fp8"
     x_TK = rows.values_TK
     even = x_TK.stride(0) % 16 == 0 and x_TK.data_ptr() % 16 == 0
-    whole = weight_NK.shape[1] == launch.stretch * config.split_k
+    whole = weight_NK.shape[1] == launch.split_columns * config.split_k
     if not (config.gemv_stages and aligned and known and even and whole and weight_NK.is_contiguous()):
         return None
     half = 1 if epilogue.rope is None else epilogue.rope.rope.cos_Pr.shape[1]
-    return plan_of(config, x_TK.shape[0], launch.stretch, itemsize, end, codes, half)
+    return plan_of(config, x_TK.shape[0], launch.split_columns, itemsize, end, codes, half)
 
 
 def weight_boxes(weight_NK: Tensor, plan: GemvPlan) -> tuple[Any, Any, Any]:  # triton has no types of its own

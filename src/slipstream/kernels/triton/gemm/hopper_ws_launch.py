@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.triton.gemm.split_k import Epilogue, residual_stride
+from slipstream.kernels.triton.gemm.split_k import Epilogue
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import LinearConfig
 
@@ -96,12 +96,10 @@ def multiply_ws(
     x_scale, w_scale = scales or (x_TK, x_TK)
     hopper_ws_kernel[(min(programs, tiles[0] * tiles[1]),)](
         _boxes(x_TK, _TILE_ROWS // 2, block_k), _boxes(weight_NK, width, block_k), _boxes(y, _TILE_ROWS // 2, width),
-        x_scale, w_scale, y if epilogue.bias_N is None else epilogue.bias_N,
-        y if epilogue.residual_TN is None else epilogue.residual_TN, num_rows, num_weights, *tiles, order.count,
-        -(-order.columns // block_k), residual_stride(epilogue), BLOCK_N=tile.block_n, BLOCK_K=block_k,
-        SPLIT=order.count > 1, STAGES=tile.stages,
-        FP8=kind == "fp8", PAIR=tile.pair, SILU=silu, HAS_BIAS=epilogue.bias_N is not None,
-        HAS_RESIDUAL=epilogue.residual_TN is not None, PDL=dependent, num_warps=4, **launch_options(dependent),
+        x_scale, w_scale, *epilogue.added(y), num_rows, num_weights, *tiles, order.count,
+        -(-order.columns // block_k), epilogue.residual_stride, BLOCK_N=tile.block_n, BLOCK_K=block_k,
+        SPLIT=order.count > 1, STAGES=tile.stages, FP8=kind == "fp8", PAIR=tile.pair, SILU=silu, **epilogue.flags,
+        PDL=dependent, num_warps=4, **launch_options(dependent),
     )  # fmt: skip
     return y
 

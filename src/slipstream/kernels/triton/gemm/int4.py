@@ -3,7 +3,7 @@
 FP8 rows come in a wider type, and MXFP4 ones as the numbers they stand for; either is exact, as widened weights are.
 
 Weights are repacked once (`pack_halves`): a byte holds a column of the first and one of the second half of a block, so
-that both nibbles of a stretch of bytes meet splits of the rows, and nothing is interleaved.
+that the nibbles of adjacent bytes multiply adjacent columns of the rows, and nothing is interleaved.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -18,23 +18,20 @@ from slipstream.kernels.triton.gemm.mxfp4 import mxfp4_value
 from slipstream.kernels.triton.gemm.split_k import (
     Epilogue,
     Launch,
-    add_parts,
     partial_sums,
     prefetch_rows,
-    residual_stride,
-    residual_tile,
+    reduce_splits,
     store_outputs,
-    sum_of_splits,
     weight_rows,
 )
-from slipstream.kernels.triton.launch import arrived_last, launch_options, show_copies, wait_for_inputs
+from slipstream.kernels.triton.launch import launch_options, show_copies, wait_for_inputs
 from slipstream.quant.formats.nibbles import unpack_signed
 
 _LARGEST_HALF = 128
 
 
 @triton.jit
-def _nibble_stretch(
+def _multiply_split(
     w_at, x_at, g_at, split, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     GROUPED: tl.constexpr, WHOLE: tl.constexpr, MX: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
@@ -102,35 +99,31 @@ def _nibble_kernel(
     if PDL:
         prefetch_rows(w_at, split * tl.cdiv(K // (2 * HALF), SPLITS) * HALF, K // 2, 128)
     wait_for_inputs(PDL)
-    total = _nibble_stretch(
+    total = _multiply_split(
         w_at, x_at, g_at, split, K, BLOCK_M, BLOCK_N, HALF, SPLITS, EVEN, GROUPED, WHOLE, MX, STREAM, PDL
     )
     finished = True
     if SPLITS > 1:
         if SERIAL:
             for other in range(1, SPLITS):
-                total += _nibble_stretch(
+                total += _multiply_split(
                     w_at, x_at, g_at, other, K, BLOCK_M, BLOCK_N, HALF, SPLITS, EVEN, GROUPED, WHOLE, MX, STREAM, PDL
                 )
         else:
             tile = m_tile * tl.num_programs(1) + n_tile
             num_tiles = tl.num_programs(0) * tl.num_programs(1)
-            at, stride = sum_of_splits(total, partial_ptr, tile, num_tiles, split, SPLITS, BLOCK_N, BLOCK_M)
-            finished = arrived_last(counter_ptr + tile, SPLITS)
-            if finished:
-                total = add_parts(at, stride, SPLITS)
+            total, finished = reduce_splits(
+                total, partial_ptr, counter_ptr, tile, num_tiles, split, SPLITS, BLOCK_N, BLOCK_M
+            )
     if finished:
         sums = total.to(tl.float32)
         if ROW_SCALES:
             sums = sums * (tl.load(x_scale_ptr + rows_M)[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
         elif not GROUPED:
             sums = sums * tl.load(w_scale_ptr + rows_N).to(tl.float32)[:, None]
-        residual = residual_tile(
-            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL, BLOCK_N
-        )
         store_outputs(
-            sums, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, SILU, HAS_BIAS,
-            HAS_RESIDUAL, BLOCK_N,
+            sums, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride, BLOCK_M, BLOCK_N,
+            SILU, HAS_BIAS, HAS_RESIDUAL, BLOCK_N,
         )  # fmt: skip
 
 
@@ -166,13 +159,13 @@ def multiply_nibbles(
     y = torch.empty(num_rows, num_outputs // 2 if epilogue.silu else num_outputs, dtype=out_dtype, device=x_TK.device)
     whole = x_TK.dtype == torch.int8
     _nibble_kernel[grid](
-        x_TK, codes, y if x_scale_T is None else x_scale_T, w_scale, y if epilogue.bias_N is None else epilogue.bias_N,
-        y if epilogue.residual_TN is None else epilogue.residual_TN, y, partial_sums(launch, grid, y, whole),
-        launch.counters, num_rows, num_outputs, num_inputs, x_TK.stride(0), residual_stride(epilogue), y.stride(0),
+        x_TK, codes, y if x_scale_T is None else x_scale_T, w_scale, *epilogue.added(y), y,
+        partial_sums(launch, grid, y, whole), launch.counters, num_rows, num_outputs, num_inputs, x_TK.stride(0),
+        epilogue.residual_stride, y.stride(0),
         BLOCK_M=launch.block_m, BLOCK_N=config.block_n, HALF=half, SPLITS=config.split_k, SERIAL=launch.serial,
         EVEN=num_inputs % (2 * half * config.split_k) == 0, GROUPED=w_scale.dim() == 2, WHOLE=whole,
         MX=w_scale.dtype == torch.uint8, ROW_SCALES=x_scale_T is not None, STREAM=grid[0] == 1, SILU=epilogue.silu,
-        HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None, PDL=launch.dependent,
+        **epilogue.flags, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip

@@ -124,7 +124,7 @@ def repeat_numbers(numbers, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
 def add_side_by_side(sums, SIDE: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr):
     """Add 2 or 4 splits' sums in their order: [SIDE * OUTPUTS, SIDE * TOKENS] -> [OUTPUTS, TOKENS].
 
-    A stretch's sums are where its weights meet its own columns of the rows.
+    A split's sums are where its weights were multiplied by its own columns of the rows.
     """
     tl.static_assert(SIDE == 2 or SIDE == 4)
     if SIDE == 2:

@@ -22,9 +22,8 @@ from slipstream.kernels.triton.gemm.prologue import (
     scale_of_maxima,
 )
 from slipstream.kernels.triton.gemm.rope_epilogue import angles, places, rope_rows, rotate_and_store
-from slipstream.kernels.triton.gemm.split_k import add_parts, residual_tile, store_outputs, sum_of_splits, weight_rows
+from slipstream.kernels.triton.gemm.split_k import reduce_splits, store_outputs, weight_rows
 from slipstream.kernels.triton.launch import (
-    arrived_last,
     keep_order,
     let_next_start,
     prefetch,
@@ -123,19 +122,19 @@ def _ready(
 
 @triton.jit
 def _rows_at(x_ptr, norm_ptr, columns, M, x_stride, ROWS: tl.constexpr, LOADED: tl.constexpr):
-    """Return where rows begin in each stretch of so many columns, where their norm's weights do, and which are there.
+    """Return where rows begin in each split of so many columns, where their norm's weights do, and which are there.
 
     Weights have one copy for each row: then they lie as the rows do.
     """
-    row, stretch = tl.arange(0, LOADED), tl.zeros([LOADED], tl.int32)
+    row, split_at = tl.arange(0, LOADED), tl.zeros([LOADED], tl.int32)
     if LOADED > ROWS:
-        row, stretch = row % ROWS, row // ROWS * columns
-    x_at = x_ptr + (tl.minimum(row, M - 1).to(tl.int64) * x_stride + stretch)[None, :]
-    return x_at, norm_ptr + stretch[None, :], row < M
+        row, split_at = row % ROWS, row // ROWS * columns
+    x_at = x_ptr + (tl.minimum(row, M - 1).to(tl.int64) * x_stride + split_at)[None, :]
+    return x_at, norm_ptr + split_at[None, :], row < M
 
 
 @triton.jit
-def _stretch(
+def _multiply_split(
     w_at, is_own, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, n_tile, split, steps, M, K,
     x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
@@ -232,7 +231,7 @@ def small_m_kernel(
     has under way before it waits.
 
     With SIDE splits side by side, the weight's tile is as many of fewer rows, each of another split of K,
-    and so is the rows' tile. A product of both holds every stretch's sums, and others that nobody wants.
+    and so is the rows' tile. A product of both holds every split's sums, and others that nobody wants.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
@@ -241,30 +240,28 @@ def small_m_kernel(
     TOKENS: tl.constexpr = BLOCK_M // SIDE
     STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
     n_tile, split = tl.program_id(0), tl.program_id(1)
-    place, stretch = tl.arange(0, BLOCK_N), 0
+    place, split_at = tl.arange(0, BLOCK_N), 0
     if SIDE > 1:
-        place, stretch = place % OUTPUTS, place // OUTPUTS * (steps * STEP)
+        place, split_at = place % OUTPUTS, place // OUTPUTS * (steps * STEP)
     rows_N = _tile_rows(place, n_tile, N, OUTPUTS, TAKEN, END, HALF)
     if END == "plain":
         is_own = place < TAKEN
     else:
         is_own = place % (OUTPUTS // 2) < TAKEN // 2
-    w_at = w_ptr + (rows_N.to(tl.int64) * K + stretch)[:, None]
+    w_at = w_ptr + (rows_N.to(tl.int64) * K + split_at)[:, None]
     rows_O = _tile_rows(tl.arange(0, OUTPUTS), n_tile, N, OUTPUTS, TAKEN, END, HALF)
     if KIND != "dense":
         w_scale = tl.load(w_scale_ptr + rows_O)  # the last step would wait for it
-    total, x_scale, slot, cos, sin = _stretch(
+    total, x_scale, slot, cos, sin = _multiply_split(
         w_at, is_own, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, n_tile, split, steps, M,
         K, x_stride, num_parts, eps, BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, OUTPUTS == TAKEN, KIND, NORM, CODES,
         ROWS, KNOWN, SIDE, SQUARED, PARTS, LEVELS, AHEAD, STAGED, TAKEN, HALF, LATE, PDL,
     )  # fmt: skip
     finished = True
     if SPLITS > 1:
-        num_tiles = tl.num_programs(0)
-        at, stride = sum_of_splits(total, partial_ptr, n_tile, num_tiles, split, SPLITS, BLOCK_N, BLOCK_M)
-        finished = arrived_last(counter_ptr + n_tile, SPLITS)
-        if finished:
-            total = add_parts(at, stride, SPLITS)
+        total, finished = reduce_splits(
+            total, partial_ptr, counter_ptr, n_tile, tl.num_programs(0), split, SPLITS, BLOCK_N, BLOCK_M
+        )
     if finished:
         sums = total.to(tl.float32)
         if SIDE > 1:
@@ -311,12 +308,9 @@ def _store_tile(
             BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF, TAKEN,
         )  # fmt: skip
     else:
-        residual = residual_tile(
-            residual_ptr, 0, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_RESIDUAL, TAKEN
-        )
         out = store_outputs(
-            sums, residual, 0, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, END == "silu", HAS_BIAS,
-            HAS_RESIDUAL, TAKEN,
+            sums, 0, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride, BLOCK_M, BLOCK_N,
+            END == "silu", HAS_BIAS, HAS_RESIDUAL, TAKEN,
         )  # fmt: skip
         if LEAVES == "squares":
             _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N, LEFT_LEVELS)

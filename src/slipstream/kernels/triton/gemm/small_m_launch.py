@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.gemm.hopper_gemv_launch import REGISTERS, GemvPlan, gemv_plan, weight_boxes
 from slipstream.kernels.triton.gemm.small_m import small_m_kernel
-from slipstream.kernels.triton.gemm.split_k import Epilogue, Launch, Rows, partial_sums, residual_stride
+from slipstream.kernels.triton.gemm.split_k import Epilogue, Launch, Rows, partial_sums
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.norm import SQUARED
 from slipstream.kernels.triton.rope import RopeWrite
@@ -21,7 +21,7 @@ _FP8_COLUMNS = 128  # after so many an FP8 sum is made whole
 
 
 def squares_of(out_TN: Tensor, squared: int = SQUARED) -> Tensor:
-    """Return room for the sums of squares that a product leaves of outputs of this shape, so many to a sum."""
+    """Return a workspace for the sums of squares that a product leaves of outputs of this shape, so many to a sum."""
     return torch.empty(len(out_TN), -(-out_TN.shape[1] // squared), dtype=torch.float32, device=out_TN.device)
 
 
@@ -57,25 +57,22 @@ def multiply_small_m(
         return y
     small_m_kernel[(num_tiles, splits)](
         x_TK, weight_NK, y if rows.scale_T is None else rows.scale_T, y if w_scale_N is None else w_scale_N,
-        y if epilogue.bias_N is None else epilogue.bias_N,
-        y if epilogue.residual_TN is None else epilogue.residual_TN,
-        y, partial_sums(launch, grid, y, kind == "int8"), launch.counters,
+        *epilogue.added(y), y, partial_sums(launch, grid, y, kind == "int8"), launch.counters,
         y if rows.norm is None else rows.norm.weight_D, y if left_TB is None else left_TB, _left(epilogue, y),
         *_places(epilogue, y),
-        num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, num_parts, x_TK.stride(0),
-        residual_stride(epilogue), y.stride(0),
+        num_rows, num_outputs, num_inputs, launch.split_columns // config.block_k, num_parts, x_TK.stride(0),
+        epilogue.residual_stride, y.stride(0),
         0 if epilogue.rope is None else epilogue.rope.layer.keys_SGd.stride(0),
         0.0 if rows.norm is None else rows.norm.eps,
         BLOCK_M=launch.block_m, BLOCK_N=config.block_n, TAKEN=config.taken,
         BLOCK_K=_FP8_COLUMNS if twice else config.block_k, TWICE=twice, SPLITS=splits,
-        EVEN_K=num_inputs == launch.stretch * config.split_k, KIND=kind,
-        END=end, HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        NORM=rows.norm is not None, CODES=codes,
+        EVEN_K=num_inputs == launch.split_columns * config.split_k, KIND=kind,
+        END=end, **epilogue.flags, NORM=rows.norm is not None, CODES=codes,
         SIDE=side, KNOWN=_holding(num_rows), ROWS=_rows_read(num_rows, launch.block_m, side, makes_codes, kind),
         SQUARED=1 if rows.norm is None else triton.next_power_of_2(-(-num_inputs // num_parts)),
         PARTS=parts, LEVELS=parts.bit_length() - 1,
         LEAVES=_leaves(epilogue), LEFT_LEVELS=_levels(config), **_heads(epilogue.rope),
-        AHEAD=_lines_ahead(config, launch.stretch - staged, weight_NK.element_size()), STAGED=staged,
+        AHEAD=_lines_ahead(config, launch.split_columns - staged, weight_NK.element_size()), STAGED=staged,
         PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
@@ -86,7 +83,7 @@ def multiply_small_m(
 def _multiply_hopper(
     rows: Rows, weight: tuple[Tensor, Tensor | None], epilogue: Epilogue, launch: Launch, plan: GemvPlan, y: Tensor
 ) -> None:
-    """Multiply 1 to 4 rows into `y`, with one warp that asks for weights."""
+    """Multiply 1 to 4 rows into `y`, with a producer warp for weights."""
     # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
     from slipstream.kernels.triton.gemm.hopper_gemv import hopper_gemv_kernel
 
@@ -97,15 +94,13 @@ def _multiply_hopper(
     parts = triton.next_power_of_2(max(num_parts, 1))
     hopper_gemv_kernel[(launch.grid(len(x_TK), num_outputs, epilogue.silu)[1],)](
         *weight_boxes(weight_NK, plan), x_TK, y if rows.scale_T is None else rows.scale_T,
-        y if w_scale_N is None else w_scale_N, y if epilogue.bias_N is None else epilogue.bias_N,
-        y if epilogue.residual_TN is None else epilogue.residual_TN, y,
+        y if w_scale_N is None else w_scale_N, *epilogue.added(y), y,
         y if rows.norm is None else rows.norm.weight_D, y if left_TB is None else left_TB, _left(epilogue, y),
         *_places(epilogue, y),
-        len(x_TK), num_outputs, num_inputs, num_parts, x_TK.stride(0), residual_stride(epilogue), y.stride(0),
+        len(x_TK), num_outputs, num_inputs, num_parts, x_TK.stride(0), epilogue.residual_stride, y.stride(0),
         0 if epilogue.rope is None else epilogue.rope.layer.keys_SGd.stride(0),
         0.0 if rows.norm is None else rows.norm.eps, config.gemv_trigger,
-        **plan.constants(), HAS_BIAS=epilogue.bias_N is not None,
-        HAS_RESIDUAL=epilogue.residual_TN is not None, NORM=rows.norm is not None, LEFT=parts,
+        **plan.constants(), **epilogue.flags, NORM=rows.norm is not None, LEFT=parts,
         LEFT_LEVELS=parts.bit_length() - 1, LEAVES=_leaves(epilogue), LEAVE_LEVELS=_levels(config),
         **_heads(epilogue.rope), PDL=launch.dependent, num_warps=4, maxnreg=REGISTERS,
         **launch_options(launch.dependent),
@@ -164,6 +159,6 @@ def _heads(write: RopeWrite | None) -> dict[str, int]:
 
 
 def _lines_ahead(config: LinearConfig, columns_left: int, itemsize: int) -> int:
-    """Return how many lines of a row to ask for, within the stretch: a power of two."""
+    """Return how many lines of a row to ask for, within the split: a power of two."""
     most = max(columns_left * itemsize // _LINE_BYTES, 0)
     return min(config.ahead, 1 << (most.bit_length() - 1)) if most else 0

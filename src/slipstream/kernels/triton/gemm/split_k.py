@@ -9,7 +9,6 @@ that share an output tile. Either way a number is the same sum, whatever the num
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM108
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -42,43 +41,28 @@ def prefetch_rows(w_at, k_from, K, LINE: tl.constexpr):
 
 
 @triton.jit
-def sum_of_splits(part, partial_ptr, tile, num_tiles, split, SPLITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr):
-    """Store this program's part [N, M] of a tile; return pointers to the parts of all."""
+def reduce_splits(
+    total, partial_ptr, counter_ptr, tile, num_tiles, split, SPLITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr
+):
+    """Store this program's partial sum [N, M] of a tile; the last program of the tile adds all, in their order.
+
+    Returns the sum, and whether it is whole: whether this program is the last.
+    """
     inside = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
     stride = num_tiles.to(tl.int64) * (N * M)
     at = partial_ptr + tile.to(tl.int64) * (N * M) + inside
-    tl.store(at + split * stride, part)
-    return at, stride
-
-
-@triton.jit
-def add_parts(at, stride, SPLITS: tl.constexpr):
-    """Add the parts in their order."""
-    total = tl.load(at, cache_modifier=".cg")
-    for split in range(1, SPLITS):
-        total += tl.load(at + split * stride, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
-def residual_tile(
-    residual_ptr, m_tile, n_tile, M, N, stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TAKEN: tl.constexpr,
-):  # fmt: skip
-    """Return what is added to a tile of outputs, if something is."""
-    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
-    residual = 0.0
-    if HAS_RESIDUAL:
-        m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        n = (n_tile * (TAKEN // 2 if SILU else TAKEN) + tl.arange(0, WIDTH))[None, :]
-        real = (m < M) & (n < (N // 2 if SILU else N))
-        residual = tl.load(residual_ptr + m * stride + n, mask=real, other=0.0)
-    return residual
+    tl.store(at + split * stride, total)
+    finished = arrived_last(counter_ptr + tile, SPLITS)
+    if finished:
+        total = tl.load(at, cache_modifier=".cg")
+        for other in range(1, SPLITS):
+            total += tl.load(at + other * stride, cache_modifier=".cg")
+    return total, finished
 
 
 @triton.jit
 def store_outputs(
-    total, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride,
+    total, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
@@ -87,11 +71,17 @@ def store_outputs(
     Returns what was stored, [BLOCK_M, outputs], zero past the last output of the tile.
     """
     dtype = y_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    OWN: tl.constexpr = TAKEN // 2 if SILU else TAKEN
+    num_outputs = N // 2 if SILU else N
+    if HAS_RESIDUAL:  # on its way while the sums are finished
+        m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        n = (n_tile * OWN + tl.arange(0, WIDTH))[None, :]
+        real = (m < M) & (n < num_outputs)
+        residual = tl.load(residual_ptr + m * residual_stride + n, mask=real, other=0.0)
     if HAS_BIAS:
         rows_N = weight_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, SILU, TAKEN)
         total += tl.load(bias_ptr + rows_N).to(tl.float32)[:, None]
-    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
-    num_outputs = N // 2 if SILU else N
     if SILU:
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, WIDTH, BLOCK_M)), (1, 2, 0)))
         gate = gate.to(dtype).to(tl.float32)
@@ -99,7 +89,6 @@ def store_outputs(
         total = silu * up.to(dtype).to(tl.float32)
     out = tl.trans(total.to(dtype))
     m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    OWN: tl.constexpr = TAKEN // 2 if SILU else TAKEN
     n = (n_tile * OWN + tl.arange(0, WIDTH))[None, :]
     real = (m < M) & (n < tl.minimum((n_tile + 1) * OWN, num_outputs))
     if HAS_RESIDUAL:
@@ -109,7 +98,7 @@ def store_outputs(
 
 
 @triton.jit
-def _stretch(
+def _multiply_split(
     w_at, x_at, real_M, split, steps, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, KIND: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
@@ -161,32 +150,28 @@ def _linear_kernel(
         LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
         prefetch_rows(w_at, split * steps * BLOCK_K, K, LINE)
     wait_for_inputs(PDL)
-    total = _stretch(w_at, x_at, real_M, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL)
+    total = _multiply_split(w_at, x_at, real_M, split, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL)
     finished = True
     if SPLITS > 1:
         if SERIAL:
             for other in range(1, SPLITS):
-                total += _stretch(
+                total += _multiply_split(
                     w_at, x_at, real_M, other, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, KIND, STREAM, PDL
                 )
         else:
             tile = m_tile * tl.num_programs(1) + n_tile
             num_tiles = tl.num_programs(0) * tl.num_programs(1)
-            at, stride = sum_of_splits(total, partial_ptr, tile, num_tiles, split, SPLITS, BLOCK_N, BLOCK_M)
-            finished = arrived_last(counter_ptr + tile, SPLITS)
-            if finished:
-                total = add_parts(at, stride, SPLITS)
+            total, finished = reduce_splits(
+                total, partial_ptr, counter_ptr, tile, num_tiles, split, SPLITS, BLOCK_N, BLOCK_M
+            )
     if finished:
         sums = total.to(tl.float32)
         if KIND != "dense":
             x_scale = tl.load(x_scale_ptr + rows_M)
             sums = sums * (x_scale[None, :] * tl.load(w_scale_ptr + rows_N)[:, None])
-        residual = residual_tile(
-            residual_ptr, m_tile, n_tile, M, N, residual_stride, BLOCK_M, BLOCK_N, SILU, HAS_RESIDUAL, BLOCK_N
-        )
         store_outputs(
-            sums, residual, m_tile, n_tile, bias_ptr, y_ptr, M, N, y_stride, BLOCK_M, BLOCK_N, SILU, HAS_BIAS,
-            HAS_RESIDUAL, BLOCK_N,
+            sums, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride, BLOCK_M, BLOCK_N,
+            SILU, HAS_BIAS, HAS_RESIDUAL, BLOCK_N,
         )  # fmt: skip
 
 
@@ -195,7 +180,7 @@ class FoldedNorm:
     """A norm that a product applies to its rows: its weight, and the rows' sums of squares, left by another product.
 
     Args:
-        squares_TB: one sum for every 64 numbers of a row or fewer, see `narrow_products.squares_of`.
+        squares_TB: one sum for every 64 numbers of a row or fewer, see `small_m_launch.squares_of`.
     """
 
     weight_D: Tensor
@@ -235,6 +220,20 @@ class Epilogue:
     maxima_TB: Tensor | None = None
     rope: RopeWrite | None = None
 
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Compile-time arguments of every GEMM."""
+        return {"HAS_BIAS": self.bias_N is not None, "HAS_RESIDUAL": self.residual_TN is not None}
+
+    @property
+    def residual_stride(self) -> int:
+        """Elements from one row of the residual to the next."""
+        return 0 if self.residual_TN is None else self.residual_TN.stride(0)
+
+    def added(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return bias and residual; an absent one is stood in for by the output, which is not read."""
+        return y if self.bias_N is None else self.bias_N, y if self.residual_TN is None else self.residual_TN
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -242,7 +241,7 @@ class Launch:
 
     Args:
         block_m: the width of the token tile.
-        stretch: the columns one partial sum covers, a multiple of the tile's, so that it is the same for all tiles.
+        split_columns: those of one split of K, a multiple of the tile's, so that they are the same for all tiles.
         serial: one program adds all splits of its tile, where there are tokens enough to fill the device.
         counters: zeros, which programs that share a tile count themselves in with, and leave as zeros.
         dependent: whether the kernel may start while the one before it drains.
@@ -251,7 +250,7 @@ class Launch:
 
     config: LinearConfig
     block_m: int
-    stretch: int
+    split_columns: int
     serial: bool
     counters: Tensor
     dependent: bool
@@ -288,32 +287,20 @@ def multiply(
     y = torch.empty(num_rows, num_outputs // 2 if epilogue.silu else num_outputs, dtype=out_dtype, device=x_TK.device)
     x_scale, w_scale = scales or (x_TK, x_TK)
     _linear_kernel[grid](
-        x_TK, weight_NK, x_scale, w_scale, *_optional(epilogue, y), partial_sums(launch, grid, y, kind == "int8"),
-        launch.counters, num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
-        residual_stride(epilogue), y.stride(0),
+        x_TK, weight_NK, x_scale, w_scale, *epilogue.added(y), y, partial_sums(launch, grid, y, kind == "int8"),
+        launch.counters, num_rows, num_outputs, num_inputs, launch.split_columns // config.block_k, x_TK.stride(0),
+        epilogue.residual_stride, y.stride(0),
         BLOCK_M=launch.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.split_k,
-        SERIAL=launch.serial, EVEN_K=num_inputs == launch.stretch * config.split_k, KIND=kind,
-        STREAM=grid[0] == 1, SILU=epilogue.silu, HAS_BIAS=epilogue.bias_N is not None,
-        HAS_RESIDUAL=epilogue.residual_TN is not None, PDL=launch.dependent,
+        SERIAL=launch.serial, EVEN_K=num_inputs == launch.split_columns * config.split_k, KIND=kind,
+        STREAM=grid[0] == 1, SILU=epilogue.silu, **epilogue.flags, PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
     return y
 
 
-def _optional(epilogue: Epilogue, y: Tensor) -> tuple[Any, Any, Tensor]:
-    """Return bias, residual and output; an absent tensor is stood in for by one that is not read."""
-    bias = y if epilogue.bias_N is None else epilogue.bias_N
-    return bias, y if epilogue.residual_TN is None else epilogue.residual_TN, y
-
-
-def residual_stride(epilogue: Epilogue) -> int:
-    """Return the elements from one row of the residual to the next."""
-    return 0 if epilogue.residual_TN is None else epilogue.residual_TN.stride(0)
-
-
 def partial_sums(launch: Launch, grid: tuple[int, int, int], y: Tensor, whole: bool) -> Tensor:
-    """Return room for the splits' sums, if several programs share a tile."""
+    """Return a workspace for the partial sums, if several programs share a tile."""
     if grid[2] == 1:
         return y
     assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"

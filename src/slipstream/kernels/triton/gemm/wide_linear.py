@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.kernels.triton.gemm.split_k import Epilogue, residual_stride
+from slipstream.kernels.triton.gemm.split_k import Epilogue
 from slipstream.kernels.triton.gemm.wide_tiles import wide_kernel
 from slipstream.kernels.triton.launch import launch_options
 from slipstream.kernels.triton.tuning import WideConfig
@@ -21,7 +21,7 @@ class WideLaunch:
         config: tiles that fit the pass (see `fitted`).
         pieces: widths of the two pieces of the token tile; the second may be 0.
         splits: the splits columns are cut in, each a program's.
-        stretch: the columns of one of them.
+        split_columns: those of one of them.
         counters: zeros, as in `slipstream.kernels.triton.gemm.split_k.Launch`.
         dependent: whether the kernel may start while the one before it drains.
         instruction: see `launch_options`.
@@ -31,7 +31,7 @@ class WideLaunch:
     config: WideConfig
     pieces: tuple[int, int]
     splits: int
-    stretch: int
+    split_columns: int
     counters: Tensor
     dependent: bool
     instruction: int = 0
@@ -91,7 +91,7 @@ def multiply_wide(
 ) -> Tensor:  # fmt: skip
     """Return rows times the weight: what `slipstream.kernels.triton.gemm.split_k.multiply` gives, to the bit.
 
-    With `later` the sums of each stretch [splits, T, N] instead, for `slipstream.kernels.triton.gemm.split_k_reduce`.
+    With `later` the partial sums [splits, T, N] instead, for `slipstream.kernels.triton.gemm.split_k_reduce`.
     """
     num_rows, num_outputs, num_inputs = x_TK.shape[0], *weight_NK.shape
     config, (first, second), silu = launch.config, launch.pieces, epilogue.silu
@@ -114,15 +114,14 @@ def multiply_wide(
     tiles = [_tiles(x_TK, first, config, tma), _tiles(x_TK, second or 16, config, tma),
              _tiles(weight_NK, config.block_n, config, tma)]  # fmt: skip
     wide_kernel[grid](
-        *tiles, weight_NK, x_scale, w_scale, y if epilogue.bias_N is None else epilogue.bias_N,
-        y if epilogue.residual_TN is None else epilogue.residual_TN, y, partial, launch.counters,
-        num_rows, num_outputs, num_inputs, launch.stretch // config.block_k, x_TK.stride(0),
-        residual_stride(epilogue), y.stride(0),
+        *tiles, weight_NK, x_scale, w_scale, *epilogue.added(y), y, partial, launch.counters,
+        num_rows, num_outputs, num_inputs, launch.split_columns // config.block_k, x_TK.stride(0),
+        epilogue.residual_stride, y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
         SPLITS=1 if config.later else launch.splits, LATER=config.later,
-        EVEN_K=num_inputs == launch.stretch * launch.splits, TMA=tma, KIND=kind, SILU=silu,
-        HAS_BIAS=epilogue.bias_N is not None, HAS_RESIDUAL=epilogue.residual_TN is not None,
-        AHEAD=config.ahead, TOGETHER=config.together, WAITS_FIRST=launch.waits_first, PDL=launch.dependent,
+        EVEN_K=num_inputs == launch.split_columns * launch.splits, TMA=tma, KIND=kind, SILU=silu,
+        **epilogue.flags, AHEAD=config.ahead, TOGETHER=config.together, WAITS_FIRST=launch.waits_first,
+        PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
     )  # fmt: skip
@@ -130,7 +129,7 @@ def multiply_wide(
 
 
 def _streams(kind: str, epilogue: Epilogue, launch: WideLaunch) -> bool:
-    """Tell whether a product can be multiplied by warps of two kinds."""
+    """Tell whether the warp-specialised kernel multiplies."""
     plain = epilogue.bias_N is None and epilogue.residual_TN is None
     return kind in ("dense", "fp8") and plain and (launch.config.later or launch.splits == 1)
 
@@ -139,7 +138,7 @@ def _stream(
     x_TK: Tensor, weight_NK: Tensor, scales: tuple[Tensor, Tensor], kind: str, y: Tensor, launch: WideLaunch,
     grid: tuple[int, int, int],
 ) -> None:  # fmt: skip
-    """Multiply by warps of two kinds; `y` gets numbers, or the sums of splits."""
+    """Multiply by the warp-specialised kernel; `y` gets outputs, or partial sums."""
     # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
@@ -159,7 +158,7 @@ def _stream(
     few = {"maxnreg": 128} if config.num_warps == 4 else {}
     stream_kernel[grid](
         tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
-        x_TK.shape[0], weight_NK.shape[0], launch.stretch // config.block_k, y.stride(-2), y.stride(0),
+        x_TK.shape[0], weight_NK.shape[0], launch.split_columns // config.block_k, y.stride(-2), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
         STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, AT_ONCE=config.at_once,
         WAITS_FIRST=launch.waits_first, PDL=launch.dependent, num_warps=config.num_warps, **few,

@@ -71,7 +71,7 @@ def _keep(part, partial_ptr, at, N: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _leave(part, partial_ptr, m_first, n_first, split, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store sums [BLOCK_N, BLOCK_M] of a stretch where the kernel that follows finds them: [splits, M, N]."""
+    """Store partial sums [BLOCK_N, BLOCK_M] where the kernel that follows finds them: [splits, M, N]."""
     m = (m_first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     n = (n_first + tl.arange(0, BLOCK_N))[None, :]
     tl.store(partial_ptr + (split.to(tl.int64) * M + m) * N + n, tl.trans(part), mask=(m < M) & (n < N))
@@ -188,7 +188,7 @@ def _finish_piece(
 
 
 @triton.jit
-def _stretch(
+def _multiply_split(
     x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, TOGETHER: tl.constexpr,
@@ -266,8 +266,8 @@ def _leave_pieces(
 
 
 @triton.jit
-def _ask_ahead(w_ptr, n, k_from, N, K, BLOCK_N: tl.constexpr):
-    """Ask for the first lines of one weight tile."""
+def _prefetch(w_ptr, n, k_from, N, K, BLOCK_N: tl.constexpr):
+    """Prefetch the first lines of one weight tile."""
     LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
     rows_N = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[:, None]
     prefetch_rows(w_ptr + rows_N * K, k_from, K, LINE)
@@ -296,14 +296,14 @@ def wide_kernel(
     n_first = n_tile * WIDTH
     n_second = n_first + (num_outputs if SILU else BLOCK_N)
     if PDL and AHEAD:
-        _ask_ahead(w_ptr, n_first, split * steps * BLOCK_K, N, K, BLOCK_N)
+        _prefetch(w_ptr, n_first, split * steps * BLOCK_K, N, K, BLOCK_N)
         if PAIR:
-            _ask_ahead(w_ptr, n_second, split * steps * BLOCK_K, N, K, BLOCK_N)
+            _prefetch(w_ptr, n_second, split * steps * BLOCK_K, N, K, BLOCK_N)
     if WAITS_FIRST:
         wait_then_let_start(PDL)
     else:
         wait_for_inputs(PDL)
-    one, one_rest, two, two_rest = _stretch(
+    one, one_rest, two, two_rest = _multiply_split(
         x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
         FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL, TOGETHER,
     )  # fmt: skip

@@ -92,9 +92,9 @@ def nibble_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, tiles_p
         if GROUP_BYTES > 0:
             scale_at += (expert * N + outputs.to(tl.int64))[:, None] * (HALF // GROUP_BYTES) + group[None, :]
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if FORMAT == "w4a8" else tl.float32)
-        stretch = tl.cdiv(tl.cdiv(HALF, BLOCK_B), SPLITS) * BLOCK_B
-        first = split * stretch
-        for start in range(first, tl.minimum(first + stretch, HALF), BLOCK_B):
+        columns = tl.cdiv(tl.cdiv(HALF, BLOCK_B), SPLITS) * BLOCK_B
+        first = split * columns
+        for start in range(first, tl.minimum(first + columns, HALF), BLOCK_B):
             x_mask = real[None, :] if EVEN else real[None, :] & (start + byte < HALF)[:, None]
             x_low = tl.load(x_at + start, mask=x_mask, other=0)
             x_high = tl.load(x_at + HALF + start, mask=x_mask, other=0)
@@ -155,9 +155,9 @@ def number_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
         x_at = x_ptr + rows[None, :] * K + column[:, None]
         groups = tl.cdiv(K, FP8_GROUP)
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        stretch = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
-        first = split * stretch
-        for start in range(first, tl.minimum(first + stretch, K), BLOCK_K):
+        columns = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+        first = split * columns
+        for start in range(first, tl.minimum(first + columns, K), BLOCK_K):
             if EVEN:
                 x = tl.load(x_at + start, mask=real[None, :], other=0.0)
                 w = tl.load(w_at + start)

@@ -41,13 +41,13 @@ def _scores_kernel(
     rows = first_row + tl.arange(0, BLOCK_E)
     real = rows < num_rows
     w_at = source + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * D
-    stretch = tl.cdiv(tl.cdiv(D, BLOCK_D), SPLITS) * BLOCK_D
-    first = split * stretch
+    columns = tl.cdiv(tl.cdiv(D, BLOCK_D), SPLITS) * BLOCK_D
+    first = split * columns
     if PDL:
         prefetch_rows(w_at, tl.minimum(first, D - 1), D, 64)
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)
-    for start in range(first, tl.minimum(first + stretch, D), BLOCK_D):
+    for start in range(first, tl.minimum(first + columns, D), BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)
         inside = column < D
         x_at = x_ptr + tokens.to(tl.int64)[None, :] * D + column[:, None]
