@@ -102,3 +102,16 @@ def test_log_probabilities_are_within_the_formats_error_of_those_over_keys_as_co
     exact, short = found
     # Keys and values are off by a sixteenth at most each.
     assert 0 < (short - exact).abs().mean() < exact.std() * 2 / 16
+
+
+def test_a_gpu_without_instructions_for_fp8_is_refused_when_the_engine_is_built():
+    pytest.importorskip("triton")
+    from slipstream.kernels.triton.ops import TritonOps
+    from slipstream.kernels.triton.record import META, recording
+    from slipstream.models.fused.survey import hollow_target
+
+    with recording("sm_80"):
+        ops = TritonOps(META)
+        target = hollow_target(TARGET.spec, ops)
+        with pytest.raises(ConfigError, match="sm_80 has no instructions for FP8"):
+            build_engine(target, None, TreeShape.chain(3), EngineConfig(max_context=64, **FP8), ops)

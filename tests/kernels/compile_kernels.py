@@ -75,7 +75,7 @@ def _dense_passes(ops: TritonOps, few: bool) -> Iterator[None]:
                 continue
             for max_keys in (4096,) if few or spec is not LLAMA else (1024, 4096, 32768):
                 yield _run(ops, target, Workload(requests, nodes, max_keys))
-    for requests, nodes in ((40, 4), (1, 4), (1, 512)):
+    for requests, nodes in ((40, 4), (1, 4), (1, 512)) if has_fp8(ops.fused.architecture) else ():
         yield _run(ops, hollow_target(LLAMA, ops), Workload(requests, nodes, 16384, keys=KV_FP8))
     for requests, nodes, max_keys in ((1, 16, 4096),) if few else ((1, 16, 4096), (1, 64, 16384), (8, 64, 32768)):
         yield _run(ops, hollow_target(LLAMA, ops), Workload(requests, nodes, max_keys, depth=5))

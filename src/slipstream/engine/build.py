@@ -17,6 +17,7 @@ from slipstream.executors.interface import Executor
 from slipstream.executors.native import NativeExecutor
 from slipstream.executors.runner import Runner
 from slipstream.kernels import ChainOps, Ops
+from slipstream.kernels.triton.tuning import architecture_of, has_fp8
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers
@@ -166,8 +167,13 @@ class _Caches:
 
 
 def _check_kv(target: Target, config: EngineConfig, ops: Ops) -> None:
-    """Refuse FP8 latents where kernels cannot read them."""
-    if config.kv_cache_dtype == "fp8" and target.spec.mla is not None and ops.name == "triton":
+    """Refuse FP8 keys and latents where kernels cannot read them."""
+    if "fp8" not in (config.kv_cache_dtype, config.draft_kv_cache_dtype) or ops.name != "triton":
+        return
+    architecture = architecture_of(target.embed_tokens.device)
+    if not has_fp8(architecture):
+        raise ConfigError(f"kv_cache_dtype is 'fp8', and {architecture} has no instructions for FP8: leave it out.")
+    if config.kv_cache_dtype == "fp8" and target.spec.mla is not None:
         raise ConfigError(
             "kv_cache_dtype is 'fp8', and the GPU kernels read this target's latents in the type it computes in: leave "
             "it out. A latent takes a fraction of what keys and values would."
