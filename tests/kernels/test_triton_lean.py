@@ -11,7 +11,7 @@ from layer_samples import SHAPE, run
 
 from interpreted import DEVICE
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
-from slipstream.kernels.triton.gemm.hopper_gemv_launch import plan_of
+from slipstream.kernels.triton.gemm.small_m_launch import plan_of
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.tuning import LinearConfig, architecture_of, read_tuning
 from slipstream.models.layers import Linear

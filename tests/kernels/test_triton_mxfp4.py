@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.gemm.mxfp4 import mxfp4_codes, round_rows
-from slipstream.kernels.triton.gemm.quantize import quantize_rows
+from slipstream.kernels.triton.gemm.quantize import mxfp4_codes, quantize_rows, round_rows
 from slipstream.quant.formats import fp8, mxfp4
 from slipstream.quant.formats.nibbles import unpack_unsigned
 

@@ -1,18 +1,23 @@
-"""How kernels start and meet: overlapping the kernel before, and finding out which program of a group is last."""
+"""Programmatic dependent launch (PDL), prefetches and fences, who of a group is last, compiling ahead."""
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN201
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import triton
 import triton.language as tl
+from triton import AsyncCompileMode, JITFunction
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Let the next kernel's programs start where there is room, once all programs here have come this far."""
+    """Let the next kernel's programs start as SMs come free, once all programs here have come this far."""
     if PDL:
         gdc_launch_dependents()
 
@@ -54,7 +59,7 @@ def keep_order(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(at):
-    """Ask for the lines that hold these addresses; they come into the cache all processors share."""
+    """Prefetch the lines that hold these addresses to L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -62,10 +67,7 @@ def prefetch(at):
 
 @triton.jit
 def prefetch_bytes(at, num_bytes):
-    """Ask for so many bytes from each of these addresses on, both multiples of 16: one request to TMA each.
-
-    They come into the cache all processors share, whole lines at a time, and no thread has a hand in it.
-    """
+    """Prefetch so many bytes from each of these addresses on to L2, both multiples of 16: one TMA request each."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), num_bytes],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -120,3 +122,23 @@ def launch_options(dependent: bool, instruction: int = 0) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"enable_fp_fusion": False, **({"launch_pdl": True} if dependent else {})}
     return {**options, "matrix_instr_nonkdim": instruction} if instruction else options
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Have kernels compiled by threads instead of launched; they are ready when this ends.
+
+    Triton offers to compile a kernel without launching it one call at a time (`warmup`); here every launch is one, so
+    that a whole pass of a model tells what it needs. Results of kernels mean nothing meanwhile.
+    """
+    launch = JITFunction.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:  # as Triton has it
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compiled
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as threads, AsyncCompileMode(threads):
+            yield
+    finally:
+        JITFunction.run = launch

@@ -18,17 +18,17 @@ from slipstream.kernels.ops import Layer, RowSampling, Sight
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.kernels.triton import norm, sampling, speculative
-from slipstream.kernels.triton.attention import windowed
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
-from slipstream.kernels.triton.compile_ahead import compiling_ahead
+from slipstream.kernels.triton.attention.prefill import windowed_attention
+from slipstream.kernels.triton.copies import move_paths
 from slipstream.kernels.triton.gemm.dispatch import Products
 from slipstream.kernels.triton.gemm.split_k import Epilogue
+from slipstream.kernels.triton.launch import compiling_ahead
 from slipstream.kernels.triton.mla.attention import latent_attention
 from slipstream.kernels.triton.mla.heads import heads_linear
 from slipstream.kernels.triton.moe import router
 from slipstream.kernels.triton.moe.dispatch import ExpertOptions, experts
 from slipstream.kernels.triton.moe.tiles import MoeOptions, expert_tiles
-from slipstream.kernels.triton.move import move_paths
 from slipstream.kernels.triton.norm import Norm
 from slipstream.kernels.triton.tuning import Tuning, architecture_of, check_architecture, read_tuning
 from slipstream.quant.packed import ExpertWeights, PackedWeight
@@ -156,7 +156,7 @@ class TritonOps:
         """Attend over the pages of each request."""
         if isinstance(window, Sight):
             how = (self._dependent, self._launch.instruction)
-            return windowed.attention(q_THd.contiguous(), layer, batch, scale, window, *how)
+            return windowed_attention(q_THd.contiguous(), layer, batch, scale, window, *how)
         return attention(q_THd.contiguous(), layer, batch, scale, window, self._launch)
 
     def latent_attention(

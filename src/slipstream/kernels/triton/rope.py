@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.triton.gemm.split_k_reduce import PartialSums, scaled_sums, sum_partials
-from slipstream.kernels.triton.kv_codes import encode, scale_codes
 from slipstream.kernels.triton.launch import (
     launch_options,
     let_next_start,
@@ -25,15 +24,30 @@ from slipstream.kernels.triton.norm import Norm
 
 
 @triton.jit
+def _kv_scale_codes(most):
+    """Return E8M0 scales of heads from their amax (`reference.kv_fp8`): the least with which no code is above 448."""
+    bits = most.to(tl.int32, bitcast=True)
+    codes = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.minimum(tl.maximum(codes, 1), 246)
+
+
+@triton.jit
+def _encode_kv(x, codes, CODES: tl.constexpr):
+    """Return keys or values divided by their scale, as FP8."""
+    inverse = ((254 - codes) << 23).to(tl.float32, bitcast=True)
+    return tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -448.0), 448.0).to(CODES)
+
+
+@triton.jit
 def _turn_halves(
     row_ptr, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, WAITED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `_rope_kernel` does, for heads that turn whole: each number is read once, and all are asked for at once.
+    """What `_rope_kernel` does, for heads that turn whole: each number is read once, all loads in flight at once.
 
-    Where it is WAITED, a token's place and its angles are asked for before the wait, past the nearest cache, which may
+    Where it is WAITED, a token's slot and its angles are loaded before the wait, past the nearest cache, which may
     hold old lines then.
     """
     at = tl.arange(0, HALF)[None, :]
@@ -64,10 +78,10 @@ def _turn_halves(
         if first >= HEADS + GROUPS:
             kept = values_ptr + slot * slot_stride + source - (HEADS + GROUPS) * 2 * HALF
         if k_scales_ptr is not None:
-            codes = scale_codes(tl.max(tl.maximum(tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32))), 1))[:, None]
+            codes = _kv_scale_codes(tl.max(tl.maximum(tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32))), 1))[:, None]
             _store_scales(k_scales_ptr, v_scales_ptr, codes, slot, first, head, HEADS, GROUPS)
-            tl.store(kept, encode(x, codes, keys_ptr.dtype.element_ty))
-            tl.store(kept + HALF, encode(y, codes, keys_ptr.dtype.element_ty))
+            tl.store(kept, _encode_kv(x, codes, keys_ptr.dtype.element_ty))
+            tl.store(kept + HALF, _encode_kv(y, codes, keys_ptr.dtype.element_ty))
         else:
             tl.store(kept, x.to(keys_ptr.dtype.element_ty))
             tl.store(kept + HALF, y.to(keys_ptr.dtype.element_ty))
@@ -162,9 +176,9 @@ def _store_heads(
 ):  # fmt: skip
     """Write some heads' keys or values in the type they are kept in."""
     if k_scales_ptr is not None:
-        codes = scale_codes(tl.max(tl.where(real, tl.abs(x.to(tl.float32)), 0.0), 1))[:, None]
+        codes = _kv_scale_codes(tl.max(tl.where(real, tl.abs(x.to(tl.float32)), 0.0), 1))[:, None]
         _store_scales(k_scales_ptr, v_scales_ptr, codes, slot, first, head, HEADS, GROUPS)
-        tl.store(target, encode(x, codes, KEPT), mask=real)
+        tl.store(target, _encode_kv(x, codes, KEPT), mask=real)
     else:
         tl.store(target, x.to(KEPT), mask=real)
 

@@ -1,4 +1,4 @@
-"""The sampler on the device: four kernels, whatever the rows use, with nothing asked of the host.
+"""The sampler on the device: four kernels, whatever the rows use, without a wait for the host.
 
 A row that uses nothing but temperature costs one pass over its logits, and early exits in two kernels.
 """
@@ -57,17 +57,22 @@ def sample(
     cell = max(2, triton.next_power_of_2(triton.cdiv(vocab, tiles.cells)))
     num_cells = triton.cdiv(vocab, cell)
 
-    def room(dtype: torch.dtype, *shape: int) -> Tensor:
+    def workspace(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=device)
 
-    value, raw_value, drawn = (room(torch.float32, num_groups) for _ in range(3))
-    entry, drawn_entry = (room(torch.int32, num_groups) for _ in range(2))
-    sums, before, raw_sums = (room(torch.int64, num_groups) for _ in range(3))
-    cells, raw_cells = (room(torch.float32, num_cells) for _ in range(2))
-    processed = room(torch.float32, vocab)
+    value, raw_value, drawn = (workspace(torch.float32, num_groups) for _ in range(3))
+    entry, drawn_entry = (workspace(torch.int32, num_groups) for _ in range(2))
+    sums, before, raw_sums = (workspace(torch.int64, num_groups) for _ in range(3))
+    cells, raw_cells = (workspace(torch.float32, num_cells) for _ in range(2))
+    processed = workspace(torch.float32, vocab)
     all_cells = triton.next_power_of_2(num_cells)
-    listed, kept = room(torch.int32, all_cells), room(torch.int64, tiles.kept)
-    out = Sampled(room(torch.int64), room(torch.float32), room(torch.int64, MAX_TOP), room(torch.float32, MAX_TOP))
+    listed, kept = workspace(torch.int32, all_cells), workspace(torch.int64, tiles.kept)
+    out = Sampled(
+        workspace(torch.int64),
+        workspace(torch.float32),
+        workspace(torch.int64, MAX_TOP),
+        workspace(torch.float32, MAX_TOP),
+    )
     masked = masks is not None and len(masks.words_MW) > 0
     words, mask_row = (masks.words_MW, masks.row_L) if masks is not None and masked else (state.ends_SW, rows.slot_L)
     options = launch_options(dependent)

@@ -1,6 +1,6 @@
-"""The sampler's passes over the vocabulary in parallel: processing and the best of each stretch, then sums of weights.
+"""The sampler's passes over the vocabulary in parallel: processing and the best of each part, then sums of weights.
 
-A program takes a stretch of a row. Cells are so few tokens that the highest of each tell where the best k lie.
+A program takes a part of a row. Cells are so few tokens that the highest of each tell where the best k lie.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -137,7 +137,7 @@ def _keep_cells(cells_ptr, row, block, logits, num_cells, BLOCK: tl.constexpr, C
 def _best_of_plain(
     logits_ptr, records_ptr, slot, position, row, first, V, stride, BLOCK: tl.constexpr, TAKEN: tl.constexpr
 ):
-    """Return the best of a stretch of a row that uses nothing but temperature."""
+    """Return the best of a part of a row that uses nothing but temperature."""
     best, at = float("-inf"), no_entry()
     temperature = setting(records_ptr, slot, TEMPERATURE).to(tl.float32)
     if temperature > 0:
@@ -146,7 +146,7 @@ def _best_of_plain(
             begin = first + block * BLOCK
             logits = raw_logits(logits_ptr, row, begin + tl.arange(0, BLOCK), V, stride)
             best, at = draw_best(logits, begin, temperature, position, seed, best, at, BLOCK)
-    else:  # all are asked for at once: one block to a program is too little to keep the memory busy
+    else:  # all loads are in flight at once: one block to a program is too little to keep the memory busy
         highest, where = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], NO_ENTRY, tl.int32)
         for block in tl.static_range(TAKEN):
             entry = first + block * BLOCK + tl.arange(0, BLOCK)
@@ -165,7 +165,7 @@ def process_kernel(
     V, stride, num_path, num_words, num_end_words, num_cells,
     BLOCK: tl.constexpr, TAKEN: tl.constexpr, CELL: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Leave the best of a stretch of a row: of logits / T + noise, or of logits where truncation follows.
+    """Leave the best of a part of a row: of logits / T + noise, or of logits where truncation follows.
 
     Rows that truncation follows and that anything changed are kept as they are then. Cells are kept for top-k, and
     those of the logits as they came for the best tokens' log probabilities.
@@ -228,7 +228,7 @@ def weigh_kernel(
     raw_sum_ptr, drawn_ptr, drawn_entry_ptr, V, stride,
     BLOCK: tl.constexpr, TAKEN: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Leave a stretch's sums of weights, of both kinds, and the best of logits / T + noise that min-p keeps.
+    """Leave a part's sums of weights, of both kinds, and the best of logits / T + noise that min-p keeps.
 
     For rows that truncate without top-k, and rows whose log probabilities are wanted.
     """
@@ -280,7 +280,7 @@ def nucleus_kernel(
     drawn_entry_ptr, before_ptr, V, stride,
     BLOCK: tl.constexpr, TAKEN: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Leave a stretch's sum of weights before the drawn token; for rows with top-p and without top-k."""
+    """Leave a part's sum of weights before the drawn token; for rows with top-p and without top-k."""
     wait_for_inputs(PDL)
     row, group, num_groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     slot, position = tl.load(slot_ptr + row), tl.load(position_ptr + row)

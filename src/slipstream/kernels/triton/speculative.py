@@ -85,7 +85,7 @@ def _best_of_blocks_kernel(
 ):  # fmt: skip
     """Leave the best value and entry of TAKEN blocks side by side, as `_best_of_block_kernel` does of one.
 
-    Without noise all are asked for at once: one block to a program is too little to keep the memory busy.
+    Without noise all loads are in flight at once: one block to a program is too little to keep the memory busy.
     """
     wait_for_inputs(PDL)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -67,7 +67,7 @@ class WideConfig:
         pair: whether a program takes two tiles, which share the rows it loads.
         tma: whether tiles are fetched by TMA (NVIDIA from sm_90 on).
         later: whether splits' sums are left for the kernel that follows, where it can add them.
-        ahead: whether programs ask for the first lines of their weights before the inputs are there.
+        ahead: whether programs prefetch the first lines of their weights before the PDL wait.
         together: whether all tiles of a step are waited for before the first is multiplied, and not one after another
             (sm_90). The products of an FP8 step, of 128 columns at most, are then whole before they are added to the
             sums: the same bits there, and instructions that need not wait for one another.
@@ -97,12 +97,12 @@ class AttentionConfig:
 
     Args:
         rows_wide: rows of the tile when a pass brings more queries than the narrow tile of 16 holds.
-        serial_from: from so many queries a request on, one program work all splits instead of one each.
+        serial_from: from so many queries a request on, one program takes all splits instead of one each.
         programs: where there would be more programs than this, each takes groups of splits; that changes no bits.
         registers: the most that a thread may have where programs take groups of BF16 keys, and in `hopper_split_kv`, so
             that more of them run at a time (NVIDIA); 0: as many as the compiler likes.
         share: splits a program takes where the bound on keys is reached; the more, the fewer are idle below it.
-        bulk: whether TMA is asked for a program's first keys and values (NVIDIA from sm_90 on).
+        bulk: whether a program's first keys and values are prefetched by TMA (NVIDIA from sm_90 on).
         compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
             results at a time.
         even_programs: where programs take groups and narrow tiles hold each request's queries, as many programs (those
@@ -244,8 +244,8 @@ class Tuning:
         """
         tile_bytes = int(tile * config.block_k * itemsize)
         step_bytes = int(config.block_n * config.block_k * itemsize) + tile_bytes * staged_rows
-        room = self.shared_bytes - tile_bytes * (not staged_rows)
-        most = room // step_bytes if self.shared_bytes else config.num_stages
+        most_bytes = self.shared_bytes - tile_bytes * (not staged_rows)
+        most = most_bytes // step_bytes if self.shared_bytes else config.num_stages
         return replace(config, num_stages=max(min(config.num_stages, most), 1))
 
 

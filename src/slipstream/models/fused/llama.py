@@ -17,7 +17,7 @@ from slipstream.kernels.ops import Ending
 from slipstream.kernels.triton import norm as norms
 from slipstream.kernels.triton.attention.dispatch import attention, work_list_of
 from slipstream.kernels.triton.attention.hopper_launch import WorkList
-from slipstream.kernels.triton.gather import take_rows
+from slipstream.kernels.triton.copies import take_rows
 from slipstream.kernels.triton.gemm.dispatch import Weight
 from slipstream.kernels.triton.gemm.small_m_launch import squares_of
 from slipstream.kernels.triton.gemm.split_k import Epilogue, FoldedNorm, Rows

@@ -262,7 +262,7 @@ def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, 
 
 
 def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
-    """Return whether programs share splits, and whether TMA is asked for keys; it copies 16 bytes."""
+    """Return whether programs share splits, and whether TMA prefetches keys; it copies multiples of 16 bytes."""
     return {"SHARED": config.share > 1 and not whole, "BULK": config.bulk and head_bytes % 16 == 0}
 
 

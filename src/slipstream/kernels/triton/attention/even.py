@@ -1,7 +1,7 @@
 """Paged attention for many requests: as many programs as run at a time, each with an even part of all requests' keys.
 
-The groups of splits of all requests are one list, cut as evenly as groups allow; a program work its part for one head
-of keys, from request to request, and keeps asking for the next block. What programs store and merge are the results of
+The groups of splits of all requests are one list, cut as evenly as groups allow; a program takes its part for one head
+of keys, from request to request, and prefetches the next block. What programs store and merge are the results of
 groups, as in `split_kv`, so the bits are the same.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
@@ -16,10 +16,10 @@ from slipstream.kernels.triton.attention.tile import (
     DESCRIPTION,
     add_block,
     hide,
+    load_scales,
     merge,
     nothing,
-    numbers,
-    powers,
+    widen,
 )
 from slipstream.kernels.triton.launch import arrived_last_at, let_next_start, wait_for_previous
 
@@ -111,8 +111,8 @@ def _attend_part(
 ):  # fmt: skip
     """Attend to so many blocks from key `start` of a request on, and on into those after it; store groups' results.
 
-    A block's pages are looked up when the block before is asked for: carried as they are read, since the compiler asks
-    for what is computed from them right before it is needed.
+    A block's pages are looked up when the block before is loaded: carried as they are read, since the compiler issues
+    loads of what is computed from them right before it is needed.
     """
     REPEATS: tl.constexpr = HEADS // GROUPS
     row, column = tl.arange(0, ROWS), tl.arange(0, D)
@@ -126,10 +126,10 @@ def _attend_part(
         at = _offsets(page, slot_stride, start, tl.maximum(end, 1), BLOCK, PAGE)
         k = tl.load(k_at + at[None, :] + seen[:, None])
         v = tl.load(v_at + at[:, None] + seen[None, :])
-        scores = tl.dot(q, numbers(k, q), input_precision="ieee") * scale
+        scores = tl.dot(q, widen(k, q), input_precision="ieee") * scale
         if k_scales_at is not None:
-            scores = scores * powers(k_scales_at, at, WIDTH)[None, :]
-            v = numbers(v, q)
+            scores = scores * load_scales(k_scales_at, at, WIDTH)[None, :]
+            v = widen(v, q)
         if start + BLOCK > sure:
             token = _tokens(q_first, last_token, ROWS, REPEATS)
             own = tl.load(index_ptr + token).to(tl.int32)

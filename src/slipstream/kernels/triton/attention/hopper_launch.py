@@ -21,7 +21,7 @@ _BOX_COLUMNS = 64  # 128 bytes, the most that TMA swizzles
 _LEAST_BOX_ROWS, _CONSUMER_ROWS = 8, 64  # what TMA's swizzle repeats after; rows of a WGMMA, and keys of a block
 _GROUPS_AT_ONCE = 5  # that the last program of `hopper_split_kv` reads: of 4 rows by 4 warps, or as many numbers
 _RING_STAGES = 4  # blocks of keys in the ring of a program of `persistent_ws`
-_MOST_REQUESTS = 64  # whose numbers programs in which a warp asks for keys have registers for
+_MOST_REQUESTS = 64  # whose description the registers of a `persistent_ws` program hold
 
 
 def hopper_split_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer) -> bool:
@@ -59,9 +59,7 @@ def launch_hopper_split(
 def persistent_fits(
     config: AttentionConfig, counts: tuple[int, int], dtype: torch.dtype, layer: KvLayer, page_size: int
 ) -> bool:
-    """Tell whether a warp of programs that share all requests' groups may ask for keys, and should.
-
-    The copy engine must be fit for it, which copies pages' slots by 64 columns.
+    """Tell whether `persistent_ws` attends: requests and keys enough, and caches whose pages TMA copies by 64 columns.
 
     Args:
         counts: requests, and the most groups they have.
@@ -131,7 +129,7 @@ def _boxes(cache_SGd: Tensor, page_size: int) -> Any:  # triton has no types of 
 
 @dataclass(frozen=True)
 class WorkList:
-    """Which keys each program of a pass attends to in every layer, as `attention_flow_walk.work_list_kernel` writes it.
+    """Which keys each program of a pass attends to in every layer, as `work_list.work_list_kernel` writes it.
 
     Args:
         numbers: int32, on the device.

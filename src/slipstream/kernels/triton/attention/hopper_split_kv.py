@@ -1,4 +1,4 @@
-"""Paged attention for a request or few: one short chain from the queries to the outputs (sm_90).
+"""Paged attention for a request or few: one short dependency chain from queries to outputs (sm_90).
 
 What `split_kv` computes, with its bits, where a split is one block. A program has its keys and values in
 registers before the queries are there, the queries are the only thing it then waits for, and the last program of a tile
@@ -34,7 +34,7 @@ def _pages(pages_at, start, end, BLOCK: gl.constexpr, PAGE: gl.constexpr, COPIED
 
 
 @gluon.jit
-def _ask_block(
+def _load_block(
     k_at, v_at, page, keys, values, slot_stride, start, end,
     BLOCK: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def _first_block(
     k_at, v_at, page, keys, values, q_at, queries, slot_stride, start, end, fresh, BLOCK: gl.constexpr,
     D: gl.constexpr, PAGE: gl.constexpr, COPIED: gl.constexpr, RIGHT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Return the keys and values of a block that was asked for, and have the queries come.
+    """Return the keys and values of a block whose loads were issued, and load the queries.
 
     Of a block with keys that the kernel before writes (`fresh`), the first copy is of no use but that it comes into the
     cache all processors share.
@@ -75,7 +75,7 @@ def _first_block(
     async_load(queries, q_at)
     async_copy.commit_group()
     if fresh:
-        _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
+        _load_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
         async_copy.wait_group(0)
     async_copy.wait_group(1)  # the queries may still be on their way
     k, v = keys.permute((1, 0)).load(RIGHT), values.load(RIGHT)
@@ -85,7 +85,7 @@ def _first_block(
 
 @gluon.jit
 def _maximum(scores, ROWS: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
-    """Return each row's maximum; warps meet once, where a reduction of the compiler's would have them meet twice."""
+    """Return each row's maximum; warps synchronise once, where the compiler's reduction would twice."""
     # A layout [ROWS, WARPS] in which a thread has the maxima of all warps, of the rows it has scores of.
     EACH: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]] + ([[0, 1]] if WARPS > 1 else []) + ([[0, 2]] if WARPS > 2 else [])
@@ -141,7 +141,7 @@ def _attend_later(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     page = _pages(pages_at, start, end, BLOCK, PAGE, COPIED)
-    _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
+    _load_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
     seen = _seen(own_R, ancestors_R, start, end, BLOCK, MMA)
     async_copy.wait_group(0)
     _attend_block(
@@ -159,7 +159,7 @@ def _factor(best, best_s):
 
 
 @gluon.jit
-def _ask_sums(
+def _load_sums(
     sums, sums_ptr, first, count, STRIDE: gl.constexpr, GROUPS: gl.constexpr, COPIED: gl.constexpr
 ):  # fmt: skip
     """Ask for the maxima and sums of GROUPS groups' results from place `first` on, [8 * GROUPS, STRIDE]."""
@@ -224,12 +224,12 @@ def _merge_results(
     best, total = gl.full([ROWS], float("-inf"), gl.float32, ROW), gl.zeros([ROWS], gl.float32, ROW)
     acc = gl.zeros([ROWS, D], gl.float32, MERGED)
     for first in range(0, count, 4 * AT_ONCE):
-        _ask_sums(stored, sums_ptr, first, count, STRIDE, GROUPS, COPIED)
+        _load_sums(stored, sums_ptr, first, count, STRIDE, GROUPS, COPIED)
         at, to = part_at + first * (STRIDE * D), gl.where(real, count - first, 0)[:, None]
         parts = ()
         for i in gl.static_range(4 * AT_ONCE):
             parts += (gl.load(at + i * (STRIDE * D), mask=to > i, other=0.0, cache_modifier=".cg"),)
-        thread_barrier()  # or the assembler asks for some of them only when the sums have come
+        thread_barrier()  # or the assembler issues some of these loads only after the sums have arrived
         async_copy.wait_group(0)
         table.store(_factors(stored, first, count, ROWS, GROUPS, TAKEN))
         for g in gl.static_range(AT_ONCE):
@@ -323,7 +323,7 @@ def hopper_split_kv_kernel(
         real = q_first + row // REPEATS <= last_token
         q_at = _queries_at(q_ptr, q_first, last_token, group, HEADS, REPEATS, ROWS, D, COPIED)
         page = _pages(pages_at, start, end, BLOCK, PAGE, COPIED)
-        _ask_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
+        _load_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
         seen = _seen(own, ancestors, start, end, BLOCK, MMA)
         fresh = (start + BLOCK > gl.min(own, 0)) & EARLY
         k, v = _first_block(

@@ -1,6 +1,6 @@
 """How the last program of a tile merges what several have stored of a request's keys: in order, a few read at a time.
 
-A read from another processor takes as long as merging many results, so as many as registers hold are asked for at once.
+A read from another processor takes as long as merging many results, so as many loads are in flight as registers hold.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -115,7 +115,7 @@ def merge_compact(
         four_1 = stored_four(sums_at, part_at, place + 4, first, count, real, STRIDE, D)
         four_2 = stored_four(sums_at, part_at, place + 8, first, count, real, STRIDE, D)
         four_3 = stored_four(sums_at, part_at, place + 12, first, count, real, STRIDE, D)
-        keep_order(PDL)  # or the assembler asks for some of them only when others are merged
+        keep_order(PDL)  # or the assembler issues some of these loads only after others are merged
         best, total, acc = merge_group(best, total, acc, four_0, ROWS, D, WHOLE)
         best, total, acc = merge_group(best, total, acc, four_1, ROWS, D, WHOLE)
         best, total, acc = merge_group(best, total, acc, four_2, ROWS, D, WHOLE)
@@ -127,7 +127,7 @@ def merge_compact(
 def merge_streamed(sums_at, part_at, count, real, ROWS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr):
     """Return sums [ROWS] and values [ROWS, D] of the first `count` stored results of groups, merged in their order.
 
-    They pass through shared memory, STAGES - 1 of them asked for at a time.
+    They pass through shared memory, STAGES - 1 of them in flight.
     """
     best, total, acc = nothing(ROWS, D)
     for place in tl.range(0, count, num_stages=STAGES):

@@ -1,17 +1,15 @@
-"""Paged attention for many requests by warps of two kinds: one asks for keys and values, the others attend to them.
+"""Paged attention for many requests, persistent and warp-specialised: a producer warp loads keys and values by TMA.
 
 What `slipstream.kernels.triton.attention.even` computes, in its order and by the same instruction, so the bits are the
-same. The warp that asks work ahead of the others, through a ring of blocks of keys that TMA fills page by
-page. Keys that earlier passes wrote it asks for before the kernel before has ended. Which keys are whose, and who
-finishes a request: `attention_flow_walk`.
+same. The producer runs ahead of the consumers through a ring of blocks of keys, filled page by page. Keys that earlier
+passes wrote it loads before the PDL wait. Which keys are whose, and who finishes a request: `work_list`.
 
-There is one warp to a scheduler that attends, so nothing hides what it waits for, and a block's chain is kept short.
-Queries are in shared memory, those of the next request from this one's first block on; what another program has left
-comes there by the warp that asks. Warps meet for their maxima, at the barrier that gives room back, and for weights.
+There is one consumer warp to a scheduler, so nothing hides its latency, and a block's dependency chain is kept short.
+Queries are in shared memory, those of the next request from this one's first block on; the producer loads what another
+program has left. Consumers synchronise for maxima, at the barrier that releases the stage before, and for weights.
 
-A block's room is free once its numbers were multiplied, not once they were asked of shared memory: such reads are still
-under way when threads meet, and TMA does not wait for them. One that other programs' stores hold up long
-enough would find a later block.
+A stage is released after the MMA that read it, not after ld.shared was issued: TMA writes through another proxy and
+does not wait for reads in flight. A read that other programs' stores delay long enough would find a later block.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
@@ -23,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.triton.attention.persistent_ws_merge import (
-    ask_left,
     finish_requests,
     hand_over,
+    load_left,
     nothing,
     store_outputs,
     store_result,
@@ -50,7 +48,7 @@ HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which TMA swizzles
 
 @gluon.jit
 def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr):
-    """Ask for the keys and values of a block that lies in these pages."""
+    """Load the keys and values of a block that lies in these pages."""
     PAGES: gl.constexpr = BLOCK // PAGE
     HALVES: gl.constexpr = WIDTH // HALF
     for i in gl.static_range(PAGES):
@@ -62,16 +60,16 @@ def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLO
 
 
 @gluon.jit
-def _ask(
+def _produce(
     tiles, stores, ready, empty, left, work_ptr, pages_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
     num_results, pages_stride, group, part, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
     REQUESTS: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for every block of the part, as soon as there is room.
+    """Load every block of the part, as stages are released.
 
     A block with no key from `sure` on was written by passes before this one. Those have ended where EARLY says so, and
-    it is asked for before the kernel before has. Either way what kernels wrote is there for TMA once they
+    it is loaded before the kernel before has ended. Either way what kernels wrote is there for TMA once they
     have ended: no fence is needed between kernels.
     """
     if PDL and not EARLY:
@@ -102,7 +100,7 @@ def _ask(
             if is_late & (step + 1 < num_blocks):
                 if PDL and EARLY:
                     gdc_wait()
-                ask_left(left, counter_ptr, sums_ptr, partial_ptr, request, group, num_results, GROUPS, WIDTH, ROWS)
+                load_left(left, counter_ptr, sums_ptr, partial_ptr, request, group, num_results, GROUPS, WIDTH, ROWS)
             end, sure = number_at(ends_R, request, REQUESTS), number_at(sure_R, request, REQUESTS)
         if moves | (start // PAGE - first_page >= 32):
             first_page = start // PAGE
@@ -110,7 +108,7 @@ def _ask(
 
 
 @gluon.jit
-def _ask_queries(
+def _load_queries(
     q_ptr, queries, q_first, last_token, group, HEADS: gl.constexpr, REPEATS: gl.constexpr, WIDTH: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -167,7 +165,7 @@ def _attend_block(
     stores, ready, empty, maxima, weights, step, slot, q, own, ancestors, start, end, sure, scale,
     ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, MATRIX: gl.constexpr,
 ):  # fmt: skip
-    """Return the result of a step's block, once it has come, and tell that the room of the one before is free.
+    """Return the result of a step's block, once it is loaded, and release the stage of the one before.
 
     A block is a split, so that is what `tile.add_block` makes of it and of nothing.
     """
@@ -242,7 +240,7 @@ def _add_result(
 
 @gluon.jit
 def _attend(
-    stores, rooms, left, ready, empty, q_ptr, out_ptr, work_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
+    stores, buffers, left, ready, empty, q_ptr, out_ptr, work_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
     counter_ptr, num_requests, num_results, scale, group, part,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
     BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
@@ -250,27 +248,27 @@ def _attend(
     """Attend to blocks as they come, store the results of groups, and merge those of requests that are then whole.
 
     Args:
-        rooms: for the queries of this request and the next, for warps' maxima, and for weights.
+        buffers: for the queries of this request and the next, for warps' maxima, and for weights.
         left: what another program has left of the request that comes last.
     """
     if PDL and not EARLY:
         gdc_wait()
-    queries, maxima, weights = rooms
+    queries, maxima, weights = buffers
     REPEATS: gl.constexpr = HEADS // GROUPS
     NUM_WARPS: gl.constexpr = 4
     MATRIX: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NUM_WARPS], [16, 8])
-    # Every warp has all requests' numbers, so that looking one up takes no meeting.
+    # Every warp has all requests' numbers, so that looking one up takes no barrier.
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0]))
     request, start, num_blocks, walk, counted, first = laid_out(work_ptr, part, REQUESTS)
     described_R = all_described(work_ptr, REQUESTS, LAYOUT)
     q_first, last_token, end, sure = first[0], first[1], first[2], first[3]
     if PDL and EARLY:
         gdc_wait()
-    _ask_queries(q_ptr, queries.index(0), q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS)
+    _load_queries(q_ptr, queries.index(0), q_first, last_token, group, HEADS, REPEATS, WIDTH, ROWS)
     own, ancestors = _places(index_ptr, ancestors_ptr, q_first, last_token, REPEATS, ROWS, MATRIX)
     async_copy.wait_group(0)
     thread_barrier()
-    which, fresh = 0, True  # where the request's queries are, and whether the next one's are to be asked for
+    which, fresh = 0, True  # where the request's queries are, and whether the next one's are to be loaded
     after, after_start, is_late = request, start, False
     after_first, after_last, after_end, after_sure = q_first, last_token, end, sure
     best, total, acc = nothing(ROWS, WIDTH, MATRIX)  # of the request's groups so far, where it is not cut at groups
@@ -280,7 +278,7 @@ def _attend(
         if fresh:
             after, after_start, is_late = next_of(walk, request, num_requests)
             after_first, after_last, after_end, after_sure = described_at(described_R, after, REQUESTS)
-            _ask_queries(q_ptr, queries.index(1 - which), after_first, after_last, group, HEADS, REPEATS, WIDTH, ROWS)
+            _load_queries(q_ptr, queries.index(1 - which), after_first, after_last, group, HEADS, REPEATS, WIDTH, ROWS)
         found = _attend_block(
             stores, ready, empty, maxima, weights, step, step % STAGES, q, own, ancestors, start, end, sure, scale,
             ROWS, BLOCK, WIDTH, STAGES, MATRIX,
@@ -322,7 +320,7 @@ def persistent_kernel(
         keys, values: boxes of a page's slots by 64 columns of a head; BLOCK keys are a split.
         work_ptr: what `work_list_kernel` has written for as many parts as there are programs to a head.
         STAGES: blocks of the ring, two or more.
-        PRODUCER_REGISTERS: registers of the warp that asks.
+        PRODUCER_REGISTERS: registers of the producer warp.
     """
     group, part = gl.program_id(0), gl.program_id(1)
     dtype: gl.constexpr = keys.dtype
@@ -355,7 +353,7 @@ def persistent_kernel(
                        work_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
                        num_results, scale, group, part, HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK, IN_GROUP, STAGES,
                        EARLY, PDL)),
-            (_ask, ((keys, values), (key_boxes, value_boxes), ready, empty, left, work_ptr, pages_ptr, sums_ptr,
+            (_produce, ((keys, values), (key_boxes, value_boxes), ready, empty, left, work_ptr, pages_ptr, sums_ptr,
                     partial_ptr, counter_ptr, num_requests, num_results, pages_stride, group, part, GROUPS, WIDTH, ROWS,
                     REQUESTS, BLOCK, PAGE, STAGES, EARLY, PDL)),
         ],

@@ -24,7 +24,7 @@ def store_result(
     best, total, acc, sums_ptr, partial_ptr, result, q_first, last_token, REPEATS: gl.constexpr, ROWS: gl.constexpr,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Store a result of so many that there is room for: its maximum, its sum and its values."""
+    """Store a partial result in the workspace: its maximum, its sum and its values."""
     row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     real = q_first + row // REPEATS <= last_token
     gl.store(sums_ptr + result * (2 * ROWS) + row, best, mask=real)
@@ -48,7 +48,7 @@ def hand_over(
 
 
 @gluon.jit
-def ask_left(
+def load_left(
     left, counter_ptr, sums_ptr, partial_ptr, request, group, num_results, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def ask_left(
 
 @gluon.jit
 def take_over(left, LAYOUT: gl.constexpr):
-    """Return what was asked for: a request's groups so far, and its last group."""
+    """Return what the producer has loaded: a request's groups so far, and its last group."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     mbarrier.wait(left[2], 0)
     best, total, acc = left[0].index(0).load(ROW), left[0].index(1).load(ROW), left[1].index(0).load(LAYOUT)

@@ -1,7 +1,7 @@
 """Paged attention for decoding and verifying: several programs share a request's keys, the last one merges them.
 
 What there is to look up (whose queries, which pages) was written before the kernel before this one, so a program reads
-it, and asks for its first keys and values, while that kernel still runs.
+it, and prefetches its first keys and values, while that kernel still runs.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -31,7 +31,7 @@ from slipstream.kernels.triton.launch import (
 
 @triton.jit
 def _prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
-    """Ask for the keys and values at these offsets; BULK: of TMA, a request each."""
+    """Prefetch the keys and values at these offsets; BULK: by TMA, a request each."""
     ITEM: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     if BULK:
         first = tl.where(tl.arange(0, 2) == 0, k_ptr.to(tl.int64), v_ptr.to(tl.int64))
@@ -128,7 +128,7 @@ def splits_kernel(
         ONE: every request's queries fit one tile, so a tile is a request.
         EARLY: look things up before the inputs are there.
         SHARED: there may be more splits than programs, which then take several, and store the result of each.
-        BULK: TMA is asked for the first keys and values.
+        BULK: the first keys and values are prefetched by TMA.
         COMPACT: a tile has one query, and results are merged in tiles of so many rows; 0: in tiles of ROWS.
         MAXIMA: leave the largest magnitude of each head's output.
     """
@@ -170,7 +170,7 @@ def splits_kernel(
     if EARLY:
         if PDL and busy and not WHOLE:
             _prefetch_block(k_at, v_at, at, WIDTH, BULK)
-        # Programs past a context's end leave at once, to make room; the first of a tile waits even so, that whoever
+        # Programs past a context's end leave at once, to free their SM; the first of a tile waits even so, that whoever
         # waits for this kernel has waited for those before.
         if busy | (tl.program_id(2) == 0):
             wait_for_previous(PDL)

@@ -94,8 +94,8 @@ def key_offsets(
 
 
 @triton.jit
-def powers(scales_at, at, WIDTH: tl.constexpr):
-    """Return what the codes of the keys (or values) at these offsets are multiplied by: a power of two each.
+def load_scales(scales_at, at, WIDTH: tl.constexpr):
+    """Return the scales of the FP8 keys (or values) at these offsets, powers of two, stored as exponents (E8M0).
 
     Heads lie side by side in a slot, so a slot's scales begin where its codes do, WIDTH times sooner.
     """
@@ -103,8 +103,8 @@ def powers(scales_at, at, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def numbers(codes, q):
-    """Return FP8 codes as the numbers they are, in the type of the queries; other types are numbers already.
+def widen(codes, q):
+    """Return FP8 keys or values in the type of the queries, exactly; other types as they are.
 
     Where few rows share them, by way of float32: from float16, which is what codes become first, sm_90 has but a slow
     instruction to bfloat16. Many rows need the registers more.
@@ -119,7 +119,7 @@ def add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH: tl.constexpr,
     """Add a block's values, weighted by its scores, which are powers of two.
 
     Args:
-        v: in the type they are multiplied in; codes of FP8 are numbers of it.
+        v: in the type they are multiplied in; FP8 is widened to it.
         v_scales_at: the scales of this head's codes, which go to the weights: exact, as powers of two are.
     """
     new_best = tl.maximum(best, tl.max(scores, 1))
@@ -130,7 +130,7 @@ def add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH: tl.constexpr,
     ones = tl.full([BLOCK, 16], 1.0, tl.float32).to(v.dtype)
     total = tl.dot(weight, ones, total * shrink[:, None], input_precision="ieee")
     if v_scales_at is not None:
-        weight = (weight.to(tl.float32) * powers(v_scales_at, at, WIDTH)[None, :]).to(v.dtype)
+        weight = (weight.to(tl.float32) * load_scales(v_scales_at, at, WIDTH)[None, :]).to(v.dtype)
     acc = tl.dot(weight, v, acc * shrink[:, None], input_precision="ieee")
     return new_best, total, acc
 
@@ -146,10 +146,10 @@ def attend_block(
         column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
     k = tl.load(k_ptr + at[None, :] + column[:, None])
     v = tl.load(v_ptr + at[:, None] + column[None, :])
-    scores = tl.dot(q, numbers(k, q), input_precision="ieee") * scale
+    scores = tl.dot(q, widen(k, q), input_precision="ieee") * scale
     if k_scales_at is not None:
-        scores = scores * powers(k_scales_at, at, WIDTH)[None, :]
-        v = numbers(v, q)
+        scores = scores * load_scales(k_scales_at, at, WIDTH)[None, :]
+        v = widen(v, q)
     if MASKED:
         scores = hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, first_R, HAS_WINDOW)
     return add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH, BLOCK)

@@ -6,8 +6,8 @@ came; who has the others takes them last, and goes on from there: a program has 
 so the first ones are done by then, and the order of sums is as if nothing were cut. Else groups of splits are cut as in
 `even_kernel`.
 
-All layers of a pass have the same work, so `work_list_kernel` lays them out once, and programs read what it wrote: at
-once, whatever they need, before they wait.
+All layers of a pass have the same work, so `work_list_kernel` lays it out once, and programs read what it wrote before
+the PDL wait.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,assignment"

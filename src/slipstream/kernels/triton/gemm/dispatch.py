@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.triton.gemm import hopper_ws_launch, int4, mxfp4, quantize
+from slipstream.kernels.triton.gemm import hopper_ws_launch, int4, quantize
 from slipstream.kernels.triton.gemm.hopper_ws_launch import SplitOrder, multiply_ws
 from slipstream.kernels.triton.gemm.quantize import Codes
 from slipstream.kernels.triton.gemm.small_m_launch import MOST_ROWS, MOST_WHOLE_ROWS, multiply_small_m, rope_fits
@@ -121,7 +121,7 @@ class Products:
         if format == "int4_fp8":
             rows = quantize.quantize_rows(x_TK, "fp8", None, self.dependent, torch.bfloat16)
             return Rows(*rows, x_TK.dtype)
-        return Rows(mxfp4.round_rows(x_TK, self.dependent) if format == "mxfp4_act" else x_TK, None, x_TK.dtype)
+        return Rows(quantize.round_rows(x_TK, self.dependent) if format == "mxfp4_act" else x_TK, None, x_TK.dtype)
 
     def multiply(self, rows: Rows, weight: Weight, epilogue: Epilogue) -> Tensor:
         """Return rows times the weight."""

@@ -1,8 +1,8 @@
-"""Products of 1 to 4 rows whose weights never stop coming (sm_90): one warp asks for them, four multiply.
+"""GEMV of 1 to 4 rows, warp-specialised (sm_90): a producer warp loads weights by TMA, four warps multiply.
 
 What `small_m` computes, with its bits. A program takes all splits of K of its weight rows, side by side, and
 its ring of weights is so long that it has a processor to itself: where two fit, some processors are given two, and
-others none. The warp that asks fills the ring before the kernel before has ended, and goes on as room comes free.
+others none. The producer fills the ring before the PDL wait, and goes on as stages are released.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,assignment,has-type,index"
@@ -46,50 +46,50 @@ from slipstream.kernels.triton.gluon_compat import reinterpret, thread_barrier, 
 
 
 @gluon.jit
-def _ask_box(
+def _load_box(
     w_box, ring, bar, tile, part, k, slot, N, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
     BK: gl.constexpr, SIDE: gl.constexpr, STEPS: gl.constexpr, END: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """Ask for a box of every stretch's rows; larger boxes take the rows before it."""
+    """Load a box of every split's rows; larger boxes take the rows before it."""
     BOX: gl.constexpr = w_box.block_shape[0]
     FROM: gl.constexpr = OWN // (2 * BOX) * (2 * BOX)
-    rooms = reinterpret(ring, ring.dtype, [ring.shape[0] * (BLOCK_N // BOX), BOX, BK], ring.layout)
+    buffers = reinterpret(ring, ring.dtype, [ring.shape[0] * (BLOCK_N // BOX), BOX, BK], ring.layout)
     row = weight_row(tile * OWN + FROM, part, N, END, HALF)
     for side in gl.static_range(SIDE):
-        room = rooms.index(slot * (BLOCK_N // BOX) + (side * SEG + FROM) // BOX)
-        tma_load(w_box, [row, side * (STEPS * BK) + k], bar, room)
+        buffer = buffers.index(slot * (BLOCK_N // BOX) + (side * SEG + FROM) // BOX)
+        tma_load(w_box, [row, side * (STEPS * BK) + k], bar, buffer)
 
 
 @gluon.jit
-def _ask_slot(
+def _load_stage(
     w_boxes, ring, ready, tile, q, slot, N, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
     BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, END: gl.constexpr,
     HALF: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the weights of one part of a step: for each stretch OWN rows of BK columns."""
+    """Load the weights of one part of a step: for each split OWN rows of BK columns."""
     bar = ready.index(slot)
     mbarrier.expect(bar, BYTES)
     for i in gl.static_range(len(w_boxes)):
-        _ask_box(
+        _load_box(
             w_boxes[i], ring, bar, tile, q % PARTS, q // PARTS * BK, slot, N, BLOCK_N, SEG, OWN, BK, SIDE, STEPS, END,
             HALF,
         )  # fmt: skip
 
 
 @gluon.jit
-def _ask(
+def _produce(
     w_boxes, ring, ready, empty, tile, N, trigger, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
     BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr,
     END: gl.constexpr, HALF: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for all weights, as soon as there is room, and let the next kernel start when `trigger` asks are left."""
+    """Load all weights, as stages are released, and let the next kernel start when `trigger` loads are left."""
     TOTAL: gl.constexpr = STEPS * PARTS
     FIRST: gl.constexpr = SLOTS if SLOTS < TOTAL else TOTAL
     if PDL and END != "rope":  # noqa: SIM102 - the one is known when the kernel is compiled
         if trigger < 0:
             gdc_launch_dependents()
     for q in range(FIRST):
-        _ask_slot(w_boxes, ring, ready, tile, q, q, N, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, END, HALF, BYTES)
+        _load_stage(w_boxes, ring, ready, tile, q, q, N, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, END, HALF, BYTES)
     if PDL:
         # Attention, after a rotation, reads what was written before the kernel before: it may not start earlier.
         gdc_wait()
@@ -98,7 +98,7 @@ def _ask(
     slot, phase = 0, 0
     for q in range(FIRST, TOTAL):
         mbarrier.wait(empty.index(slot), phase)
-        _ask_slot(w_boxes, ring, ready, tile, q, slot, N, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, END, HALF, BYTES)
+        _load_stage(w_boxes, ring, ready, tile, q, slot, N, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, END, HALF, BYTES)
         if PDL:  # noqa: SIM102 - the one is known when the kernel is compiled
             if q + 1 == TOTAL - trigger:
                 gdc_launch_dependents()
@@ -110,7 +110,7 @@ def _ask(
 
 @gluon.jit
 def _next(slot, phase, SLOTS: gl.constexpr):
-    """Return the slot and the phase of the next ask."""
+    """Return the stage and the phase of the next load."""
     slot += 1
     over = slot == SLOTS
     return gl.where(over, 0, slot), gl.where(over, phase ^ 1, phase)
@@ -220,7 +220,7 @@ def _multiply(
     SLOTS: gl.constexpr, FP8: gl.constexpr, END: gl.constexpr, NORM: gl.constexpr, CODES: gl.constexpr,
     HALF: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Multiply what was asked for, a chunk of prepared rows after the other; return the sums, and pairs' angles."""
+    """Multiply what the producer loads, chunk by chunk of prepared rows; return the sums, and pairs' angles."""
     one, two, slot, phase = nothing, nothing, 0, 0
     cos, sin = 0.0, 0.0
     if NUM == 1:
@@ -266,7 +266,7 @@ def _work(
     NORM: gl.constexpr, CODES: gl.constexpr, LEFT: gl.constexpr, LEFT_LEVELS: gl.constexpr, LEAVES: gl.constexpr,
     LEAVE_LEVELS: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr, HALF: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Prepare rows, multiply what was asked for, and finish the sums."""
+    """Prepare rows, multiply what the producer loads, and finish the sums."""
     CHUNK: gl.constexpr = chunk_layout(C, BK)
     E: gl.constexpr = end_layout()
     NUM: gl.constexpr = STEPS // C
@@ -333,15 +333,15 @@ def hopper_gemv_kernel(
     """Multiply.
 
     Args:
-        w_first, w_second, w_third: the weight by boxes of rows that are asked for at a time, the largest first: powers
+        w_first, w_second, w_third: the weight by boxes of rows that TMA loads, the largest first: powers
             of two that OWN is the sum of. There are BOXES of them.
-        SEG, OWN: rows that a tile has for each stretch, and those of them that are a program's; of pairs (SiLU and
+        SEG, OWN: rows that a tile has for each split, and those of them that are a program's; of pairs (SiLU and
             rotations) the tile of gates or values, and that of those that go with them, each.
         BN, MP: columns of the matrix instruction, and tokens among them: M or the next power of two.
         STEPS, C, U: steps of 128 bytes of columns, those whose rows are prepared at a time, and those in one piece of
             code.
         SLOTS: steps' tiles that the ring holds.
-        trigger: how many asks are left when the next kernel may start; -1: it may at once.
+        trigger: how many loads are left when the next kernel may start; -1: it may at once.
         END, CODES, LEAVES, HEADS, GROUPS, HALF: as in `small_m_kernel`; LEFT = 2^LEFT_LEVELS is its PARTS.
     """
     w_boxes = (w_first,)
@@ -377,7 +377,7 @@ def hopper_gemv_kernel(
                      slot_stride, eps, BLOCK_N, SEG, OWN, BK, BN, SIDE, PARTS, MP, STEPS, C, U, SLOTS, ITEM == 1, END,
                      HAS_BIAS, HAS_RESIDUAL, NORM, CODES, LEFT, LEFT_LEVELS, LEAVES, LEAVE_LEVELS, HEADS, GROUPS, HALF,
                      PDL)),
-            (_ask, (w_boxes, ring, ready, empty, tile, N, trigger, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, SLOTS,
+            (_produce, (w_boxes, ring, ready, empty, tile, N, trigger, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, SLOTS,
                     END, HALF, SIDE * OWN * 128, PDL)),
         ],
         [1], [40],

@@ -31,7 +31,7 @@ def weight_row(j, part, N, END: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def _added(sums, part: gl.constexpr, BLOCK_N: gl.constexpr, SEG: gl.constexpr, SIDE: gl.constexpr, MP: gl.constexpr):
-    """Return a part's sums [SEG, MP]: splits, where their weights meet their own columns, added in order."""
+    """Return a part's sums [SEG, MP]: splits, where their weights multiplied their own columns, added in order."""
     E: gl.constexpr = end_layout()
     total = sums.slice(part * BLOCK_N, SEG).slice(0, MP, 1).load(E)
     for side in gl.static_range(1, SIDE):

@@ -114,7 +114,7 @@ def for_rows(numbers, MP: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def largest(normed, C: gl.constexpr, MP: gl.constexpr, BK: gl.constexpr):
-    """Return the largest magnitudes [MP] of rows that are one chunk; warps meet once, and every thread has all."""
+    """Return the largest magnitudes [MP] of rows that are one chunk; warps synchronise once; every thread has all."""
     DOWN: gl.constexpr = 32 // (BK // EACH)
     gl.static_assert(C >= DOWN * WARPS)
     ALL: gl.constexpr = gl.BlockedLayout([WARPS, MP], [32, 1], [WARPS, 1], [1, 0])

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.gemm.mxfp4 import mxfp4_value
+from slipstream.kernels.triton.gemm.quantize import mxfp4_value
 from slipstream.kernels.triton.gemm.split_k import (
     Epilogue,
     Launch,

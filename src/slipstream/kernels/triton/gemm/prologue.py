@@ -16,7 +16,7 @@ from slipstream.kernels.triton.norm import pair_sums
 
 
 @triton.jit
-def _met(a, b, ADD: tl.constexpr):
+def _combined(a, b, ADD: tl.constexpr):
     return a + b if ADD else tl.maximum(a, b)
 
 
@@ -27,12 +27,12 @@ def _left(at, part, count):
 
 @triton.jit
 def _left_two(at, part, count, ADD: tl.constexpr):
-    return _met(_left(at, part, count), _left(at, part + 1, count), ADD)
+    return _combined(_left(at, part, count), _left(at, part + 1, count), ADD)
 
 
 @triton.jit
 def _left_four(at, part, count, ADD: tl.constexpr):
-    return _met(_left_two(at, part, count, ADD), _left_two(at, part + 2, count, ADD), ADD)
+    return _combined(_left_two(at, part, count, ADD), _left_two(at, part + 2, count, ADD), ADD)
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def left_of_rows(left_ptr, row, count, PARTS: tl.constexpr, ADD: tl.constexpr):
     at = left_ptr + row.to(tl.int64)[:, None] * count
     if PARTS >= 256:
         part = tl.arange(0, PARTS // 8) * 8
-        found = _met(_left_four(at, part, count, ADD), _left_four(at, part + 4, count, ADD), ADD)
+        found = _combined(_left_four(at, part, count, ADD), _left_four(at, part + 4, count, ADD), ADD)
     elif PARTS == 128:
         found = _left_four(at, tl.arange(0, 32) * 4, count, ADD)
     elif PARTS == 64:

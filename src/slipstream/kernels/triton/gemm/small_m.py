@@ -1,7 +1,7 @@
 """Products of at most a tile of rows: weights on their way before the rows are there, norms and rotations folded in.
 
 The sums are those of `split_k`, bit for bit: the same splits of K, in the same order. What differs is when
-things are asked for. A program's first weights are read into shared memory, and the lines behind them into the cache,
+things are loaded. A program's first weights are read into shared memory, and the lines behind them into the cache,
 while the kernel before still runs; rows come through registers, one step ahead, where a norm can be applied to them.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
@@ -178,7 +178,9 @@ def _multiply_split(
                 if TWICE:
                     second_norm = _rows(norm_at, k + BLOCK_K, real, k + BLOCK_K < K, "dense")
             if NORM or CODES != "none":
-                keep_order(PDL)  # or the assembler asks for these rows only when what is known of them is there
+                keep_order(
+                    PDL
+                )  # or the assembler issues the loads of these rows only after what is known of them has arrived
             factor, scale, inverse = _known_of_rows(
                 factor, x_ptr, norm_ptr, left_ptr, M, K, x_stride, num_parts, eps,
                 NORM, CODES, KNOWN, LOADED, SQUARED, PARTS, LEVELS,
@@ -227,8 +229,8 @@ def small_m_kernel(
     sums of SQUARED squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES
     of a "norm" whole rows are read. A step reads ROWS rows, BLOCK_M or a lesser power of two, and repeats them; KNOWN
     is a power of two that holds those there are. LEAVES is what this kernel leaves: "squares" (of 2^LEFT_LEVELS outputs
-    each), "maxima" or "none". AHEAD are the lines of each weight row to ask for behind the STAGED columns that the loop
-    has under way before it waits.
+    each), "maxima" or "none". AHEAD are the lines of each weight row to prefetch behind the STAGED columns that the
+    loop has in flight before it waits.
 
     With SIDE splits side by side, the weight's tile is as many of fewer rows, each of another split of K,
     and so is the rows' tile. A product of both holds every split's sums, and others that nobody wants.

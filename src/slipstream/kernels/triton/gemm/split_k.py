@@ -36,7 +36,7 @@ def weight_rows(n, n_tile, N, BLOCK_N: tl.constexpr, SILU: tl.constexpr, TAKEN: 
 
 @triton.jit
 def prefetch_rows(w_at, k_from, K, LINE: tl.constexpr):
-    """Ask for the first eight lines of each row, before the inputs are there; weights wait for no kernel."""
+    """Prefetch the first eight lines of each row to L2, before the PDL wait."""
     prefetch(w_at + tl.minimum(k_from + tl.arange(0, 8) * LINE, K - 1)[None, :])
 
 

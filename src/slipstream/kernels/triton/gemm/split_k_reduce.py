@@ -131,7 +131,7 @@ def _launch(
 def _num_warps(width: int, warps: int) -> int:
     """Return the warps of a row: four where it is short, else so many, but no fewer than four numbers to a thread.
 
-    With four of them everything a row needs is asked for at once. The compiler has a thread with more read one stretch
+    With four of them all loads of a row are in flight at once. The compiler has a thread with more read one part
     after another.
     """
     return 4 if width <= 1024 else min(warps, int(triton.next_power_of_2(width)) // 128)

@@ -1,8 +1,7 @@
-"""Products of some hundred rows by warps of two kinds: one asks for tiles, the others multiply what has come.
+"""GEMM of 17 to 256 rows, warp-specialised (sm_90): a producer warp loads tiles by TMA, consumer warps multiply.
 
 What `wide_tiles` computes, in its order, for products that leave their splits for later or
-have one. The warp that asks does not wait for its inputs before it asks for weights: while the kernel before drains,
-the first tiles of them come in.
+have one. The producer loads the first stages' weights before the PDL wait, while the kernel before drains.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
@@ -22,43 +21,43 @@ from slipstream.kernels.triton.gluon_compat import tma_load
 
 
 @gluon.jit
-def _ask_rows(tiles, stores, bar, stage, m_first, k, go, FIRST: gl.constexpr, SECOND: gl.constexpr):
-    """Ask for both pieces of the rows of a step."""
+def _load_rows(tiles, stores, bar, stage, m_first, k, go, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """Load both pieces of the rows of a step."""
     tma_load(tiles[0], [m_first, k], bar, stores[0].index(stage), pred=go)
     if SECOND > 0:
         tma_load(tiles[1], [m_first + FIRST, k], bar, stores[1].index(stage), pred=go)
 
 
 @gluon.jit
-def _ask_weights(tiles, stores, bar, stage, firsts, k, go, PAIR: gl.constexpr):
-    """Ask for the weights of a step."""
+def _load_weights(tiles, stores, bar, stage, firsts, k, go, PAIR: gl.constexpr):
+    """Load the weights of a step."""
     tma_load(tiles[2], [firsts[1], k], bar, stores[2].index(stage), pred=go)
     if PAIR:
         tma_load(tiles[2], [firsts[2], k], bar, stores[3].index(stage), pred=go)
 
 
 @gluon.jit
-def _ask(
+def _produce(
     tiles, stores, ready, empty, firsts, k_first, steps, FIRST: gl.constexpr, SECOND: gl.constexpr, PAIR: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, STEP_BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for every step's tiles, as soon as there is room: weights at once, rows when the inputs are there."""
+    """Load every step's tiles as stages are released: weights at once, rows after the PDL wait."""
     for stage in gl.static_range(STAGES):
         go = stage < steps
         mbarrier.expect(ready.index(stage), STEP_BYTES, pred=go)
-        _ask_weights(tiles, stores, ready.index(stage), stage, firsts, k_first + stage * BLOCK_K, go, PAIR)
+        _load_weights(tiles, stores, ready.index(stage), stage, firsts, k_first + stage * BLOCK_K, go, PAIR)
     if PDL:
         gdc_wait()
     for stage in gl.static_range(STAGES):
         go = stage < steps
-        _ask_rows(tiles, stores, ready.index(stage), stage, firsts[0], k_first + stage * BLOCK_K, go, FIRST, SECOND)
+        _load_rows(tiles, stores, ready.index(stage), stage, firsts[0], k_first + stage * BLOCK_K, go, FIRST, SECOND)
     for step in range(STAGES, steps):
         slot = step % STAGES
         k = k_first + step * BLOCK_K
         mbarrier.wait(empty.index(slot), (step // STAGES - 1) & 1)
         mbarrier.expect(ready.index(slot), STEP_BYTES)
-        _ask_weights(tiles, stores, ready.index(slot), slot, firsts, k, True, PAIR)
-        _ask_rows(tiles, stores, ready.index(slot), slot, firsts[0], k, True, FIRST, SECOND)
+        _load_weights(tiles, stores, ready.index(slot), slot, firsts, k, True, PAIR)
+        _load_rows(tiles, stores, ready.index(slot), slot, firsts[0], k, True, FIRST, SECOND)
 
 
 @gluon.jit
@@ -82,8 +81,8 @@ def _multiply(
 ):  # fmt: skip
     """Multiply steps as they come.
 
-    The room of a step is free once it was multiplied. With AT_ONCE that is waited for before the next step is: where
-    steps are long in coming, more of them can be. Else a step is still under way when the next is waited for.
+    A stage is released once its WGMMA has retired. With AT_ONCE that is waited for before the next step's full barrier:
+    where loads are slow, more of them are in flight. Else a step is still in flight when the next is waited for.
     """
     REST: gl.constexpr = SECOND if SECOND > 0 else 16
     one, one_rest = gl.zeros([BLOCK_N, FIRST], gl.float32, WIDE), gl.zeros([BLOCK_N, REST], gl.float32, NARROW)
@@ -141,12 +140,12 @@ def _multiply_fp8(
 
 
 @gluon.jit
-def _take(
+def _consume(
     stores, ready, empty, steps, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
     STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, FP8: gl.constexpr, AT_ONCE: gl.constexpr,
     WAITS_FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Multiply what was asked for; return the sums of both tiles with both pieces of the rows."""
+    """Multiply what the producer loads; return the sums of both tiles with both pieces of the rows."""
     if PDL:
         gdc_wait()
         if WAITS_FIRST:
@@ -247,9 +246,9 @@ def stream_kernel(
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, REST // ACROSS, COLUMNS])
     one, one_rest, two, two_rest = gl.warp_specialize(
         [
-            (_take, (stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, FP8, AT_ONCE,
+            (_consume, (stores, ready, empty, steps, FIRST, SECOND, BLOCK_N, PAIR, STAGES, WIDE, NARROW, FP8, AT_ONCE,
                      WAITS_FIRST, PDL)),
-            (_ask, ((x_first, x_second, w_tiles), stores, ready, empty, (m_first, n_first, n_second),
+            (_produce, ((x_first, x_second, w_tiles), stores, ready, empty, (m_first, n_first, n_second),
                     split * steps * BLOCK_K, steps, FIRST, SECOND, PAIR, BLOCK_K, STAGES,
                     (TILES * BLOCK_N + FIRST + SECOND) * BLOCK_K * ITEM, PDL)),
         ],

@@ -90,11 +90,11 @@ def _added(
 
 
 @triton.jit
-def _numbers(
+def _scaled(
     total, m_first, n_first, x_scale_ptr, w_scale_ptr, bias_ptr, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Turn sums into numbers: codes by their scales, then the bias."""
+    """Scale the sums of codes, then add the bias."""
     rows_N = tl.minimum(n_first + tl.arange(0, BLOCK_N), N - 1)
     total = total.to(tl.float32)
     if KIND != "dense":
@@ -138,9 +138,9 @@ def _finish_tiles(
 ):  # fmt: skip
     """Finish the sums of some rows: those of one weight tile, of two, or of gates and `up`."""
     num_outputs = N // 2 if SILU else N
-    one = _numbers(one, m_first, n_first, x_scale_ptr, w_scale_ptr, bias_ptr, M, N, BLOCK_M, BLOCK_N, KIND, HAS_BIAS)
+    one = _scaled(one, m_first, n_first, x_scale_ptr, w_scale_ptr, bias_ptr, M, N, BLOCK_M, BLOCK_N, KIND, HAS_BIAS)
     if PAIR:
-        two = _numbers(
+        two = _scaled(
             two, m_first, n_second, x_scale_ptr, w_scale_ptr, bias_ptr, M, N, BLOCK_M, BLOCK_N, KIND, HAS_BIAS
         )
     if SILU:

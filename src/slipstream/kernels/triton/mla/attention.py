@@ -33,7 +33,7 @@ class LatentTiles:
 
     Args:
         near: keys of each piece among the first `near_keys`, where programs are few; `split` keys of each one beyond.
-        block: keys a step; with `ahead` those of the step after the next are asked for meanwhile (CUDA only).
+        block: keys a step; with `ahead` those of the step after the next are prefetched meanwhile (CUDA only).
         rows: (token, head) rows of a tile at most; 8 heads of a rank times 4 tokens of a verified chain are 32.
     """
 
@@ -79,8 +79,8 @@ def _query(q_at, real, FROM: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.cons
 
 
 @triton.jit
-def _ask_for(latent_ptr, first_slot, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
-    """Ask for a block of latents that lie one behind the other, to be in the cache when it is loaded."""
+def _prefetch_latents(latent_ptr, first_slot, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Prefetch a block of latents that lie one behind the other to L2."""
     line: tl.constexpr = 128 // (latent_ptr.dtype.element_ty.primitive_bitwidth // 8)
     lines = tl.minimum(tl.arange(0, 16) * line, STRIDE - 1)
     prefetch(latent_ptr + first_slot * STRIDE + (tl.arange(0, BLOCK)[:, None] * STRIDE + lines[None, :]))
@@ -167,14 +167,14 @@ def partial_kernel(q_ptr, latent_ptr, table_ptr, starts_ptr, lens_ptr, index_ptr
         next_page = _page(table_at, first + BLOCK, end, page_size)
         far_page = _page(table_at, first + 2 * BLOCK, end, page_size)
         if AHEAD:
-            _ask_for(latent_ptr, next_page * page_size + (first + BLOCK) % page_size, BLOCK, STRIDE)
+            _prefetch_latents(latent_ptr, next_page * page_size + (first + BLOCK) % page_size, BLOCK, STRIDE)
     for start in range(first, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         known = key < end
         if ONE_PAGE:
             slots = page * page_size + start % page_size + tl.arange(0, BLOCK)
-            if AHEAD:  # past the end it is page 0 that is asked for: harmless, and no branch
-                _ask_for(latent_ptr, far_page * page_size + (start + 2 * BLOCK) % page_size, BLOCK, STRIDE)
+            if AHEAD:  # past the end it is page 0 that is prefetched: harmless, and no branch
+                _prefetch_latents(latent_ptr, far_page * page_size + (start + 2 * BLOCK) % page_size, BLOCK, STRIDE)
             page = tl.maximum(next_page, 0)  # plain handing on would keep the compiler from overlapping steps
             next_page = tl.maximum(far_page, 0)
             far_page = _page(table_at, start + 3 * BLOCK, end, page_size)

@@ -87,7 +87,7 @@ class ExpertOptions:
 
 
 def row_codes(x_TD: Tensor, weights: ExpertWeights) -> tuple[Tensor, Tensor] | None:
-    """Return room for rows as INT8 and for their scales, if experts of this format read such rows."""
+    """Return buffers for rows as INT8 and for their scales, if experts of this format read such rows."""
     if weights.format != "w4a8":
         return None
     scale = torch.empty(x_TD.shape[0], 1, dtype=torch.float32, device=x_TD.device)

@@ -10,7 +10,7 @@ least 16 outputs, of which there are thousands, and as few as 8 rows, of which t
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.gemm.mxfp4 import mxfp4_value
+from slipstream.kernels.triton.gemm.quantize import mxfp4_value
 from slipstream.kernels.triton.launch import show_copies, wait_for_inputs
 from slipstream.kernels.triton.moe.rows import FP8_GROUP
 

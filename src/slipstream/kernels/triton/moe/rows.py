@@ -1,8 +1,8 @@
 """What the experts' products read and what becomes of their sums: rows by expert, in the format's own numbers.
 
 Rows are (token, k) pairs, numbered token * K + k. Packed nibbles hold an even and an odd column in each byte, so for
-them a row is stored as its even columns followed by its odd ones: both halves of a byte then meet a contiguous
-stretch of the row, and the weights need no layout of their own.
+them a row is stored as its even columns followed by its odd ones: both halves of a byte then multiply contiguous
+columns of the row, and the weights need no layout of their own.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -11,7 +11,7 @@ stretch of the row, and the weights need no layout of their own.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.gemm.mxfp4 import GROUP, mxfp4_rounded
+from slipstream.kernels.triton.gemm.quantize import GROUP, mxfp4_rounded
 from slipstream.kernels.triton.launch import wait_for_inputs
 
 PAIRS_PER_STEP = 256
