@@ -1,12 +1,20 @@
-"""Sweeps on a GPU follow one another: each reads what the one before wrote, and loses none of it."""
+"""Configurations of the kernels: what ships, what `slipstream tune` found beside it, and which tiles stand first."""
 
 import dataclasses
-from pathlib import Path
 
-from interpreted import DEVICE
-from slipstream.kernels.triton.tuning import AttentionConfig, LinearConfig, Tuning, WideConfig, architecture_of
+import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from slipstream.errors import KernelError
+from slipstream.kernels.triton.tuning import (
+    AttentionConfig,
+    LinearConfig,
+    Tuning,
+    WideConfig,
+    parse_tuning,
+    read_tuning,
+    with_tuned,
+    write_tuned,
+)
 
 
 def changed(kind: type, *required: object) -> object:
@@ -15,22 +23,37 @@ def changed(kind: type, *required: object) -> object:
     return kind(*required, **{f.name: not f.default if f.type is bool else f.default + 1 for f in numbers})
 
 
-def test_what_a_sweep_writes_is_read_again_with_every_field(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from tune_products import starting_tuning, write_tuning
-
+def test_what_was_tuned_is_read_again_with_every_field(tmp_path):
+    shipped, file = read_tuning("sm_90"), tmp_path / "gpu.json"
     linear = {"fp8:4096:4096": changed(LinearConfig, 64, 256, 4, 4, 3)}
-    tuning = dataclasses.replace(
-        changed(Tuning, architecture_of(DEVICE)),
-        linear=linear,
-        wide=linear,
-        linear_many=linear,
-        wide_linear={"dense:4096:4096/64": changed(WideConfig, 64, True, 64, 4, 3)},
+    wide = {"dense:4096:4096/64": changed(WideConfig, 64, True, 64, 4, 3)}
+    tuned = dataclasses.replace(
+        shipped,
+        linear={**shipped.linear, **linear},
+        linear_few={**shipped.linear_few, **linear},
+        wide_linear={**shipped.wide_linear, **wide},
         attention=changed(AttentionConfig),
     )
-    write_tuning(tuning, tmp_path)
-    assert starting_tuning(tmp_path / f"{tuning.architecture}.json", DEVICE) == tuning
-    assert tuning.fold_codes and tuning.fold_norm_codes
+    assert with_tuned(shipped, file) == shipped
+    write_tuned(file, shipped, tuned)
+    assert with_tuned(shipped, file) == tuned
+
+    other = {**shipped.linear_few, "dense:8:8": changed(LinearConfig, 64, 64, 1, 4, 3)}
+    write_tuned(file, shipped, dataclasses.replace(shipped, linear_few=other))
+    assert with_tuned(shipped, file).linear_few == {**other, **linear}, "another model's tiles stay"
+
+
+def test_tiles_that_were_tuned_beside_other_kernels_are_not_used(tmp_path, caplog):
+    shipped, file = read_tuning("sm_90"), tmp_path / "gpu.json"
+    write_tuned(file, shipped, dataclasses.replace(shipped, attention=changed(AttentionConfig)))
+    later = dataclasses.replace(shipped, add_warps=shipped.add_warps + 1)
+    assert with_tuned(later, file) == later
+    assert "another version of the kernels" in caplog.text
+
+
+def test_a_file_with_a_field_nobody_knows_is_an_error():
+    with pytest.raises(KernelError, match="a field this version does not know"):
+        parse_tuning("sm_90", {"programes": 3})
 
 
 def test_tiles_for_few_rows_stand_before_those_for_more():

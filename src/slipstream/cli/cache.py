@@ -98,10 +98,14 @@ def contents() -> list[Kept]:
     folder, environments = default_cache_dir(), environments_dir()
     model = folder / FOLDER / GGUF_FILE
     converted = tuple(sorted(path for path in (folder / FOLDER).glob("*") if path != model))
-    others = tuple(sorted(path for path in folder.glob("*") if path.name != FOLDER))
+    tuned = folder / "tuning"
+    others = tuple(sorted(path for path in folder.glob("*") if path.name != FOLDER and path != tuned))
     kept = [
         Kept("embedded", "the embedded model, as it runs", (model,) if model.is_file() else ()),
         Kept("embedded-folder", "the same in float32, for transformers and vLLM", converted),
+        Kept(
+            "tuning", "tiles that `slipstream tune` found for this machine's GPUs", (tuned,) if tuned.is_dir() else ()
+        ),
         Kept("leftovers", "what a stopped download or an older version left", others),
     ]
     for path in sorted(environments.glob("*")):

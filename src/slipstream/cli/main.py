@@ -29,6 +29,7 @@ from slipstream.cli.recipes import app as recipes
 from slipstream.cli.report import report
 from slipstream.cli.serve import serve
 from slipstream.cli.train import train
+from slipstream.cli.tune import tune
 from slipstream.errors import SlipstreamError
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.command()(chat)
 app.command()(demo)
 app.command()(doctor)
+app.command()(tune)
 app.command()(generate)
 app.command()(inspect)
 app.command()(extras.needs("train")(train))  # it draws its curves last

@@ -142,7 +142,7 @@ class Rank:
 
         weights = _weight_bytes(self.draft, without=("fc.", "embed_tokens."))
         read = weights + batch * context * self.draft.kv_shape.bytes_per_token(torch.bfloat16)
-        return self._figures("draft", (batch, context, batch), _measure(step, self._device), 0.0, read)
+        return self._figures("draft", (batch, context, batch), measured_ms(step, self._device), 0.0, read)
 
     def target_pass(self, batch: int, context: int, width: int) -> Callable[[], Tensor]:
         """Return a pass of the target over `width` tokens of each request, to be run, captured or profiled."""
@@ -167,7 +167,7 @@ class Rank:
         weights = _weight_bytes(self.target, without=("embed_tokens.",))
         read = weights + sum(hit) * one_expert + batch * context * self.target.kv_shape.bytes_per_token(torch.bfloat16)
         shape = (batch, context, batch * width)
-        return self._figures(name, shape, _measure(step, self._device), statistics.fmean(hit or [0]), read)
+        return self._figures(name, shape, measured_ms(step, self._device), statistics.fmean(hit or [0]), read)
 
     def _figures(self, name: str, shape: tuple[int, int, int], ms: float, hit: float, read: int) -> StepFigures:
         floor_ms = None if self._bandwidth is None else read / self._bandwidth * 1e3
@@ -192,15 +192,15 @@ class Rank:
         return kv
 
 
-def _measure(step: Callable[[], Tensor], device: torch.device) -> float:
-    """Return the milliseconds of a step: the median of replays of its graph on a GPU, one run elsewhere."""
+def measured_ms(step: Callable[[], Tensor], device: torch.device, seconds: float = _SECONDS) -> float:
+    """Return the milliseconds of a step: the median of its graph's replays on a GPU, one run elsewhere."""
     if device.type == "cpu":
         start = time.perf_counter()
         step()
         return (time.perf_counter() - start) * 1e3
     graph = captured(step, device)
     first = _replays(graph, 2)
-    number = max(3, int(_SECONDS * 1e3 / 5 / first))
+    number = max(3, int(seconds * 1e3 / 5 / first))
     return statistics.median(_replays(graph, number) for _ in range(5))
 
 

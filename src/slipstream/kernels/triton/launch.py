@@ -125,7 +125,7 @@ def launch_options(dependent: bool, instruction: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def compiling_ahead() -> Iterator[None]:
+def compiling_ahead(*, ignore_errors: bool = False) -> Iterator[None]:
     """Have kernels compiled by threads instead of launched; they are ready when this ends.
 
     Triton offers to compile a kernel without launching it one call at a time (`warmup`); here every launch is one, so
@@ -138,7 +138,10 @@ def compiling_ahead() -> Iterator[None]:
 
     JITFunction.run = compiled
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as threads, AsyncCompileMode(threads):
+        with (
+            ThreadPoolExecutor(os.cpu_count()) as threads,
+            AsyncCompileMode(threads, ignore_errors=ignore_errors),
+        ):
             yield
     finally:
         JITFunction.run = launch

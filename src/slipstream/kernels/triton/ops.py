@@ -30,7 +30,14 @@ from slipstream.kernels.triton.moe import router
 from slipstream.kernels.triton.moe.dispatch import ExpertOptions, experts
 from slipstream.kernels.triton.moe.tiles import MoeOptions, expert_tiles
 from slipstream.kernels.triton.norm import Norm
-from slipstream.kernels.triton.tuning import Tuning, architecture_of, check_architecture, read_tuning
+from slipstream.kernels.triton.tuning import (
+    Tuning,
+    architecture_of,
+    check_architecture,
+    read_tuning,
+    tuned_file,
+    with_tuned,
+)
 from slipstream.quant.packed import ExpertWeights, PackedWeight
 
 _LOG = logging.getLogger(__name__)
@@ -65,7 +72,7 @@ class TritonOps:
             raise KernelError("The Triton kernels run on a GPU; on a CPU choose 'auto', 'cpu' or 'reference'.")
         self._device = device
         check_architecture(architecture_of(device))
-        self._tuning = tuning or read_tuning(architecture_of(device))
+        self._tuning = tuning or _tuning_for(device)
         self._products = Products(self._tuning, device)
         self._dependent = self._tuning.dependent_launch
         self._launch = AttentionLaunch(
@@ -268,6 +275,12 @@ class TritonOps:
         if sentence not in self._said:
             self._said.add(sentence)
             _LOG.warning(sentence)
+
+
+def _tuning_for(device: torch.device) -> Tuning:
+    """Return what ships for a device, and what `slipstream tune` has found for it."""
+    shipped = read_tuning(architecture_of(device))
+    return with_tuned(shipped, tuned_file(device)) if device.type == "cuda" else shipped
 
 
 def _unit_stride(x: Tensor) -> Tensor:

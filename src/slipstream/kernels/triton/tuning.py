@@ -1,17 +1,25 @@
-"""Configurations of the kernels per architecture: files in configs/, and one rule where they are silent.
+"""Configurations of the kernels per architecture: files in configs/, what `slipstream tune` found, and else one rule.
 
 A row's bits depend on `split_k` and on the kind of matrix instruction, never on how many rows share the pass: one
 configuration belongs to a (format, N, K), and the number of rows only picks the width of the token tile.
 """
 
+import hashlib
 import json
-from dataclasses import dataclass, field, replace
+import logging
+import re
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from slipstream.checkpoint.cache_dir import default_cache_dir
 from slipstream.errors import KernelError
+from slipstream.records.store import write_text
+
+_LOG = logging.getLogger(__name__)
 
 MOST_WIDE_ROWS = 256
 """A token tile holds no more; passes of more rows have several."""
@@ -272,21 +280,68 @@ def read_tuning(architecture: str) -> Tuning:
 
 
 def parse_tuning(architecture: str, data: Json) -> Tuning:
-    """Build a tuning from a configuration file's content; sections of other kernels are left to their readers."""
-    own = {name: value for name, value in data.items() if name in Tuning.__dataclass_fields__}
+    """Build a tuning from a configuration file's content."""
     try:
-        return Tuning(
-            architecture,
-            {shape: LinearConfig(**fields) for shape, fields in own.pop("linear", {}).items()},
-            {format: LinearConfig(**fields) for format, fields in own.pop("wide", {}).items()},
-            {shape: LinearConfig(**fields) for shape, fields in own.pop("linear_few", {}).items()},
-            {shape: LinearConfig(**fields) for shape, fields in own.pop("linear_many", {}).items()},
-            {name: WideConfig(**fields) for name, fields in own.pop("wide_linear", {}).items()},
-            AttentionConfig(**own.pop("attention", {})),
-            **own,
-        )
+        return _merged(Tuning(architecture), data)
     except TypeError as error:
         raise KernelError(f"configs/{architecture}.json has a field this version does not know: {error}.") from error
+
+
+def _merged(tuning: Tuning, data: Json) -> Tuning:
+    """Return a tuning with a file's entries in place of its own, or beside them."""
+    found: Json = {
+        name: {**getattr(tuning, name), **{entry: kind(**fields) for entry, fields in data[name].items()}}
+        for name, kind in _SECTIONS.items()
+        if name in data
+    }
+    if "attention" in data:
+        found["attention"] = replace(tuning.attention, **data["attention"])
+    return replace(tuning, **{**data, **found})
+
+
+def tuned_file(device: torch.device) -> Path:
+    """Return where `slipstream tune` writes what it found for a GPU, in the user's cache."""
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    return default_cache_dir() / "tuning" / f"{name}.json"
+
+
+def write_tuned(path: Path, shipped: Tuning, tuned: Tuning) -> None:
+    """Write what is tuned otherwise than it ships, and what it was tuned beside; other models' tiles stay."""
+    before = with_tuned(shipped, path)
+    changed: Json = {"beside": _digest(shipped), "attention": asdict(tuned.attention)}
+    for name in _SECTIONS:
+        ours = getattr(shipped, name)
+        entries = {
+            key: config
+            for key, config in (*getattr(before, name).items(), *getattr(tuned, name).items())
+            if ours.get(key) != config
+        }
+        changed[name] = {key: asdict(config) for key, config in entries.items()}
+    write_text(path, json.dumps(changed, indent=1, sort_keys=True) + "\n")
+
+
+def with_tuned(shipped: Tuning, path: Path) -> Tuning:
+    """Return what ships with what a file has instead; one that another version wrote is left out, and says so."""
+    if not path.is_file():
+        return shipped
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data.pop("beside", None) != _digest(shipped):
+        _LOG.warning("%s was tuned for another version of the kernels and is not used; run `slipstream tune`.", path)
+        return shipped
+    return _merged(shipped, data)
+
+
+def _digest(shipped: Tuning) -> str:
+    return hashlib.sha256(repr(shipped).encode()).hexdigest()[:16]
+
+
+_SECTIONS: dict[str, type[LinearConfig] | type[WideConfig]] = {
+    "linear": LinearConfig,
+    "wide": LinearConfig,
+    "linear_few": LinearConfig,
+    "linear_many": LinearConfig,
+    "wide_linear": WideConfig,
+}
 
 
 def matrix_instruction(architecture: str) -> int:

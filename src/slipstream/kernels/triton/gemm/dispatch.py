@@ -132,7 +132,7 @@ class Products:
         if format in _NIBBLES:
             half = _half(weight)
             assert half is not None, "only weights whose columns fit are prepared"
-            launch = self._launch(_described(weight), rows.values_TK.shape[0])
+            launch = self._launch(shape_of_weight(weight), rows.values_TK.shape[0])
             return int4.multiply_nibbles(
                 rows.values_TK, (weight.codes, scale), half, rows.scale_T, epilogue, launch, rows.dtype
             )
@@ -215,7 +215,7 @@ class Products:
 
     def num_maxima(self, weight: Weight, num_rows: int) -> int:
         """Return how many largest magnitudes a product of SiLUs can leave of a row; 0 if it leaves none."""
-        shape = _described(weight)
+        shape = shape_of_weight(weight)
         if shape.format in _NIBBLES or not self._is_small_m(num_rows):
             return 0
         return self._launch(shape, num_rows).grid(num_rows, shape.outputs, silu=True)[1]
@@ -225,7 +225,7 @@ class Products:
 
         Sums are added in pairs, so that those of fewer outputs are part of those of 64.
         """
-        shape = _described(weight)
+        shape = shape_of_weight(weight)
         if shape.format in _NIBBLES or not self._is_small_m(num_rows):
             return 0
         taken = self._launch(shape, num_rows).config.taken
@@ -233,7 +233,7 @@ class Products:
 
     def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
         """Tell whether a product of queries, keys and values can rotate and write them itself."""
-        shape = _described(weight)
+        shape = shape_of_weight(weight)
         if shape.format in _NIBBLES or not self._is_small_m(num_rows) or num_rows > self._tuning.fold_rows:
             return False
         return rope_fits(write, dtype)
@@ -283,7 +283,8 @@ def _shape_of(weight_NK: Tensor, kind: str) -> WeightShape:
     return WeightShape(kind.removesuffix("_upcast"), num_outputs, num_inputs, weight_NK.element_size())
 
 
-def _described(weight: Weight) -> WeightShape:
+def shape_of_weight(weight: Weight) -> WeightShape:
+    """Return what a weight's tiles depend on."""
     if not isinstance(weight, PackedWeight):
         return _shape_of(weight, "dense")
     format = weight.format.removesuffix(SUFFIX)
