@@ -26,11 +26,9 @@ from slipstream.kernels.training.loss import Labels, soft_cross_entropy
 from slipstream.kernels.training.ops import TrainOps
 from slipstream.kernels.training.seen import Seen
 from slipstream.models.target import Target
-from slipstream.train.data.corpus import Corpus, Text, join
+from slipstream.train.data.corpus import Corpus, DraftVocab, Text, join
 from slipstream.train.draft.objective import DraftShape, Emphasis, Objective, new_draft
-from slipstream.train.draft.packing import Batch, Packer, to_device
-from slipstream.train.draft.unroll import UnrollContext
-from slipstream.train.draft.vocab import DraftVocab
+from slipstream.train.draft.packing import Batch, Packer, UnrollContext, to_device
 from slipstream.train.run.optimizer import MovingAverage, Optimizer
 
 UNROLL = 5

@@ -14,12 +14,10 @@ from slipstream.kernels.training.seen import Seen
 from slipstream.models.accounting import places
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.target import Target
-from slipstream.train.data.corpus import Text, join
+from slipstream.train.data.corpus import Text, choose_vocab, join
 from slipstream.train.data.generate import GenerationRequest, Generator
 from slipstream.train.draft.objective import DraftShape, Objective, new_draft
-from slipstream.train.draft.packing import Packer
-from slipstream.train.draft.unroll import PackedContext
-from slipstream.train.draft.vocab import choose_vocab
+from slipstream.train.draft.packing import PackedContext, Packer
 from slipstream.train.run.recipe import TrainConfig
 from slipstream.train.run.trainer import Hooks, Trainer
 from slipstream.train.run.world import World

@@ -19,7 +19,7 @@ from slipstream.launch.vllm import VllmServer
 from slipstream.models.load import load_draft
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
-from slipstream.train.draft.unroll import PackedContext
+from slipstream.train.draft.packing import PackedContext
 from slipstream.train.run.output import Lineage, add_draft
 from tiny import DEVICE, engine_of, follower_draft, run, stammering_target
 

@@ -8,8 +8,7 @@ import torch
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_draft, load_target
-from slipstream.train.run.card import stages
-from slipstream.train.run.output import RunRecord, weights_digest
+from slipstream.train.run.output import RunRecord, stages, weights_digest
 
 
 @pytest.fixture

@@ -10,14 +10,12 @@ import yaml
 
 from slipstream.errors import ConfigError, DataError
 from slipstream.train.data.conversations import ConversationSource, Shown
-from slipstream.train.data.corpus import Text, join, read_corpus, shard_paths, write_shard
-from slipstream.train.data.documents import read_documents
+from slipstream.train.data.corpus import Text, choose_vocab, join, read_corpus, shard_paths, write_shard
 from slipstream.train.data.generate import GenerationResult, GeneratorConfig
 from slipstream.train.data.make_data import Watch, make_corpus, make_eval_set
-from slipstream.train.data.mixture import DataConfig, whole_sentences
+from slipstream.train.data.mixture import DataConfig, read_documents, whole_sentences
 from slipstream.train.data.prompts import MOST_OF_ONE, normalized, read_excluded, read_prompts
 from slipstream.train.data.speaker import Speaker, chat_frame
-from slipstream.train.draft.vocab import choose_vocab
 from slipstream.train.run.recipe import EvalSet, make_recipe, read_recipe
 from training import EOS, CharTokenizer, tiny_target
 

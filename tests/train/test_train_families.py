@@ -7,7 +7,7 @@ from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.kernels.training.ops import TrainOps
 from slipstream.kernels.training.seen import Seen
 from slipstream.models.load import load_target
-from slipstream.train.draft.unroll import PackedContext
+from slipstream.train.draft.packing import PackedContext
 from tiny_families import CONFIGS, folder_of, some_tokens
 from tiny_moe import passes
 from training import assert_learns

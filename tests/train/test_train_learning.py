@@ -19,11 +19,9 @@ from slipstream.records.traffic import (
     read_returned,
     write_deployed,
 )
-from slipstream.train.data.corpus import Text, join
+from slipstream.train.data.corpus import Text, choose_vocab, exchange_tokens, join
 from slipstream.train.draft.objective import DraftShape, new_draft
-from slipstream.train.draft.vocab import choose_vocab, exchange_tokens
-from slipstream.train.learn.judge import Bars, judge
-from slipstream.train.learn.learner import Learner, LearnSettings
+from slipstream.train.run.learner import Bars, Learner, LearnSettings, judge
 from slipstream.train.run.output import add_draft
 from training import greedy, write_target_folder
 

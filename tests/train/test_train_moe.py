@@ -9,7 +9,7 @@ from slipstream.kernels.training.ops import TrainOps
 from slipstream.kernels.training.seen import Seen
 from slipstream.models.load import load_target
 from slipstream.train.data.generate import GenerationRequest, Generator
-from slipstream.train.draft.unroll import PackedContext
+from slipstream.train.draft.packing import PackedContext
 from tiny_moe import VOCAB, deepseek, minimax, passes, save
 from training import EOS, ListSource, assert_learns, engine_over, greedy
 

@@ -6,9 +6,8 @@ import torch
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.errors import ConfigError
 from slipstream.kernels.training.seen import Seen
-from slipstream.train.draft.packing import Packer
+from slipstream.train.draft.packing import Packer, UnrollContext
 from slipstream.train.draft.target import check_range, load_and_digest
-from slipstream.train.draft.unroll import UnrollContext
 from slipstream.train.draft.walk import measure
 from slipstream.train.run.recipe import TrainConfig, change_recipe, make_recipe
 from slipstream.train.run.trainer import Hooks

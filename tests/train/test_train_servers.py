@@ -23,7 +23,7 @@ from slipstream.models.load import load_ends, load_target
 from slipstream.train.data.corpus import read_corpus
 from slipstream.train.data.generate import GenerationRequest
 from slipstream.train.data.servers import RemoteGenerator, Server, Servers
-from slipstream.train.draft.unroll import PackedContext
+from slipstream.train.draft.packing import PackedContext
 from training import EOS, RECIPE, ListSource, engine_over, greedy, tiny_target, write_target_folder
 
 sys.path.append(str(Path(__file__).parents[1] / "serve"))

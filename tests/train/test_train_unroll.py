@@ -3,8 +3,7 @@ import torch
 
 from slipstream.kernels.training.attention import DraftAttention
 from slipstream.kernels.training.seen import Seen
-from slipstream.train.draft.packing import Packer
-from slipstream.train.draft.unroll import UnrollContext, unroll
+from slipstream.train.draft.packing import Packer, UnrollContext, unroll
 from training import draft_step_by_step, objective_for, random_texts
 
 

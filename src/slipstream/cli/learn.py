@@ -30,7 +30,7 @@ def learn(
 
     import torch
 
-    from slipstream.train.learn.learner import Learner, LearnSettings
+    from slipstream.train.run.learner import Learner, LearnSettings
     from slipstream.train.run.world import local_device
 
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 2) // 2))

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.checkpoint.config import DraftDialect
+    from slipstream.train.draft.server_states import Remote
     from slipstream.train.run.output import RunRecord
     from slipstream.train.run.phases import TrainingRun
     from slipstream.train.run.plan import Plan
     from slipstream.train.run.recipe import Recipe
-    from slipstream.train.run.remote import Remote
     from slipstream.train.run.trainer import TrainState
 
 _DIALECTS: tuple["DraftDialect", ...] = ("sglang", "vllm", "speculators")
@@ -149,7 +149,7 @@ def _target(models: list[str], named: str | None, states: bool, tp: int) -> "tup
     """Return the target's checkpoint, and the servers that were named instead of it."""
     from slipstream.errors import ConfigError
     from slipstream.train.data.servers import Servers
-    from slipstream.train.run.remote import Remote
+    from slipstream.train.draft.server_states import Remote
 
     urls = [model for model in models if model.startswith(("http://", "https://"))]
     if not urls:
@@ -219,7 +219,7 @@ def _dialect(name: str) -> "DraftDialect":
 
 def _finish(console: Console, record: "RunRecord", state: "TrainState", folder: Path) -> None:
     """Draw the curves and show the results."""
-    from slipstream.train.run.card import draw_curves
+    from slipstream.train.run.output import draw_curves
 
     draw_curves(state.history, folder / "curves.png")
     table = Table(title=f"acceptance length, greedy chains (step {state.step} of {state.total_steps})")

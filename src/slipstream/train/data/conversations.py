@@ -14,9 +14,8 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 from slipstream.train.data.corpus import Text
-from slipstream.train.data.documents import Document, document_turn
 from slipstream.train.data.generate import GenerationRequest, GenerationResult, loop_end
-from slipstream.train.data.mixture import DataConfig, passage_turn
+from slipstream.train.data.mixture import DataConfig, Document, document_turn, passage_turn
 from slipstream.train.data.prompts import OPENINGS, SYSTEM_PROMPTS, Messages, normalized
 from slipstream.train.data.speaker import ChatFrame, ChatTokenizer, chat_frame, encode_prompt
 

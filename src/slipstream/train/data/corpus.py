@@ -2,6 +2,8 @@
 
 A shard is one safetensors file: `ids` (uint16 or uint32, all texts joined), `offsets` (where each text starts), and
 `spans` (text, start, end) of every answer, ends excluded. Its metadata carries the digest of those bytes.
+
+The draft's vocabulary is chosen from it: the target tokens found in most answers, special tokens always among them.
 """
 
 import errno
@@ -13,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from torch import Tensor
 
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 
 FORMAT = "slipstream-corpus-1"
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -69,6 +73,15 @@ def join(texts: Iterable[Text]) -> Corpus:
         np.asarray(offsets, dtype=np.int64),
         np.asarray(spans, dtype=np.int32).reshape(-1, 3),
     )
+
+
+def answer_numbers(corpus: Corpus) -> Array:
+    """Return for every token the number of the answer it belongs to, counted from 1; 0 outside answers."""
+    numbers = np.zeros(len(corpus.ids), np.int32)
+    starts = corpus.offsets[corpus.spans[:, 0]]
+    for number, (start, (_, begin, end)) in enumerate(zip(starts.tolist(), corpus.spans.tolist(), strict=True), 1):
+        numbers[start + begin : start + end] = number
+    return numbers
 
 
 def write_shard(path: Path, texts: Iterable[Text], notes: dict[str, Any] | None = None) -> Corpus:
@@ -146,3 +159,72 @@ def _digest(arrays: dict[str, Array]) -> str:
     for name in sorted(arrays):
         digest.update(name.encode() + str(arrays[name].dtype).encode() + np.ascontiguousarray(arrays[name]).tobytes())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """`token_ids_V` ascending target ids; `coverage` is the share of answer tokens among them."""
+
+    token_ids_V: Tensor
+    vocab_size: int
+    coverage: float
+
+    def draft_index(self) -> Tensor:
+        """Return for each target token its place in the draft's vocabulary, or -1."""
+        index = torch.full((self.vocab_size,), -1, dtype=torch.int64)
+        index[self.token_ids_V] = torch.arange(len(self.token_ids_V))
+        return index
+
+
+def coverage(corpus: Corpus, token_ids_V: Tensor) -> float:
+    """Return the share of the corpus's answer tokens that a draft vocabulary holds."""
+    used = corpus.ids[answer_numbers(corpus) > 0]
+    return float(np.isin(used, token_ids_V.numpy()).mean()) if len(used) else 1.0
+
+
+def exchange_tokens(token_ids_V: Tensor, corpus: Corpus, vocab_size: int, most: int) -> Tensor:
+    """Return a draft's vocabulary with up to `most` tokens exchanged for those of the corpus's answers it lacks.
+
+    Those taken in are in most answers; those given up occur nowhere in the answers and have the highest ids, which
+    tokenizers give to what they merged last and met least. Their number stays the same.
+    """
+    used = corpus.ids[answer_numbers(corpus) > 0].astype(np.int64)
+    known = token_ids_V.cpu().numpy()
+    missing, counts = np.unique(used[~np.isin(used, known)], return_counts=True)
+    wanted = missing[np.argsort(-counts, kind="stable")][:most]
+    spare = np.sort(known[~np.isin(known, used)])[::-1][: len(wanted)]
+    wanted = wanted[: len(spare)]
+    kept = known[~np.isin(known, spare)]
+    assert len(kept) + len(wanted) == len(known) and (not len(wanted) or wanted.max() < vocab_size)
+    return torch.from_numpy(np.sort(np.concatenate([kept, wanted])).astype(np.int64))
+
+
+def choose_vocab(corpus: Corpus, vocab_size: int, draft_vocab_size: int, forced: Iterable[int]) -> DraftVocab:
+    """Take the tokens found in most answers; unused room goes to the lowest unused ids.
+
+    What one answer says over and over is its own subject, and a draft may borrow it from the text.
+    """
+    forced_ids = sorted(set(forced))
+    if draft_vocab_size > vocab_size:
+        raise ConfigError(f"draft_vocab_size {draft_vocab_size} is more than the target's {vocab_size} tokens.")
+    if forced_ids and (forced_ids[-1] >= vocab_size or forced_ids[0] < 0):
+        raise ConfigError(
+            f"Special token {forced_ids[-1]} lies outside the target's vocabulary of {vocab_size}: the tokenizer does "
+            f"not belong to this target."
+        )
+    if len(forced_ids) > draft_vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size {draft_vocab_size} has no room for the {len(forced_ids)} special tokens; raise it."
+        )
+    answers = answer_numbers(corpus)
+    inside = answers > 0
+    # Each token once for each answer it is in.
+    found = np.unique(answers[inside].astype(np.int64) << 32 | corpus.ids[inside].astype(np.int64))
+    counts = np.bincount(found & 0xFFFFFFFF, minlength=vocab_size)
+    if len(counts) > vocab_size:
+        raise ConfigError(f"The corpus has token {len(counts) - 1}, outside the target's vocabulary of {vocab_size}.")
+    ranked = counts.copy()
+    ranked[forced_ids] = counts.max() + 1
+    chosen = np.sort(np.argsort(-ranked, kind="stable")[:draft_vocab_size])
+    token_ids_V = torch.from_numpy(chosen.astype(np.int64))
+    return DraftVocab(token_ids_V, vocab_size, coverage(corpus, token_ids_V))

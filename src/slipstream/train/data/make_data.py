@@ -9,13 +9,13 @@ from typing import Any
 from slipstream.errors import ConfigError, DataError
 from slipstream.train.data.conversations import MAX_TURN, WINDOW, ConversationSource, Shown, Tally
 from slipstream.train.data.corpus import Corpus, Text, read_notes, read_shard, shard_paths, write_shard
-from slipstream.train.data.documents import read_documents
 from slipstream.train.data.generate import (
     GenerationRequest,
     GenerationResult,
     GenerationStats,
     GeneratorConfig,
 )
+from slipstream.train.data.mixture import read_documents
 from slipstream.train.data.prompts import read_excluded, read_prompts
 from slipstream.train.data.speaker import Speaker, encode_prompt
 from slipstream.train.run.recipe import EvalSet, Recipe

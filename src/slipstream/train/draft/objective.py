@@ -14,10 +14,9 @@ from slipstream.kernels.training.seen import Seen
 from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
 from slipstream.models.layers import Linear
 from slipstream.models.target import Target
-from slipstream.train.draft.packing import Batch
+from slipstream.train.data.corpus import DraftVocab
+from slipstream.train.draft.packing import Batch, PackedContext, UnrollContext, shift_left, unroll
 from slipstream.train.draft.target import SplitTarget, draft_dtype
-from slipstream.train.draft.unroll import PackedContext, UnrollContext, shift_left, unroll
-from slipstream.train.draft.vocab import DraftVocab
 
 _NARROWEST = 16
 

@@ -24,7 +24,7 @@ from slipstream.models.layers import Embedding, Linear
 from slipstream.models.load import load_target
 from slipstream.models.moe import Experts
 from slipstream.models.target import Hidden, Target
-from slipstream.train.draft.unroll import PackedContext
+from slipstream.train.draft.packing import PackedContext
 
 TARGET_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _REMEDY = "set train.target_dtype to bfloat16 or float32"

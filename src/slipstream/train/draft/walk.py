@@ -18,7 +18,7 @@ from slipstream.train.data.corpus import Array, Corpus, Text
 from slipstream.train.data.generate import loop_end
 from slipstream.train.draft.features import FeatureStore, lay_out
 from slipstream.train.draft.objective import Objective
-from slipstream.train.draft.unroll import UnrollContext, shift_left
+from slipstream.train.draft.packing import UnrollContext, shift_left
 
 _BATCH_TOKENS = 16_384
 

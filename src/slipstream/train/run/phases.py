@@ -25,13 +25,14 @@ from slipstream.models.layers import Linear
 from slipstream.models.load import load_draft, load_ends
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
-from slipstream.train.data.corpus import Corpus, read_corpus
+from slipstream.train.data.corpus import Corpus, DraftVocab, choose_vocab, coverage, read_corpus
 from slipstream.train.data.make_data import Report, Watch, make_corpus, make_eval_set
 from slipstream.train.data.speaker import CPU_ROWS, OpenEngine, Speaker, encode_prompt, engine_config
 from slipstream.train.draft.capture import Capture, CaptureHooks, moved, wanted_manifest
 from slipstream.train.draft.features import FeatureStore
 from slipstream.train.draft.objective import Emphasis, Objective, new_draft, renew_vocab
 from slipstream.train.draft.packing import Packer
+from slipstream.train.draft.server_states import ALL_HERE, Remote
 from slipstream.train.draft.target import (
     SplitTarget,
     check_range,
@@ -41,11 +42,9 @@ from slipstream.train.draft.target import (
     target_dtype,
     weights_digest,
 )
-from slipstream.train.draft.vocab import DraftVocab, choose_vocab, coverage
 from slipstream.train.draft.walk import Measured, measure
 from slipstream.train.run.output import Lineage, RunRecord, average_with, result_record, round_weights, write_draft
 from slipstream.train.run.recipe import Recipe
-from slipstream.train.run.remote import ALL_HERE, Remote
 from slipstream.train.run.trainer import Hooks, Progress, Trainer, TrainState
 from slipstream.train.run.world import World
 

@@ -1,1 +1,0 @@
-"""Adapting a draft to what a server answers."""
