@@ -1,10 +1,12 @@
 """Compile what passes of real models launch on an architecture, and print one JSON line for each kernel.
 
 Launches are recorded from the dispatch code itself (`slipstream.kernels.triton.record`), so nothing is listed by hand.
-A program of its own: kernels compile only where Triton's interpreter was not chosen.
+A program of its own: kernels compile only where Triton's interpreter was not chosen. With --digests it compiles to
+Triton's first IR and prints a digest of that: the same lines before and after a change say that no kernel changed.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import subprocess
@@ -203,6 +205,22 @@ def _refuses_one(launch: Recorded) -> list[str]:
     return refused
 
 
+def digest(launch: Recorded) -> str:
+    """Return a digest of a launch's first IR, without locations, names and the order of constants, and its options."""
+    backend, source, context = make_backend(launch.target), launch.source, ir.context()
+    options, stages = backend.parse_options(launch.options), {}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(
+        launch.target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    backend.add_stages(stages, options, source.language)
+    first = next(iter(stages.values()))(module, {"target": launch.target, **options.__dict__}).str_nodebug()
+    lines = first.replace(f"@{launch.name}(", "@kernel(").splitlines()
+    lines.sort(key=lambda line: (0, line) if "= arith.constant" in line else (1, ""))
+    return hashlib.sha256("\n".join([*lines, str(sorted(launch.options.items()))]).encode()).hexdigest()[:16]
+
+
 def _overlap(asm: dict[str, str]) -> dict[str, object]:
     """Return how a kernel overlaps its neighbours: what it touches before its wait, and if it waits to start the next.
 
@@ -265,6 +283,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="everything, not one launch of each kernel")
     parser.add_argument("--only", default="", help="kernels whose module and name contain this")
     parser.add_argument("--list", action="store_true", help="compile nothing")
+    parser.add_argument("--digests", action="store_true", help="compile to the first IR alone, and print its digest")
     arguments = parser.parse_args()
     for architecture in arguments.architectures:
         found = recorded(architecture, few=not arguments.all)
@@ -274,7 +293,10 @@ def main() -> None:
             found += [_of_variant(variant, architecture) for variant in training_variants(architecture)]
         for launch in found:
             if arguments.only in f"{launch.module}:{launch.name}":
-                row = {"name": launch.name} if arguments.list else described(launch, architecture)
+                if arguments.list or arguments.digests:
+                    row = {"name": launch.name} | ({"digest": digest(launch)} if arguments.digests else {})
+                else:
+                    row = described(launch, architecture)
                 sys.stdout.write(json.dumps(row, default=str) + "\n")
                 sys.stdout.flush()
 
