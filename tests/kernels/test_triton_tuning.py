@@ -51,6 +51,14 @@ def test_tiles_that_were_tuned_beside_other_kernels_are_not_used(tmp_path, caplo
     assert "another version of the kernels" in caplog.text
 
 
+@pytest.mark.parametrize("damage", ["{", "[]", '{"attention": {"sp'])
+def test_a_damaged_file_of_tuned_tiles_is_not_used_and_the_log_says_so(damage, tmp_path, caplog):
+    shipped, file = read_tuning("sm_90"), tmp_path / "gpu.json"
+    file.write_text(damage)
+    assert with_tuned(shipped, file) == shipped
+    assert "run `slipstream tune` again" in caplog.text
+
+
 def test_a_file_with_a_field_nobody_knows_is_an_error():
     with pytest.raises(KernelError, match="a field this version does not know"):
         parse_tuning("sm_90", {"programes": 3})

@@ -324,11 +324,14 @@ def with_tuned(shipped: Tuning, path: Path) -> Tuning:
     """Return what ships with what a file has instead; one that another version wrote is left out, and says so."""
     if not path.is_file():
         return shipped
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if data.pop("beside", None) != _digest(shipped):
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("beside", None) == _digest(shipped):
+            return _merged(shipped, data)
         _LOG.warning("%s was tuned for another version of the kernels and is not used; run `slipstream tune`.", path)
-        return shipped
-    return _merged(shipped, data)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        _LOG.warning("%s cannot be read (%s) and is not used; run `slipstream tune` again.", path, error)
+    return shipped
 
 
 def _digest(shipped: Tuning) -> str:
