@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-browser test-nodes families kernels attack peers-clients peers-vllm peers-sglang peers-kimi crash exact published check pins wheel fix docs clean sanitize
+.PHONY: demo test test-browser test-nodes long families kernels attack peers-clients peers-vllm peers-sglang peers-kimi crash exact published check pins wheel fix docs clean sanitize
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,7 +16,11 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2
 
-# Every family of targets on the Triton kernels, interpreted: minutes.
+# What takes minutes: every family of targets on interpreted kernels, more cases of trees, exchanges and training.
+long: $(VENV)/.ready
+	$(BIN)/python -m pytest -m long
+
+# Of these, every family of targets on the Triton kernels, interpreted.
 families: $(VENV)/.ready
 	$(BIN)/python -m pytest -m long tests/kernels/test_triton_whole_families.py
 

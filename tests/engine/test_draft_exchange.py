@@ -36,7 +36,11 @@ def poisoned(target, seed):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("shape", [TreeShape.chain(3), TreeShape(depth=3, width=2, budget=6)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [TreeShape.chain(3), pytest.param(TreeShape(depth=3, width=2, budget=6), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_fifty_exchanges_under_64_streams_change_no_token(kernels, shape):
     ops = CpuOps(2) if kernels == "cpu" else OPS
     target = tiny_target()

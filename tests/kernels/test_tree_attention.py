@@ -83,8 +83,18 @@ def alone(case, split):
     return attended(q, layer, batch.by_node, dataclasses.replace(CONFIG, split=split))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+EACH_ONCE = set(zip(CASES, LAYOUTS, strict=False))
+"""Of cases and layouts of results: what is always tested; the other pairs take a minute."""
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, marks=[] if (case, layout) in EACH_ONCE else pytest.mark.long)
+        for case in CASES
+        for layout in LAYOUTS
+    ],
+)
 def test_nodes_have_the_bits_they_have_as_requests_of_their_own(case, layout):
     config = LAYOUTS[layout]
     out, maxima = attended(*sample(*CASES[case]), config)

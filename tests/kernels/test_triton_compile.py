@@ -58,7 +58,7 @@ def table(rows: list[dict]) -> str:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("architecture", SHARED_BYTES)
+@pytest.mark.parametrize("architecture", ["sm_90", "gfx942", pytest.param("gfx950", marks=pytest.mark.compile)])
 def test_every_kernel_links_fits_and_hardly_spills(architecture, level, capsys):
     rows = compiled(architecture, level)
     with capsys.disabled():

@@ -33,6 +33,7 @@ def ablate(folder, *arguments):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_one_call_trains_every_variant_and_leaves_a_table_and_json_lines(tmp_path):
     write_target_folder(tmp_path / "target")
     questions = [json.dumps({"question": f"How many is {i} and {i + 1}?"}) for i in range(48)]
