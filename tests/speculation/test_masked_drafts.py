@@ -110,7 +110,7 @@ KEPT: dict[TreeShape, int] = {}
         {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", "mask_token_id": MASK,
          "transformer_layer_config": {**SIZES, "model_type": "llama", "num_hidden_layers": 4}},
     ],
-    ids=["vLLM", "Amazon", "a flag", "speculators"],
+    ids=["vLLM", "PTD", "a flag", "speculators"],
 )  # fmt: skip
 def test_a_p_eagle_draft_is_told_by_its_mask_token(config, tmp_path):
     spec = draft_spec({**SIZES, **config}, tmp_path, None)
