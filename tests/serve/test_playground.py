@@ -180,7 +180,7 @@ def test_reasoning_and_calls_are_shown_and_results_go_back(page):
     assert sent[-1]["tools"][0]["function"]["name"] == "get_weather"
     page.fill("#results input", "12 degrees")
     page.click("#send")
-    page.wait_for_function("document.querySelectorAll('#turns li').length === 3")
+    page.wait_for_selector("#turns li:nth-child(3)")
     *_, said, result = sent[-1]["messages"]
     assert said["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
     assert said["reasoning_content"] == "Hm <b>."
