@@ -156,7 +156,8 @@ def _matrix(launch: Recorded, architecture: str, ttgir: str) -> str:
     types = " ".join(map(str, launch.source.signature.values()))
     if not re.search(r"tt\.dot|warp_group_dot|mma_v2", ttgir):
         return "none"
-    if "fp8e4nv" in types and "k_scales_ptr" not in launch.source.signature:  # FP8 keys are multiplied as bfloat16
+    keys = {"k_scales_ptr", "ancestors_ptr"} & {*launch.source.signature}  # FP8 keys are multiplied as bfloat16
+    if "fp8e4nv" in types and not keys:
         return "fp8" if read_tuning(architecture).fp8_dot else "bf16"
     return "int8" if "*i8" in types.split() else "bf16"
 

@@ -11,7 +11,7 @@ from slipstream.kernels import AttentionBatch, KvLayer, TreePaths
 from slipstream.kernels.reference.kv_fp8 import FP8
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
 from slipstream.kernels.triton.attention.tree import TreeLayout
-from slipstream.kernels.triton.tuning import AttentionConfig
+from slipstream.kernels.triton.tuning import AttentionConfig, architecture_of, read_tuning
 
 PAGE, PAGES, GROUPS, WIDTH = 8, 30, 2, 16
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6, 0]
@@ -116,3 +116,50 @@ def test_results_of_groups_take_bounded_memory():
     many = TreeLayout.of(CONFIG, 500, 32768, 5, 64 << 20)
     assert not few.running and few.shares > 1
     assert many.running and many.shares == 1
+
+
+@pytest.mark.skipif(architecture_of(DEVICE) != "sm_90", reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("shape", "num_nodes", "page"),
+    [((32, 8, 128), 7, 64), ((32, 8, 128), 64, 16), ((9, 3, 64), 32, 16), ((28, 4, 128), 16, 64)],
+    ids=str,
+)
+def test_on_hopper_nodes_have_the_portable_kernels_bits(shape, num_nodes, page):
+    (heads, groups, width), depth = shape, 5
+    torch.manual_seed(num_nodes)
+    roots = [0, 63, 64, 255, 256, 700, 5000]
+    each = -(-(max(roots) + num_nodes + 1) // page)
+    pages_RP = torch.randperm(len(roots) * each).view(len(roots), each)
+    slots_RK = (pages_RP[:, :, None] * page + torch.arange(page)).flatten(1)
+    parents = [-1] + [int(torch.randint(max(0, node - 9), node, ())) for node in range(1, num_nodes)]
+    paths = [[]]
+    for node in range(1, num_nodes):
+        path = [*paths[parents[node]], node]
+        paths.append(path if len(path) <= depth else [node])
+    slots, positions = [], []
+    for row, root in zip(slots_RK.tolist(), roots, strict=True):
+        for path in paths:
+            own = [row[root + node] for node in path] or [row[root]]
+            slots.append(own + [own[-1]] * (depth - len(own)))
+            positions.append(root + len(path))
+    layer = KvLayer(*(randn(slots_RK.numel(), groups, width, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)))
+    batch = AttentionBatch(
+        query_starts_R1=torch.arange(len(roots) + 1, dtype=torch.int32, device=DEVICE) * num_nodes,
+        kv_lens_R=torch.tensor(roots, dtype=torch.int32, device=DEVICE) + depth + 1,
+        page_table_RP=pages_RP.int().to(DEVICE),
+        kv_index_T=torch.tensor(positions, device=DEVICE),
+        ancestors_T=torch.full((len(positions),), -1, device=DEVICE),
+        page_size=page,
+        max_queries=num_nodes,
+        max_keys=each * page,
+        tree=TreePaths(
+            torch.tensor(roots, dtype=torch.int32, device=DEVICE), torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+        ),
+    )
+    q = randn(len(positions), heads, width, dtype=torch.bfloat16, seed=3)
+    shipped = read_tuning("sm_90").attention
+    expected, maxima = attended(q, layer, batch.by_node, AttentionConfig(split=64, block=64))
+    for config in (shipped, dataclasses.replace(shipped, programs=40), dataclasses.replace(shipped, programs=1 << 20)):
+        for _ in range(3):
+            found = attended(q, layer, batch, config)
+            assert torch.equal(found[0], expected) and torch.equal(found[1], maxima), config.programs

@@ -11,7 +11,9 @@ from cpu_samples import causal, filled_cache
 from triton_samples import batch_to_device, layer_to_device, numbers
 
 from interpreted import DEVICE
+from slipstream.kernels import keys_and_values
 from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
+from slipstream.kernels.reference.kv_fp8 import encode_kv
 from slipstream.kernels.triton.attention import dispatch as attending
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention, work_list_of
 from slipstream.kernels.triton.attention.hopper_launch import _work_shape
@@ -68,12 +70,14 @@ def test_walks_laid_out_for_a_pass_are_those_its_layers_need(monkeypatch, reques
     batch = shaped(requests, queries, bound)
     needs = []
     monkeypatch.setattr(
-        attending, "lay_out_work", lambda described, shape, launch: _work_shape(config, len(described[1]), shape)
+        attending,
+        "lay_out_work",
+        lambda programs, described, shape, launch: _work_shape(programs, len(described[1]), shape),
     )
     monkeypatch.setattr(
         attending,
         "launch_persistent",
-        lambda *args: needs.append((_work_shape(config, len(args[1][1]), args[4]), args[-1])),
+        lambda *args: needs.append((_work_shape(config.persistent_programs, len(args[1][1]), args[4]), args[-1])),
     )
     q = torch.empty(queries * requests, 32, 128, dtype=torch.bfloat16)
     work = work_list_of(batch, len(q), 32, KvLayer(cache, cache), q.dtype, launch)
@@ -118,4 +122,53 @@ def test_keys_that_are_asked_for_give_the_same_bits(counts, before, programs, pa
     counters.add_(0)  # lets nobody start early
     outs += [attention(q, layer, batch, 0.2, None, launch, None, work) for _ in range(2)]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    assert not counters.any()
+
+
+@pytest.mark.skipif(architecture_of(DEVICE) != "sm_90", reason="a warp of its own asks for keys on Hopper alone")
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (16, 4, 64), (8, 1, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "before"),
+    [
+        ([1], [5000]),
+        ([4] * 21, [1152 + 13 * i for i in range(21)]),
+        ([2] * 9, [1500, 252, 256, 10, 383, 1020, 61, 64, 2043]),
+        ([1, 0, 2, 0, 2], [3, 40, 300, 0, 129]),
+    ],
+    ids=str,
+)
+def test_keys_in_fp8_give_the_bits_of_their_numbers(counts, before, shape, page_size, generator):
+    heads, groups, width = shape
+    if max(counts) * heads // groups > 16:
+        pytest.skip("these are the rows of a narrow tile")
+    batch = causal(counts, before, page_size, generator)
+    keys, values = ([torch.randn(n, groups, width, generator=generator) for n in batch.kv_lens_R] for _ in range(2))
+    layer = layer_to_device(filled_cache(batch, keys, values), torch.bfloat16)
+    (keys, key_scales), (values, value_scales) = encode_kv(9 * layer.keys_SGd), encode_kv(3 * layer.values_SGd)
+    scales = tuple(part.T.contiguous().T for part in (key_scales, value_scales))
+    short = KvLayer(keys, values, scales)
+    long = KvLayer(*keys_and_values(short, torch.arange(len(keys), device=DEVICE), torch.bfloat16))
+    written = torch.zeros(len(keys), dtype=torch.bool, device=DEVICE)
+    for pages, count in zip(batch.page_table_RP.tolist(), batch.kv_lens_R.tolist(), strict=True):
+        slots = torch.arange(count)
+        written[torch.tensor(pages)[slots // page_size] * page_size + slots % page_size] = True
+    for part in (keys, values):
+        part.view(torch.uint8)[~written] = 0x7F  # NaN
+    for part in scales:
+        part[~written] = 255
+    batch = dataclasses.replace(batch_to_device(batch), max_queries=max(counts))
+    q = numbers(sum(counts), heads, width, generator=generator, dtype=torch.bfloat16)
+    own = AttentionConfig(split=64, block=64, programs=1)
+    counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+    expected = attention(q, short, batch, 0.02, None, AttentionLaunch(own, counters, False))
+    for programs in (8, 132):
+        flow = dataclasses.replace(own, persistent_programs=programs)
+        for cache in (short, long):
+            launch = AttentionLaunch(flow, counters, dependent=True, early=True)
+            work = work_list_of(batch, len(q), heads, cache, q.dtype, launch)
+            assert work is not None
+            counters.add_(0)  # lets nobody start early
+            for _ in range(3):
+                assert torch.equal(attention(q, cache, batch, 0.02, None, launch, None, work), expected)
     assert not counters.any()

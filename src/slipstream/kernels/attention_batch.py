@@ -20,12 +20,20 @@ class KvLayer:
 
     Args:
         scales: of keys and values kept in FP8 (E4M3), uint8 [S, G] each: a key is its codes times 2^(scale - 127). One
-            tensor twice where values are a view of the keys.
+            tensor twice where values are a view of the keys. Any strides will do, the same for both.
     """
 
     keys_SGd: Tensor
     values_SGd: Tensor
     scales: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        """How far apart the scales of slots and of heads are."""
+        if self.scales is None:
+            return 0, 0
+        slots, heads = self.scales[0].stride()
+        return slots, heads
 
 
 @dataclass(frozen=True)

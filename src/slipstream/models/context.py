@@ -65,8 +65,11 @@ class KvCache:
             values_SGd = keys_SGd[..., : shape.value_view] if shared else torch.zeros_like(keys_SGd)
             if dtype != KV_FP8:
                 return KvLayer(keys_SGd, values_SGd)
-            scales_SG = torch.zeros(size[:2], dtype=torch.uint8, device=device)
-            return KvLayer(keys_SGd, values_SGd, (scales_SG, scales_SG if shared else torch.zeros_like(scales_SG)))
+            # A GPU's programs take a head each, and copy its scales by TMA: they lie side by side there.
+            by_head = size[1::-1] if device.type != "cpu" else size[:2]
+            scales = [torch.zeros(by_head, dtype=torch.uint8, device=device) for _ in range(1 if shared else 2)]
+            scales = [part.T for part in scales] if device.type != "cpu" else scales
+            return KvLayer(keys_SGd, values_SGd, (scales[0], scales[-1]))
 
         return KvCache([layer(*heads) for heads in shape.layers], page_size)
 

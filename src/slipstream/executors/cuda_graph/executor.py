@@ -109,8 +109,9 @@ class GraphExecutor(EagerExecutor):
         """Forget every row and every step in flight."""
         super().reset()
         self._flights.clear()
-        for place in self._places.values():
-            self._state.unload(place)
+        with torch.inference_mode():
+            for place in self._places.values():
+                self._state.unload(place)
         self._free = list(range(len(self._state.active_R) - 1))
         self._places.clear()
         self._sent.clear()

@@ -40,8 +40,8 @@ def _encode_kv(x, codes, CODES: tl.constexpr):
 
 @triton.jit
 def _turn_halves(
-    row_ptr, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
-    x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride,
+    row_ptr, q_ptr, keys_ptr, values_ptr, scales, slots_ptr, positions_ptr, cos_ptr, sin_ptr, x_scale_ptr,
+    w_scale_ptr, token, first, head, part_stride, slot_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, WAITED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -77,9 +77,9 @@ def _turn_halves(
         kept = keys_ptr + slot * slot_stride + source - HEADS * 2 * HALF
         if first >= HEADS + GROUPS:
             kept = values_ptr + slot * slot_stride + source - (HEADS + GROUPS) * 2 * HALF
-        if k_scales_ptr is not None:
+        if scales[0] is not None:
             codes = _kv_scale_codes(tl.max(tl.maximum(tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32))), 1))[:, None]
-            _store_scales(k_scales_ptr, v_scales_ptr, codes, slot, first, head, HEADS, GROUPS)
+            _store_scales(scales, codes, slot, first, head, HEADS, GROUPS)
             tl.store(kept, _encode_kv(x, codes, keys_ptr.dtype.element_ty))
             tl.store(kept + HALF, _encode_kv(y, codes, keys_ptr.dtype.element_ty))
         else:
@@ -88,20 +88,23 @@ def _turn_halves(
 
 
 @triton.jit
-def _store_scales(
-    k_scales_ptr, v_scales_ptr, codes, slot, first, head, HEADS: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
-    """Write the scales of some heads' keys, or of their values."""
-    target = k_scales_ptr + slot * GROUPS + head - HEADS
+def _store_scales(scales, codes, slot, first, head, HEADS: tl.constexpr, GROUPS: tl.constexpr):
+    """Write the scales of some heads' keys, or of their values.
+
+    Args:
+        scales: where those of keys and of values are, and how far apart slots' and heads' are.
+    """
+    target = scales[0] + slot * scales[2] + (head - HEADS) * scales[3]
     if first >= HEADS + GROUPS:
-        target = v_scales_ptr + slot * GROUPS + head - (HEADS + GROUPS)
+        target = scales[1] + slot * scales[2] + (head - (HEADS + GROUPS)) * scales[3]
     tl.store(target, codes.to(tl.uint8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _rope_kernel(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
-    q_norm_ptr, k_norm_ptr, x_scale_ptr, w_scale_ptr, qkv_stride, part_stride, slot_stride, eps,
+    q_norm_ptr, k_norm_ptr, x_scale_ptr, w_scale_ptr, qkv_stride, part_stride, slot_stride, scale_step, scale_stride,
+    eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TAKEN: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, QK_NORM: tl.constexpr, WAITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -119,10 +122,11 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TAKEN
     head = (first + tl.arange(0, TAKEN))[:, None]
+    scales = (k_scales_ptr, v_scales_ptr, scale_step, scale_stride)
     if HALVES:
         _turn_halves(
-            qkv_ptr + token * qkv_stride, q_ptr, keys_ptr, values_ptr, k_scales_ptr, v_scales_ptr, slots_ptr,
-            positions_ptr, cos_ptr, sin_ptr, x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride,
+            qkv_ptr + token * qkv_stride, q_ptr, keys_ptr, values_ptr, scales, slots_ptr, positions_ptr, cos_ptr,
+            sin_ptr, x_scale_ptr, w_scale_ptr, token, first, head, part_stride, slot_stride,
             HEADS, GROUPS, HALF, SPLITS, WAITED, PDL,
         )  # fmt: skip
         return
@@ -135,9 +139,7 @@ def _rope_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if first >= HEADS + GROUPS:
         target = values_ptr + slot * slot_stride + (head - HEADS - GROUPS) * WIDTH + at
-        _store_heads(
-            target, x, real, k_scales_ptr, v_scales_ptr, slot, first, head, values_ptr.dtype.element_ty, HEADS, GROUPS
-        )
+        _store_heads(target, x, real, scales, slot, first, head, values_ptr.dtype.element_ty, HEADS, GROUPS)
     else:
         mate = tl.where(at < HALF, at + HALF, at - HALF)
         turned = at < 2 * HALF
@@ -164,20 +166,19 @@ def _rope_kernel(
         else:
             target = keys_ptr + slot * slot_stride + (head - HEADS) * WIDTH + at
             _store_heads(
-                target, rotated.to(dtype), real, k_scales_ptr, v_scales_ptr, slot, first, head,
-                keys_ptr.dtype.element_ty, HEADS, GROUPS,
+                target, rotated.to(dtype), real, scales, slot, first, head, keys_ptr.dtype.element_ty, HEADS, GROUPS
             )  # fmt: skip
 
 
 @triton.jit
 def _store_heads(
-    target, x, real, k_scales_ptr, v_scales_ptr, slot, first, head,
+    target, x, real, scales, slot, first, head,
     KEPT: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Write some heads' keys or values in the type they are kept in."""
-    if k_scales_ptr is not None:
+    if scales[0] is not None:
         codes = _kv_scale_codes(tl.max(tl.where(real, tl.abs(x.to(tl.float32)), 0.0), 1))[:, None]
-        _store_scales(k_scales_ptr, v_scales_ptr, codes, slot, first, head, HEADS, GROUPS)
+        _store_scales(scales, codes, slot, first, head, HEADS, GROUPS)
         tl.store(target, _encode_kv(x, codes, KEPT), mask=real)
     else:
         tl.store(target, x.to(KEPT), mask=real)
@@ -231,8 +232,7 @@ def rope_and_write(
     _rope_kernel[(num_tokens, (num_heads + 2 * num_groups) // taken)](
         qkv, q, layer.keys_SGd, layer.values_SGd, *(layer.scales or (None, None)), rope.slots_T, rope.positions_T,
         rope.cos_Pr, rope.sin_Pr, norms[0].weight_D, norms[1].weight_D, *scales, qkv.stride(-2), qkv.stride(0),
-        layer.keys_SGd.stride(0),
-        norms[0].eps,
+        layer.keys_SGd.stride(0), *layer.scale_strides, norms[0].eps,
         HEADS=num_heads, GROUPS=num_groups, TAKEN=taken, WIDTH=width, HALF=rope.cos_Pr.shape[1],
         BLOCK=triton.next_power_of_2(width), SPLITS=splits, QK_NORM=qk_norm is not None, WAITED=waited,
         PDL=dependent, num_warps=1 if taken < 4 else 4, **launch_options(dependent),

@@ -82,7 +82,8 @@ class WideConfig:
         stream: whether a producer warp loads tiles and the others multiply them (`wide_streams`, sm_90), where K
             has one split and there is no residual, or partial sums are left for later.
         at_once: there, whether a step must have been multiplied before the next is waited for; with FP8 it always must.
-        from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone.
+        from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone. Less
+            than 17 takes passes from `small_m`.
     """
 
     block_n: int
@@ -117,7 +118,6 @@ class AttentionConfig:
             that run at a time) share all requests' groups evenly; 0: a request's programs share its own. That changes
             no bits.
         even_from: but for passes with fewer groups than this, over all requests and heads, at the bound on keys.
-        fp8_programs: `even_programs` where keys are FP8, whose programs need more registers; 0: the same.
         hopper_split_warps: warps of a program of `hopper_split_kv` (sm_90), where programs take splits of a request and
             not groups; 0: that kernel is not used. That changes no bits.
         persistent_programs: programs of `persistent_ws` (sm_90), where `even_programs` could be; 0: that kernel is not
@@ -139,7 +139,6 @@ class AttentionConfig:
     compact: bool = False
     even_programs: int = 0
     even_from: int = 0
-    fp8_programs: int = 0
     hopper_split_warps: int = 0
     persistent_programs: int = 0
     persistent_from: int = 0

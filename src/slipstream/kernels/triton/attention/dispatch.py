@@ -24,6 +24,7 @@ from slipstream.kernels.triton.attention.hopper_launch import (
     launch_prefill,
     lay_out_work,
     persistent_fits,
+    persistent_programs,
     prefill_fits,
 )
 from slipstream.kernels.triton.attention.prefill import prefill_kernel
@@ -71,7 +72,8 @@ def attention(
     if batch.tree is not None and window is not None:
         batch = batch.by_node
     if batch.tree is not None:
-        options = {"PDL": launch.dependent, **launch_options(launch.dependent, launch.instruction)}
+        options = {"PDL": launch.dependent, "EARLY": launch.early}
+        options |= launch_options(launch.dependent, launch.instruction)
         return tree_attention(q_THd, layer, batch, scale * _LOG2E, launch.config, options, maxima_TH)
     num_tokens, num_heads, width = q_THd.shape
     num_groups, num_requests, config = layer.keys_SGd.shape[1], batch.kv_lens_R.shape[0], launch.config
@@ -101,7 +103,9 @@ def attention(
             out,
             *described,
             num_requests,
-            *strides,
+            *strides[:2],
+            *layer.scale_strides,
+            *strides[2:],
             **shape | ({} if layer.scales is None else {"num_warps": 2 * config.num_warps}),
         )
         return out
@@ -131,7 +135,7 @@ def work_list_of(
         "QUERIES": _queries_read(most_queries, tokens), "BLOCK": config.block, "PAGE": batch.page_size,
         "IN_GROUP": SPLITS_IN_GROUP,
     }  # fmt: skip
-    return lay_out_work(_description(batch), shape, launch)
+    return lay_out_work(persistent_programs(config, layer), _description(batch), shape, launch)
 
 
 def _description(batch: AttentionBatch) -> tuple[Tensor, ...]:
@@ -207,9 +211,17 @@ def _attend_by_several(
     if even:
         del shape["HAS_WINDOW"]
         shape |= _even_options(config, most_queries, tokens, layer.scales is not None)
-        programs = config.fp8_programs if layer.scales and config.fp8_programs else config.even_programs
-        grid = (num_groups, max(programs // num_groups, 1))
-        even_kernel[grid](*_read(q_THd, layer), *rest, num_requests, num_results, *strides[:3], **shape)
+        grid = (num_groups, max(config.even_programs // num_groups, 1))
+        even_kernel[grid](
+            *_read(q_THd, layer),
+            *rest,
+            num_requests,
+            num_results,
+            *strides[:2],
+            *layer.scale_strides,
+            strides[2],
+            **shape,
+        )
         return out
     shape |= _split_options(config, rows, whole, layer.scales is not None)
     shape |= {"REQUESTS": 1} if one_tile else {}  # nobody looks for them
@@ -218,7 +230,9 @@ def _attend_by_several(
         *rest,
         num_requests,
         num_results,
-        *strides,
+        *strides[:2],
+        *layer.scale_strides,
+        *strides[2:],
         WHOLE=whole,
         ONE=one_tile,
         **early_options,
@@ -230,7 +244,7 @@ def _attend_by_several(
 def _read(q_THd: Tensor, layer: KvLayer) -> tuple[Tensor | None, ...]:
     """Return queries, keys and values as kernels take them, with the scales of FP8."""
     whole = layer.keys_SGd.stride(0) == layer.keys_SGd.shape[1] * layer.keys_SGd.shape[2]
-    assert layer.scales is None or whole, "a slot's scales are found by where its codes are"
+    assert layer.scales is None or whole, "a slot is found by where its codes are"
     return q_THd, layer.keys_SGd, layer.values_SGd, *(layer.scales or (None, None))
 
 

@@ -102,7 +102,7 @@ def _offsets(page, slot_stride, start, end, BLOCK: tl.constexpr, PAGE: tl.conste
 
 @triton.jit
 def _attend_part(
-    q_ptr, k_at, v_at, k_scales_at, v_scales_at, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr,
+    q_ptr, k_at, v_at, scales, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr,
     partial_ptr, num_requests, num_results, slot_stride, pages_stride, scale, group, request, start, num_blocks, q,
     page,
     q_first, last_token, end, sure,
@@ -127,15 +127,15 @@ def _attend_part(
         k = tl.load(k_at + at[None, :] + seen[:, None])
         v = tl.load(v_at + at[:, None] + seen[None, :])
         scores = tl.dot(q, widen(k, q), input_precision="ieee") * scale
-        if k_scales_at is not None:
-            scores = scores * load_scales(k_scales_at, at, WIDTH)[None, :]
+        if scales[0] is not None:
+            scores = scores * load_scales(scales, at, 0, GROUPS * WIDTH)[None, :]
             v = widen(v, q)
         if start + BLOCK > sure:
             token = _tokens(q_first, last_token, ROWS, REPEATS)
             own = tl.load(index_ptr + token).to(tl.int32)
             ancestors = tl.load(ancestors_ptr + token)
             scores = hide(scores, start + tl.arange(0, BLOCK), own, ancestors, end, 0, False)
-        best, total, acc = add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH, BLOCK)
+        best, total, acc = add_block(best, total, acc, scores, v, scales, at, GROUPS * WIDTH, BLOCK)
         next_request, next_start = request, start + BLOCK
         next_first, next_last, next_end, next_sure = q_first, last_token, end, sure
         moves = next_start >= end
@@ -166,11 +166,13 @@ def _attend_part(
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "num_results", "pages_stride"], do_not_specialize_on_alignment=DESCRIPTION
+    do_not_specialize=["num_requests", "num_results", "pages_stride", "scale_stride"],
+    do_not_specialize_on_alignment=DESCRIPTION,
 )
 def even_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr,
-    sums_ptr, partial_ptr, counter_ptr, maxima_ptr, num_requests, num_results, slot_stride, pages_stride, scale,
+    sums_ptr, partial_ptr, counter_ptr, maxima_ptr, num_requests, num_results, slot_stride, pages_stride, scale_step,
+    scale_stride, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, IN_GROUP: tl.constexpr, EARLY: tl.constexpr, COMPACT: tl.constexpr, MAXIMA: tl.constexpr,
@@ -190,9 +192,7 @@ def even_kernel(
         wait_for_previous(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, part = tl.program_id(0), tl.program_id(1)
-    if k_scales_ptr is not None:  # FP8: scales of this head's codes
-        k_scales_ptr += group
-        v_scales_ptr += group
+    scales = (k_scales_ptr, v_scales_ptr, group * scale_stride, scale_step)
     r = tl.arange(0, REQUESTS)
     ends_R = _ends(starts_ptr, lens_ptr, index_ptr, num_requests, TOKENS, REQUESTS, QUERIES)
     blocks_R = tl.where(r < num_requests, tl.maximum(tl.cdiv(ends_R, BLOCK), 1), 0)
@@ -220,7 +220,7 @@ def even_kernel(
             wait_for_previous(PDL)
         q = _queries_at(q_ptr, q_first, last_token, group, HEADS, REPEATS, WIDTH, D, ROWS)
         _attend_part(
-            q_ptr, k_ptr + group * WIDTH, v_ptr + group * WIDTH, k_scales_ptr, v_scales_ptr, starts_ptr, lens_ptr,
+            q_ptr, k_ptr + group * WIDTH, v_ptr + group * WIDTH, scales, starts_ptr, lens_ptr,
             pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, num_requests, num_results, slot_stride,
             pages_stride, scale, group, request, start, num_blocks, q, page, q_first, last_token, end, sure,
             HEADS, GROUPS, WIDTH, D, ROWS, TOKENS, SPLIT, BLOCK, PAGE, IN_GROUP,

@@ -1,4 +1,4 @@
-"""How attention is launched by the kernels for Hopper GPUs: `hopper_split_kv`, `persistent_ws`, `hopper_prefill`.
+"""How attention is launched on Hopper GPUs: `hopper_split_kv`, `persistent_ws`, `hopper_prefill` and `hopper_tree`.
 
 Those are written in Gluon. Where there is no such GPU they are not even read.
 """
@@ -17,8 +17,9 @@ from slipstream.kernels.triton.tuning import AttentionConfig
 if TYPE_CHECKING:
     from slipstream.kernels.triton.attention.dispatch import AttentionLaunch
 
-_BOX_COLUMNS = 64  # 128 bytes, the most that TMA swizzles
-_LEAST_BOX_ROWS, _CONSUMER_ROWS = 8, 64  # what TMA's swizzle repeats after; rows of a WGMMA, and keys of a block
+_BOX_BYTES = 128  # the most that TMA swizzles, and what it aligns boxes to
+_LEAST_BOX_ROWS = 8  # what TMA's swizzle repeats after
+HOPPER_ROWS = 64  # rows of a WGMMA, and keys of a block
 _GROUPS_AT_ONCE = 5  # that the last program of `hopper_split_kv` reads: of 4 rows by 4 warps, or as many numbers
 _RING_STAGES = 4  # blocks of keys in the ring of a program of `persistent_ws`
 _MOST_REQUESTS = 64  # whose description the registers of a `persistent_ws` program hold
@@ -65,13 +66,22 @@ def persistent_fits(
         counts: requests, and the most groups they have.
         dtype: that of queries.
     """
-    if not config.persistent_from <= counts[0] <= _MOST_REQUESTS or counts[1] < config.persistent_groups:
+    least = config.persistent_from if layer.scales is None else 1
+    if not least <= counts[0] <= _MOST_REQUESTS or counts[1] < config.persistent_groups:
         return False
     keys, values, width = layer.keys_SGd, layer.values_SGd, layer.keys_SGd.shape[2]
     fits = config.persistent_programs > 0 and config.split == config.block == 64 and page_size in (16, 32, 64)
-    fits = fits and width in (64, 128) and dtype == keys.dtype == values.dtype == torch.bfloat16
-    fits = fits and keys.stride() == values.stride() and keys.stride()[1:] == (width, 1) and keys.stride(0) % 8 == 0
-    return fits and keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0
+    fits = fits and width in (64, 128) and dtype == torch.bfloat16 and keys.dtype == values.dtype
+    fits = fits and (
+        keys.dtype == dtype if layer.scales is None else layer.scale_strides[0] == 1 and len(keys) % 16 == 0
+    )
+    fits = fits and keys.stride() == values.stride() and keys.stride()[1:] == (width, 1) and keys.stride(0) % 16 == 0
+    return fits and all(part.data_ptr() % 16 == 0 for part in (keys, values, *(layer.scales or ())))
+
+
+def persistent_programs(config: AttentionConfig, layer: KvLayer) -> int:
+    """Return the programs of a pass: one to an SM, or two where keys have half the bytes."""
+    return config.persistent_programs * (1 if layer.scales is None else 2)
 
 
 def prefill_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, page_size: int) -> bool:
@@ -84,7 +94,7 @@ def prefill_fits(config: AttentionConfig, q_THd: Tensor, layer: KvLayer, page_si
         and width in (64, 128)
     )
     fits = fits and q_THd.dtype == keys.dtype == values.dtype and q_THd.dtype in (torch.bfloat16, torch.float16)
-    fits = fits and page_size >= _LEAST_BOX_ROWS and q_THd.shape[1] // keys.shape[1] <= _CONSUMER_ROWS
+    fits = fits and page_size >= _LEAST_BOX_ROWS and q_THd.shape[1] // keys.shape[1] <= HOPPER_ROWS
     fits = fits and keys.stride() == values.stride() and keys.stride()[1:] == (width, 1) and keys.stride(0) % 8 == 0
     return fits and keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0
 
@@ -107,7 +117,7 @@ def launch_prefill(
 
     q_THd, layer, out = tensors
     (num_tokens, num_heads, width), num_groups = q_THd.shape, layer.keys_SGd.shape[1]
-    num_requests, tile_tokens = len(described[1]), 2 * (_CONSUMER_ROWS * num_groups // num_heads)
+    num_requests, tile_tokens = len(described[1]), 2 * (HOPPER_ROWS * num_groups // num_heads)
     hopper_prefill_kernel[(num_groups, num_tokens // tile_tokens + num_requests)](
         _boxes(layer.keys_SGd, page_size), _boxes(layer.values_SGd, page_size), q_THd, out, *described, num_requests,
         described[2].stride(0), scale, HEADS=num_heads, GROUPS=num_groups, WIDTH=width,
@@ -116,15 +126,48 @@ def launch_prefill(
     )  # fmt: skip
 
 
+def launch_tree(
+    grid: tuple[int, int, int], tensors: tuple[Tensor, KvLayer], described: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor], numbers: tuple[int | float, ...], shape: dict[str, Any],
+) -> None:  # fmt: skip
+    """Attend with the nodes of trees, as `tree_splits_kernel` does.
+
+    Args:
+        tensors: queries and the cache.
+        described, results, numbers: as that kernel takes them.
+        shape: what kernels for trees have in common.
+    """
+    from slipstream.kernels.triton.attention.hopper_tree import hopper_tree_kernel
+
+    q_THd, layer = tensors
+    names = {*hopper_tree_kernel.arg_names, *launch_options(shape["PDL"])}
+    hopper_tree_kernel[grid](
+        _boxes(layer.keys_SGd, shape["PAGE"]), _boxes(layer.values_SGd, shape["PAGE"]), q_THd, layer.keys_SGd,
+        layer.values_SGd, *described, *results, *numbers, STAGES=2, num_warps=4,
+        **{name: value for name, value in shape.items() if name in names},
+    )  # fmt: skip
+
+
 def _boxes(cache_SGd: Tensor, page_size: int) -> Any:  # triton has no types of its own
-    """Describe a cache to TMA: boxes of a page's slots, or 64 of them, by 64 columns."""
+    """Describe a cache to TMA: boxes of a page's slots, or 64 of them, by 128 bytes of a head, or all of it."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    num_slots, num_groups, width = cache_SGd.shape
-    box = [min(page_size, _CONSUMER_ROWS), _BOX_COLUMNS]
-    layout = NVMMASharedLayout(128, 16, 2)
+    (num_slots, num_groups, width), itemsize = cache_SGd.shape, cache_SGd.element_size()
+    box_bytes = min(_BOX_BYTES, width * itemsize)
+    box = [min(page_size, HOPPER_ROWS), box_bytes // itemsize]
+    layout = NVMMASharedLayout(box_bytes, 8 * itemsize, 2)
     return TensorDescriptor(cache_SGd, [num_slots, num_groups * width], [cache_SGd.stride(0), 1], box, layout)
+
+
+def _scale_boxes(scales_SG: Tensor) -> Any:  # likewise
+    """Describe the scales of FP8 keys or values to TMA: boxes of one head's, from a page's first on."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    num_slots, num_groups = scales_SG.shape
+    apart = scales_SG.stride(1) if num_groups > 1 else num_slots  # torch may say anything of what there is one of
+    return TensorDescriptor(scales_SG, [num_groups, num_slots], [apart, 1], [1, _BOX_BYTES], NVMMASharedLayout(0, 8, 2))
 
 
 @dataclass(frozen=True)
@@ -140,15 +183,17 @@ class WorkList:
     shape: dict[str, int]
 
 
-def _work_shape(config: AttentionConfig, num_requests: int, shape: dict[str, Any]) -> dict[str, int]:
-    """Return all that a pass's work follow from, but for the numbers on the device."""
+def _work_shape(programs: int, num_requests: int, shape: dict[str, Any]) -> dict[str, int]:
+    """Return all that a pass's work follows from, but for the numbers on the device."""
     names = ("TOKENS", "REQUESTS", "QUERIES", "BLOCK", "PAGE", "IN_GROUP")
-    parts = max(config.persistent_programs // shape["GROUPS"], 1)
+    parts = max(programs // shape["GROUPS"], 1)
     return {"parts": parts, "num_requests": num_requests, **{name: shape[name] for name in names}}
 
 
-def lay_out_work(described: tuple[Tensor, ...], shape: dict[str, Any], launch: "AttentionLaunch") -> WorkList:
-    """Lay out the work of a pass.
+def lay_out_work(
+    programs: int, described: tuple[Tensor, ...], shape: dict[str, Any], launch: "AttentionLaunch"
+) -> WorkList:
+    """Lay out the work of a pass of so many programs.
 
     Args:
         described: the batch, as the kernels take it.
@@ -157,7 +202,7 @@ def lay_out_work(described: tuple[Tensor, ...], shape: dict[str, Any], launch: "
     from slipstream.kernels.triton.attention.work_list import OF_PART, OF_REQUEST, work_list_kernel
 
     starts_R1, lens_R, pages_RP, index_T = described[:4]
-    needed = _work_shape(launch.config, len(lens_R), shape)
+    needed = _work_shape(programs, len(lens_R), shape)
     size = OF_REQUEST * needed["REQUESTS"] + OF_PART * needed["parts"]
     numbers = torch.empty(size, dtype=torch.int32, device=lens_R.device)
     constants = {name: value for name, value in needed.items() if name.isupper()}
@@ -182,14 +227,15 @@ def launch_persistent(
     """
     from slipstream.kernels.triton.attention.persistent_ws import persistent_kernel
 
-    (q_THd, layer, out), config = tensors, launch.config
-    num_groups = layer.keys_SGd.shape[1]
-    if work is None or work.shape != _work_shape(config, len(described[1]), shape):
-        work, shape = lay_out_work(described, shape, launch), {**shape, "EARLY": False}
+    q_THd, layer, out = tensors
+    num_groups, programs = layer.keys_SGd.shape[1], persistent_programs(launch.config, layer)
+    if work is None or work.shape != _work_shape(programs, len(described[1]), shape):
+        work, shape = lay_out_work(programs, described, shape, launch), {**shape, "EARLY": False}
+    scales = (None, None) if layer.scales is None else tuple(map(_scale_boxes, layer.scales))
     names = ("HEADS", "GROUPS", "WIDTH", "ROWS", "REQUESTS", "BLOCK", "PAGE", "IN_GROUP", "EARLY", "PDL")
     persistent_kernel[(num_groups, work.shape["parts"])](
-        _boxes(layer.keys_SGd, shape["PAGE"]), _boxes(layer.values_SGd, shape["PAGE"]), q_THd, out, work.numbers,
-        *described[2:], *results, launch.counters, len(described[1]), *numbers,
+        _boxes(layer.keys_SGd, shape["PAGE"]), _boxes(layer.values_SGd, shape["PAGE"]), *scales, q_THd, out,
+        work.numbers, *described[2:], *results, launch.counters, len(described[1]), *numbers,
         **{name: shape[name] for name in names}, STAGES=_RING_STAGES, num_warps=4,
         # Registers are those of a thread on average, of 256: the producer warp needs few, the consumers have the rest.
         PRODUCER_REGISTERS=40, maxnreg=128, **launch_options(launch.dependent),

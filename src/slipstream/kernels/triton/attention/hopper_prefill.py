@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from slipstream.kernels.triton.attention.tile import merge
 from slipstream.kernels.triton.gluon_compat import reinterpret, tma_load
 
 ROWS = gl.constexpr(64)  # of a consumer: those of a WGMMA
@@ -98,14 +99,41 @@ def _clear_tail(values, start, end, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def fill_ones(ones):
+    """Write what weights are summed by."""
+    ones.store(gl.full([SUM_COLUMNS, BLOCK], 1.0, ones.dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+
+
+@gluon.jit
+def weigh_values(scores, values, ones, WIDTH: gl.constexpr):
+    """Return the result of a split's scores, which are powers of two: maximum, sum, weighted values [ROWS, WIDTH].
+
+    Args:
+        ones: [SUM_COLUMNS, BLOCK], by which weights are summed: the order is then the instruction's.
+    """
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_COLUMNS, 16])
+    best = gl.max(scores, 1)
+    pivot = gl.where(best == float("-inf"), 0.0, best)
+    weights = gl.exp2(scores - pivot[:, None]).to(values.dtype)
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
+    total = gl.zeros([ROWS, SUM_COLUMNS], gl.float32, SUMS)
+    by_sums = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
+    total = warpgroup_mma(by_sums, ones.permute((1, 0)), total, use_acc=False, is_async=True)
+    by_values = gl.convert_layout(weights, gl.DotOperandLayout(0, VALUES, 2))
+    acc = warpgroup_mma(by_values, values, acc, use_acc=False, is_async=True)
+    total, acc = warpgroup_mma_wait(0, deps=[total, acc])
+    ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
+    return gl.convert_layout(best, ROW), gl.convert_layout(gl.max(total, 1), ROW), acc
+
+
+@gluon.jit
 def _attend_split(
     q, blocks, ones, full, empty, block, queries, lowest, end, scale, REPEATS: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Return the result of one split: maximum [rows], sum [rows], weighted values [rows, WIDTH]."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_COLUMNS, 16])
     stage = block % STAGES
     start = block * BLOCK
     mbarrier.wait(full.index(stage), (block // STAGES) & 1)
@@ -116,28 +144,9 @@ def _attend_split(
     scores = warpgroup_mma_wait(0, deps=[scores]) * scale
     if start + BLOCK > lowest - 63:
         scores = _hide(scores, queries, start, end, REPEATS, SCORES)
-    best = gl.max(scores, 1)
-    pivot = gl.where(best == float("-inf"), 0.0, best)
-    weights = gl.exp2(scores - pivot[:, None]).to(q.dtype)
-    acc = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
-    total = gl.zeros([ROWS, SUM_COLUMNS], gl.float32, SUMS)
-    by_sums = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
-    total = warpgroup_mma(by_sums, ones.permute((1, 0)), total, use_acc=False, is_async=True)
-    by_values = gl.convert_layout(weights, gl.DotOperandLayout(0, VALUES, 2))
-    acc = warpgroup_mma(by_values, blocks[1].index(stage), acc, use_acc=False, is_async=True)
-    total, acc = warpgroup_mma_wait(0, deps=[total, acc])
+    best, total, acc = weigh_values(scores, blocks[1].index(stage), ones, WIDTH)
     mbarrier.arrive(empty.index(stage))
-    ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
-    return gl.convert_layout(best, ROW), gl.convert_layout(gl.max(total, 1), ROW), acc
-
-
-@gluon.jit
-def _merge(best, total, acc, best_s, total_s, acc_s):
-    """Add a later result, as `tile.merge` does."""
-    new_best = gl.maximum(best, best_s)
-    pivot = gl.where(new_best == float("-inf"), 0.0, new_best)
-    a, b = gl.exp2(best - pivot), gl.exp2(best_s - pivot)
-    return new_best, total * a + total_s * b, acc * a[:, None] + acc_s * b[:, None]
+    return best, total, acc
 
 
 @gluon.jit
@@ -172,8 +181,8 @@ def _consume(
             best_s, total_s, acc_s = _attend_split(
                 q, blocks, ones, full, empty, block, queries, lowest, end, scale, REPEATS, WIDTH, STAGES
             )
-            group_best, group_total, group_acc = _merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
-        best, total, acc = _merge(best, total, acc, group_best, group_total, group_acc)
+            group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
+        best, total, acc = merge(best, total, acc, group_best, group_total, group_acc)
     out = acc / gl.where(total == 0.0, 1.0, total)[:, None]
     row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
     token = first + row // REPEATS
@@ -219,7 +228,7 @@ def hopper_prefill_kernel(
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, WIDTH], WIDE)
     ones = gl.allocate_shared_memory(dtype, [SUM_COLUMNS, BLOCK], WIDE)
-    ones.store(gl.full([SUM_COLUMNS, BLOCK], 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+    fill_ones(ones)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -104,11 +104,16 @@ def _maximum(scores, ROWS: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexp
 
 
 @gluon.jit
-def _attend_block(
+def attend_block(
     q, k, v, seen, weights, scale, sums_ptr, part_ptr, real,
     ROWS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr,
+    STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """Attend to a block, and store its result as `store_result` does; sums are products with ones, see `add_block`."""
+    """Attend to a block, and store its result as `store_result` does; sums are products with ones, see `add_block`.
+
+    Args:
+        STRIDE: rows that results have room for.
+    """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MMA)) * scale
@@ -127,7 +132,7 @@ def _attend_block(
     row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
     eight, column = gl.arange(0, 8, gl.SliceLayout(0, MMA))[None, :], gl.arange(0, D, gl.SliceLayout(0, MMA))[None, :]
     gl.store(sums_ptr + row, best, mask=real)
-    gl.store(sums_ptr + ROWS + row[:, None] + eight, total, mask=real[:, None] & (eight == 0))
+    gl.store(sums_ptr + STRIDE + row[:, None] + eight, total, mask=real[:, None] & (eight == 0))
     gl.store(part_ptr + row[:, None] * D + column, acc, mask=real[:, None])
 
 
@@ -144,9 +149,9 @@ def _attend_later(
     _load_block(k_at, v_at, page, keys, values, slot_stride, start, end, BLOCK, D, PAGE, COPIED)
     seen = _seen(own_R, ancestors_R, start, end, BLOCK, MMA)
     async_copy.wait_group(0)
-    _attend_block(
+    attend_block(
         queries.load(LEFT), keys.permute((1, 0)).load(RIGHT), values.load(RIGHT), seen, weights, scale,
-        sums_at + split * (2 * ROWS), part_at + split * (ROWS * D), real, ROWS, D, BLOCK, WARPS, MMA,
+        sums_at + split * (2 * ROWS), part_at + split * (ROWS * D), real, ROWS, D, BLOCK, WARPS, MMA, ROWS,
     )  # fmt: skip
 
 
@@ -330,9 +335,9 @@ def hopper_split_kv_kernel(
             k_at, v_at, page, keys, values, q_at, queries, slot_stride, start, end, fresh, BLOCK, D, PAGE, COPIED,
             RIGHT, PDL,
         )  # fmt: skip
-        _attend_block(
+        attend_block(
             queries.load(LEFT), k, v, seen, weights, scale, sums_at + part * each * (2 * ROWS),
-            part_at + part * each * (ROWS * D), real, ROWS, D, BLOCK, num_warps, MMA,
+            part_at + part * each * (ROWS * D), real, ROWS, D, BLOCK, num_warps, MMA, ROWS,
         )  # fmt: skip
         for split in range(part * each + 1, to_split):
             start = split * BLOCK

@@ -8,6 +8,9 @@ There is one consumer warp to a scheduler, so nothing hides its latency, and a b
 Queries are in shared memory, those of the next request from this one's first block on; the producer loads what another
 program has left. Consumers synchronise for maxima, at the barrier that releases the stage before, and for weights.
 
+Keys and values may be FP8, with a scale for each head of a token: half the bytes, so that two programs fit an SM, and
+one multiplies while the other waits (`fp8_keys`).
+
 A stage is released after the MMA that read it, not after ld.shared was issued: TMA writes through another proxy and
 does not wait for reads in flight. A read that other programs' stores delay long enough would find a later block.
 """
@@ -20,6 +23,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from slipstream.kernels.triton.attention.fp8_keys import (
+    SCALE_BYTES,
+    load_keys,
+    load_queries,
+    load_scales,
+    load_values,
+)
 from slipstream.kernels.triton.attention.persistent_ws_merge import (
     finish_requests,
     hand_over,
@@ -43,20 +53,22 @@ from slipstream.kernels.triton.attention.work_list import (
 )
 from slipstream.kernels.triton.gluon_compat import async_load, reinterpret, thread_barrier, tma_load
 
-HALF = gl.constexpr(64)  # columns of a box: 128 bytes, which TMA swizzles
-
 
 @gluon.jit
 def _copy_block(tiles, stores, bar, slot, pages, group, WIDTH: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr):
-    """Load the keys and values of a block that lies in these pages."""
+    """Load the keys and values of a block that lies in these pages, and the scales of FP8."""
     PAGES: gl.constexpr = BLOCK // PAGE
-    HALVES: gl.constexpr = WIDTH // HALF
+    COLUMNS: gl.constexpr = stores[0].shape[2]
+    PARTS: gl.constexpr = WIDTH // COLUMNS
     for i in gl.static_range(PAGES):
-        for half in gl.static_range(HALVES):
-            at = [pages[i] * PAGE, group * WIDTH + half * HALF]
-            box = (slot * HALVES + half) * PAGES + i
+        for part in gl.static_range(PARTS):
+            at = [pages[i] * PAGE, group * WIDTH + part * COLUMNS]
+            box = (slot * PARTS + part) * PAGES + i
             tma_load(tiles[0], at, bar, stores[0].index(box))
             tma_load(tiles[1], at, bar, stores[1].index(box))
+        if len(tiles) == 4:
+            tma_load(tiles[2], [group, pages[i] * PAGE], bar, stores[2].index(slot * PAGES + i))
+            tma_load(tiles[3], [group, pages[i] * PAGE], bar, stores[3].index(slot * PAGES + i))
 
 
 @gluon.jit
@@ -81,7 +93,8 @@ def _produce(
     ends_R, sure_R = of_requests(work_ptr, 2, REQUESTS, LAYOUT), of_requests(work_ptr, 3, REQUESTS, LAYOUT)
     end, sure = first[2], first[3]
     first_page = start // PAGE
-    BYTES: gl.constexpr = 2 * BLOCK * WIDTH * 2
+    FP8: gl.constexpr = len(tiles) == 4
+    BYTES: gl.constexpr = 2 * (BLOCK * WIDTH + BLOCK // PAGE * SCALE_BYTES if FP8 else BLOCK * WIDTH * 2)
     for step in range(num_blocks):
         slot = step % STAGES
         at = start // PAGE - first_page
@@ -163,20 +176,33 @@ def _maximum_of_block(maxima, ROWS: gl.constexpr, MATRIX: gl.constexpr):
 @gluon.jit
 def _attend_block(
     stores, ready, empty, maxima, weights, step, slot, q, own, ancestors, start, end, sure, scale,
-    ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, MATRIX: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    MATRIX: gl.constexpr,
 ):  # fmt: skip
     """Return the result of a step's block, once it is loaded, and release the stage of the one before.
 
     A block is a split, so that is what `tile.add_block` makes of it and of nothing.
     """
+    FP8: gl.constexpr = len(stores) == 4
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MATRIX, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MATRIX, 2)
     mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-    k = stores[0].index(slot).permute((1, 0)).load(RIGHT)
-    scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MATRIX)) * scale
-    v = stores[1].index(slot).load(RIGHT)
+    if FP8:
+        k = load_keys(stores[0].index(slot), WIDTH, BLOCK, MATRIX)
+        scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MATRIX)) * scale
+        scores = scores * load_scales(stores[2].index(slot), BLOCK, PAGE, MATRIX)[None, :]
+        v = load_values(stores[1].index(slot), WIDTH, BLOCK, MATRIX)
+        v_scale = load_scales(stores[3].index(slot), BLOCK, PAGE, MATRIX)
+    else:
+        k = stores[0].index(slot).permute((1, 0)).load(RIGHT)
+        scores = mma_v2(q, k, gl.zeros([ROWS, BLOCK], gl.float32, MATRIX)) * scale
+        v = stores[1].index(slot).load(RIGHT)
+        v_scale = gl.full([BLOCK], 1.0, gl.float32, gl.SliceLayout(0, MATRIX))
     if start + BLOCK > sure:
         scores = _hide(scores, own, ancestors, start, end, BLOCK, MATRIX)
+        if FP8:
+            index = start + gl.arange(0, BLOCK, gl.SliceLayout(0, MATRIX))
+            v_scale = gl.where(index < end, v_scale, 0.0)
         # Slots past the end may hold anything, and nothing times NaN is NaN.
         key = gl.arange(0, BLOCK, gl.SliceLayout(1, RIGHT))
         v = gl.where((start + key < end)[:, None], v, gl.zeros([BLOCK, WIDTH], v.dtype, RIGHT))
@@ -185,9 +211,13 @@ def _attend_block(
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
     best = _maximum_of_block(maxima, ROWS, MATRIX)
     pivot = gl.where(best == float("-inf"), 0.0, best)
-    weights.store(gl.exp2(scores - pivot[:, None]).to(v.dtype))
-    weight = weights.load(LEFT)
-    acc = mma_v2(weight, v, gl.zeros([ROWS, WIDTH], gl.float32, MATRIX))
+    weight = gl.exp2(scores - pivot[:, None]).to(v.dtype)
+    weights.index(0).store(weight)
+    if FP8:
+        weights.index(1).store((weight.to(gl.float32) * v_scale[None, :]).to(v.dtype))
+    weight = weights.index(0).load(LEFT)
+    scaled = weights.index(1).load(LEFT) if FP8 else weight
+    acc = mma_v2(scaled, v, gl.zeros([ROWS, WIDTH], gl.float32, MATRIX))
     ones = gl.full([BLOCK, 8], 1.0, v.dtype, RIGHT)  # all columns of the sum are alike, and every warp has them
     return best, gl.max(mma_v2(weight, ones, gl.zeros([ROWS, 8], gl.float32, MATRIX)), 1), acc
 
@@ -197,7 +227,7 @@ def _add_result(
     so_far, group_so_far, found, left, walk, here, start, end, moves, is_late, step, num_blocks,
     out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results, group,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr,
-    IN_GROUP: gl.constexpr, MATRIX: gl.constexpr,
+    IN_GROUP: gl.constexpr, FP8: gl.constexpr, MATRIX: gl.constexpr,
 ):  # fmt: skip
     """Add a block's result to its group, that of a whole group to its request, and store what is then done.
 
@@ -230,7 +260,7 @@ def _add_result(
                       counter_ptr + cell, cell * num_results, q_first, last_token, REPEATS, ROWS, WIDTH,
                       MATRIX)  # fmt: skip
         else:
-            store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, MATRIX)
+            store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, FP8, MATRIX)
         best, total, acc = nothing(ROWS, WIDTH, MATRIX)
         group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
         if is_late & (step + 1 < num_blocks):
@@ -243,7 +273,8 @@ def _attend(
     stores, buffers, left, ready, empty, q_ptr, out_ptr, work_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr,
     counter_ptr, num_requests, num_results, scale, group, part,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
-    BLOCK: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend to blocks as they come, store the results of groups, and merge those of requests that are then whole.
 
@@ -255,6 +286,7 @@ def _attend(
         gdc_wait()
     queries, maxima, weights = buffers
     REPEATS: gl.constexpr = HEADS // GROUPS
+    FP8: gl.constexpr = len(stores) == 4
     NUM_WARPS: gl.constexpr = 4
     MATRIX: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NUM_WARPS], [16, 8])
     # Every warp has all requests' numbers, so that looking one up takes no barrier.
@@ -274,20 +306,23 @@ def _attend(
     best, total, acc = nothing(ROWS, WIDTH, MATRIX)  # of the request's groups so far, where it is not cut at groups
     group_best, group_total, group_acc = nothing(ROWS, WIDTH, MATRIX)
     for step in range(num_blocks):
-        q = queries.index(which).load(gl.DotOperandLayout(0, MATRIX, 2))
+        if FP8:
+            q = load_queries(queries.index(which), ROWS, WIDTH, MATRIX)
+        else:
+            q = queries.index(which).load(gl.DotOperandLayout(0, MATRIX, 2))
         if fresh:
             after, after_start, is_late = next_of(walk, request, num_requests)
             after_first, after_last, after_end, after_sure = described_at(described_R, after, REQUESTS)
             _load_queries(q_ptr, queries.index(1 - which), after_first, after_last, group, HEADS, REPEATS, WIDTH, ROWS)
         found = _attend_block(
             stores, ready, empty, maxima, weights, step, step % STAGES, q, own, ancestors, start, end, sure, scale,
-            ROWS, BLOCK, WIDTH, STAGES, MATRIX,
+            ROWS, BLOCK, WIDTH, PAGE, STAGES, MATRIX,
         )  # fmt: skip
         moves = start + BLOCK >= stop_of(walk, request, end)
         best, total, acc, group_best, group_total, group_acc = _add_result(
             (best, total, acc), (group_best, group_total, group_acc), found, left, walk, (request, q_first, last_token),
             start, end, moves, is_late, step, num_blocks, out_ptr, sums_ptr, partial_ptr, counter_ptr, num_results,
-            group, HEADS, GROUPS, WIDTH, ROWS, BLOCK, IN_GROUP, MATRIX,
+            group, HEADS, GROUPS, WIDTH, ROWS, BLOCK, IN_GROUP, FP8, MATRIX,
         )  # fmt: skip
         start, fresh = start + BLOCK, moves
         if moves:
@@ -299,7 +334,7 @@ def _attend(
     if (num_blocks > 0) & (walk[0] == 0):
         finish_requests(
             out_ptr, sums_ptr, partial_ptr, counter_ptr, work_ptr, counted, num_results, group, HEADS, GROUPS, WIDTH,
-            ROWS, REQUESTS, BLOCK * IN_GROUP, LAYOUT,
+            ROWS, REQUESTS, BLOCK * IN_GROUP, FP8, LAYOUT,
         )  # fmt: skip
 
 
@@ -308,8 +343,8 @@ def _attend(
     do_not_specialize_on_alignment=["pages_ptr", "index_ptr", "ancestors_ptr"],
 )
 def persistent_kernel(
-    keys, values, q_ptr, out_ptr, work_ptr, pages_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr,
-    num_requests, num_results, pages_stride, scale,
+    k_tiles, v_tiles, k_scale_tiles, v_scale_tiles, q_ptr, out_ptr, work_ptr, pages_ptr, index_ptr, ancestors_ptr,
+    sums_ptr, partial_ptr, counter_ptr, num_requests, num_results, pages_stride, scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
     BLOCK: gl.constexpr, PAGE: gl.constexpr, IN_GROUP: gl.constexpr, STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
@@ -317,19 +352,25 @@ def persistent_kernel(
     """Attend to this program's part of the groups of all requests, for its head of keys; see `even_kernel`.
 
     Args:
-        keys, values: boxes of a page's slots by 64 columns of a head; BLOCK keys are a split.
+        k_tiles, v_tiles: boxes of a page's slots by 128 bytes of a head, or all of it. BLOCK keys are a split.
+        k_scale_tiles, v_scale_tiles: the scales of FP8 keys and values, by head, in boxes of SCALE_BYTES; or None.
         work_ptr: what `work_list_kernel` has written for as many parts as there are programs to a head.
         STAGES: blocks of the ring, two or more.
         PRODUCER_REGISTERS: registers of the producer warp.
     """
     group, part = gl.program_id(0), gl.program_id(1)
-    dtype: gl.constexpr = keys.dtype
-    BOXES: gl.constexpr = STAGES * (WIDTH // HALF) * (BLOCK // PAGE)
-    key_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], keys.layout)
-    value_boxes = gl.allocate_shared_memory(dtype, [BOXES, PAGE, HALF], values.layout)
+    FP8: gl.constexpr = k_scale_tiles is not None
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    COLUMNS: gl.constexpr = k_tiles.block_shape[1]
+    PAGES: gl.constexpr = STAGES * (BLOCK // PAGE)
+    BOXES: gl.constexpr = PAGES * (WIDTH // COLUMNS)
+    boxes = (
+        gl.allocate_shared_memory(k_tiles.dtype, [BOXES, PAGE, COLUMNS], k_tiles.layout),
+        gl.allocate_shared_memory(v_tiles.dtype, [BOXES, PAGE, COLUMNS], v_tiles.layout),
+    )
     queries = gl.allocate_shared_memory(dtype, [2, ROWS, WIDTH], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     maxima = gl.allocate_shared_memory(gl.float32, [ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    weights = gl.allocate_shared_memory(dtype, [ROWS, BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    weights = gl.allocate_shared_memory(dtype, [2 if FP8 else 1, ROWS, BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     left = (  # of two results maxima and sums, and values; and the barrier at which every lane arrives that asked
         gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
@@ -345,17 +386,34 @@ def persistent_kernel(
     if PDL:
         gdc_launch_dependents()
     # A tile's columns lie 64 by 64, all rows of the first before those of the next, so pages' boxes make up the tile.
-    key_blocks = reinterpret(key_boxes, dtype, [STAGES, BLOCK, WIDTH], keys.layout)
-    value_blocks = reinterpret(value_boxes, dtype, [STAGES, BLOCK, WIDTH], values.layout)
+    tiles = (k_tiles, v_tiles)
+    if FP8:
+        PAIRS: gl.constexpr = gl.NVMMASharedLayout(COLUMNS, 16, 2)
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        boxes += (  # type: ignore[assignment]  # Gluon's tuples may have any length
+            gl.allocate_shared_memory(gl.uint8, [PAGES, 1, SCALE_BYTES], k_scale_tiles.layout),
+            gl.allocate_shared_memory(gl.uint8, [PAGES, 1, SCALE_BYTES], v_scale_tiles.layout),
+        )
+        tiles += (k_scale_tiles, v_scale_tiles)  # type: ignore[assignment]
+        blocks = (
+            reinterpret(boxes[0], gl.int16, [STAGES, BLOCK, WIDTH // 2], PAIRS),
+            reinterpret(boxes[1], gl.int16, [STAGES, BLOCK, WIDTH // 2], PAIRS),
+            reinterpret(boxes[2], gl.uint8, [STAGES, BLOCK // PAGE, SCALE_BYTES], PLAIN),
+            reinterpret(boxes[3], gl.uint8, [STAGES, BLOCK // PAGE, SCALE_BYTES], PLAIN),
+        )
+    else:
+        blocks = (  # type: ignore[assignment]
+            reinterpret(boxes[0], dtype, [STAGES, BLOCK, WIDTH], k_tiles.layout),
+            reinterpret(boxes[1], dtype, [STAGES, BLOCK, WIDTH], v_tiles.layout),
+        )
     gl.warp_specialize(
         [
-            (_attend, ((key_blocks, value_blocks), (queries, maxima, weights), left, ready, empty, q_ptr, out_ptr,
-                       work_ptr, index_ptr, ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests,
-                       num_results, scale, group, part, HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK, IN_GROUP, STAGES,
-                       EARLY, PDL)),
-            (_produce, ((keys, values), (key_boxes, value_boxes), ready, empty, left, work_ptr, pages_ptr, sums_ptr,
-                    partial_ptr, counter_ptr, num_requests, num_results, pages_stride, group, part, GROUPS, WIDTH, ROWS,
-                    REQUESTS, BLOCK, PAGE, STAGES, EARLY, PDL)),
+            (_attend, (blocks, (queries, maxima, weights), left, ready, empty, q_ptr, out_ptr, work_ptr, index_ptr,
+                       ancestors_ptr, sums_ptr, partial_ptr, counter_ptr, num_requests, num_results, scale, group, part,
+                       HEADS, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK, PAGE, IN_GROUP, STAGES, EARLY, PDL)),
+            (_produce, (tiles, boxes, ready, empty, left, work_ptr, pages_ptr, sums_ptr, partial_ptr, counter_ptr,
+                        num_requests, num_results, pages_stride, group, part, GROUPS, WIDTH, ROWS, REQUESTS, BLOCK,
+                        PAGE, STAGES, EARLY, PDL)),
         ],
         [1], [PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from slipstream.kernels.triton.attention.fp8_keys import column_of
 from slipstream.kernels.triton.attention.tile import merge
 from slipstream.kernels.triton.attention.work_list import number_at, of_request, of_requests
 from slipstream.kernels.triton.gluon_compat import async_load, thread_barrier
@@ -85,14 +86,16 @@ def take_over(left, LAYOUT: gl.constexpr):
 @gluon.jit
 def store_outputs(
     out_ptr, total, acc, group, q_first, last_token, HEADS: gl.constexpr, REPEATS: gl.constexpr, ROWS: gl.constexpr,
-    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+    WIDTH: gl.constexpr, FP8: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Store a request's outputs."""
+    """Store a request's outputs; those of FP8 values have their columns in an order of their own."""
     row, column = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     real = q_first + row // REPEATS <= last_token
     token = gl.minimum(q_first + row // REPEATS, last_token).to(gl.int64)
     head = group * REPEATS + row % REPEATS
     out = (acc / gl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
+    if FP8:
+        column = column_of(column, WIDTH)
     gl.store(out_ptr + (token * HEADS + head)[:, None] * WIDTH + column[None, :], out, mask=real[:, None])
 
 
@@ -128,6 +131,7 @@ def _merge_four(best, total, acc, four):
 def _finish_request(
     out_ptr, sums_ptr, partial_ptr, request, num_results, group, q_first, last_token, end,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, GROUP_KEYS: gl.constexpr,
+    FP8: gl.constexpr,
 ):  # fmt: skip
     """Merge a request's results in their order, eight read at a time, and store its outputs.
 
@@ -148,14 +152,14 @@ def _finish_request(
         later = _stored_four(sums_at, part_at, place + 4, count, real, ROWS, WIDTH)
         best, total, acc = _merge_four(best, total, acc, four)
         best, total, acc = _merge_four(best, total, acc, later)
-    store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, WIDE)
+    store_outputs(out_ptr, total, acc, group, q_first, last_token, HEADS, REPEATS, ROWS, WIDTH, FP8, WIDE)
 
 
 @gluon.jit
 def finish_requests(
     out_ptr, sums_ptr, partial_ptr, counter_ptr, work_ptr, counted, num_results, group,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr,
-    GROUP_KEYS: gl.constexpr, LAYOUT: gl.constexpr,
+    GROUP_KEYS: gl.constexpr, FP8: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Count this part among those that are done with its requests, and finish the requests it is the last of."""
     from_request, to_request = counted
@@ -173,5 +177,5 @@ def finish_requests(
             _finish_request(
                 out_ptr, sums_ptr, partial_ptr, one, num_results, group, of_request(work_ptr, 0, one, REQUESTS),
                 of_request(work_ptr, 1, one, REQUESTS), of_request(work_ptr, 2, one, REQUESTS), HEADS, GROUPS, WIDTH,
-                ROWS, GROUP_KEYS,
+                ROWS, GROUP_KEYS, FP8,
             )  # fmt: skip

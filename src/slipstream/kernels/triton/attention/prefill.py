@@ -36,10 +36,10 @@ _ROWS, _BLOCK = 16, 64  # of a tile with sinks, a window or a chunk
 
 @triton.jit
 def _attend_split(
-    q, k_ptr, v_ptr, k_scales_at, v_scales_at, pages_at, slot_stride, own_R, ancestors_R, lowest, from_key, to_key,
+    q, k_ptr, v_ptr, scales, pages_at, slot_stride, own_R, ancestors_R, lowest, from_key, to_key,
     scale, first_R,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys from_key..to_key: maximum [rows], sum [rows, 16] with equal columns, and values [rows, D].
 
@@ -55,22 +55,25 @@ def _attend_split(
         for start in range(from_key, masked_from, BLOCK):
             at = key_offsets(pages_at, slot_stride, start, to_key, BLOCK, PAGE)
             best, total, acc = attend_block(
-                best, total, acc, q, k_ptr, v_ptr, k_scales_at, v_scales_at, at, own_R, ancestors_R, start, to_key,
-                scale, first_R, WIDTH, D, BLOCK, HAS_WINDOW, False,
+                best, total, acc, q, k_ptr, v_ptr, scales, at, own_R, ancestors_R, start, to_key, scale, first_R,
+                WIDTH, D, SLOT, BLOCK, HAS_WINDOW, False,
             )  # fmt: skip
     for start in range(masked_from, to_key, BLOCK):
         at = key_offsets(pages_at, slot_stride, start, to_key, BLOCK, PAGE)
         best, total, acc = attend_block(
-            best, total, acc, q, k_ptr, v_ptr, k_scales_at, v_scales_at, at, own_R, ancestors_R, start, to_key, scale,
-            first_R, WIDTH, D, BLOCK, HAS_WINDOW, True,
+            best, total, acc, q, k_ptr, v_ptr, scales, at, own_R, ancestors_R, start, to_key, scale, first_R,
+            WIDTH, D, SLOT, BLOCK, HAS_WINDOW, True,
         )  # fmt: skip
     return best, tl.max(total, 1), acc
 
 
-@triton.jit(do_not_specialize=["num_requests", "pages_stride", "window"], do_not_specialize_on_alignment=DESCRIPTION)
+@triton.jit(
+    do_not_specialize=["num_requests", "pages_stride", "scale_stride", "window"],
+    do_not_specialize_on_alignment=DESCRIPTION,
+)
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr,
-    num_requests, slot_stride, pages_stride, scale, window,
+    num_requests, slot_stride, pages_stride, scale_step, scale_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
@@ -79,9 +82,7 @@ def prefill_kernel(
     wait_for_inputs(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, tile = tl.program_id(0), tl.program_id(1)
-    if k_scales_ptr is not None:  # FP8: scales of this head's codes
-        k_scales_ptr += group
-        v_scales_ptr += group
+    scales = (k_scales_ptr, v_scales_ptr, group * scale_stride, scale_step)
     request, q_from, q_to = find_request(starts_ptr, tile, num_requests, TOKENS, REQUESTS)
     q_first = q_from + (tile - (q_from // TOKENS + request)) * TOKENS
     if q_first < q_to:
@@ -112,9 +113,9 @@ def prefill_kernel(
             group_best, group_total, group_acc = nothing(ROWS, D)
             for split in range(first_split, last_split):
                 best_s, total_s, acc_s = _attend_split(
-                    q, k_at, v_at, k_scales_ptr, v_scales_ptr, pages_at, slot_stride, own, ancestors, lowest,
-                    split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end), scale, first, ROWS, WIDTH, D, BLOCK,
-                    PAGE, HAS_WINDOW,
+                    q, k_at, v_at, scales, pages_at, slot_stride, own, ancestors, lowest, split * SPLIT,
+                    tl.minimum(split * SPLIT + SPLIT, end), scale, first, ROWS, WIDTH, D, GROUPS * WIDTH, BLOCK, PAGE,
+                    HAS_WINDOW,
                 )  # fmt: skip
                 group_best, group_total, group_acc = merge(group_best, group_total, group_acc, best_s, total_s, acc_s)
                 if ((split + 1) % IN_GROUP == 0) | (split + 1 == last_split):
@@ -127,11 +128,12 @@ def prefill_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "pages_stride", "window", "chunk"], do_not_specialize_on_alignment=DESCRIPTION
+    do_not_specialize=["num_requests", "pages_stride", "scale_stride", "window", "chunk"],
+    do_not_specialize_on_alignment=DESCRIPTION,
 )
 def windowed_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr,
-    ancestors_ptr, num_requests, slot_stride, pages_stride, scale, window, chunk,
+    ancestors_ptr, num_requests, slot_stride, pages_stride, scale_step, scale_stride, scale, window, chunk,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -139,9 +141,7 @@ def windowed_kernel(
     wait_for_inputs(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, tile = tl.program_id(0), tl.program_id(1)
-    if k_scales_ptr is not None:  # FP8: scales of this head's codes
-        k_scales_ptr += group
-        v_scales_ptr += group
+    scales = (k_scales_ptr, v_scales_ptr, group * scale_stride, scale_step)
     request, q_from, q_to = find_request(starts_ptr, tile, num_requests, TOKENS, REQUESTS)
     q_first = q_from + (tile - (q_from // TOKENS + request)) * TOKENS
     if q_first < q_to:
@@ -167,10 +167,10 @@ def windowed_kernel(
             v = tl.load(v_ptr + group * WIDTH + at[:, None] + read[None, :])
             scores = tl.dot(q, widen(k, q), input_precision="ieee") * scale
             if k_scales_ptr is not None:
-                scores = scores * load_scales(k_scales_ptr, at, WIDTH)[None, :]
+                scores = scores * load_scales(scales, at, 0, GROUPS * WIDTH)[None, :]
                 v = widen(v, q)
             scores = hide(scores, start + tl.arange(0, BLOCK), own, ancestors, end, first, True)
-            best, total, acc = add_block(best, total, acc, scores, v, v_scales_ptr, at, WIDTH, BLOCK)
+            best, total, acc = add_block(best, total, acc, scores, v, scales, at, GROUPS * WIDTH, BLOCK)
         sums = tl.max(total, 1)
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -202,8 +202,8 @@ def windowed_attention(
         q_THd, layer.keys_SGd, layer.values_SGd, *(layer.scales or (None, None)), sinks_H, out, batch.query_starts_R1,
         batch.kv_lens_R, batch.page_table_RP, batch.kv_index_T.contiguous(), batch.ancestors_T.contiguous(),
         num_requests,
-        layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale * _LOG2E, sight.window or 0,
-        sight.chunk or 0,
+        layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), *layer.scale_strides, scale * _LOG2E,
+        sight.window or 0, sight.chunk or 0,
         HEADS=num_heads, GROUPS=num_groups, WIDTH=width, D=max(triton.next_power_of_2(width), 16), ROWS=rows,
         TOKENS=tokens, REQUESTS=triton.next_power_of_2(num_requests), BLOCK=_BLOCK, PAGE=batch.page_size,
         PDL=dependent, num_warps=4, num_stages=2, **launch_options(dependent, instruction),

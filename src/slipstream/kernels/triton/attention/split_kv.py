@@ -30,7 +30,7 @@ from slipstream.kernels.triton.launch import (
 
 
 @triton.jit
-def _prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
+def prefetch_block(k_ptr, v_ptr, at, WIDTH: tl.constexpr, BULK: tl.constexpr):
     """Prefetch the keys and values at these offsets; BULK: by TMA, a request each."""
     ITEM: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     if BULK:
@@ -62,10 +62,10 @@ def load_queries(q_at, WIDTH: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _attend_splits(
-    q_at, k_at, v_at, k_scales_at, v_scales_at, at, pages_at, slot_stride, own, ancestors, from_split, to_split,
+    q_at, k_at, v_at, scales, at, pages_at, slot_stride, own, ancestors, from_split, to_split,
     first_split, last_split, end, scale, first, sums_at, part_at, real,
-    WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the splits from_split..to_split, whose first keys are `at`; store the result of each, or of groups."""
     if WHOLE:
@@ -79,8 +79,8 @@ def _attend_splits(
         here = at
         at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE, True)
         best, total, acc = attend_block(
-            best, total, acc, q, k_at, v_at, k_scales_at, v_scales_at, here, own, ancestors, start, end, scale, first,
-            WIDTH, D, BLOCK, HAS_WINDOW, True,
+            best, total, acc, q, k_at, v_at, scales, here, own, ancestors, start, end, scale, first,
+            WIDTH, D, SLOT, BLOCK, HAS_WINDOW, True,
         )  # fmt: skip
         if ((start + BLOCK) % SPLIT == 0) | (start + BLOCK >= end):
             split, sums = start // SPLIT, tl.max(total, 1)
@@ -111,12 +111,13 @@ def _share(first_split, last_split, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "num_splits", "pages_stride", "window"],
+    do_not_specialize=["num_requests", "num_splits", "pages_stride", "scale_stride", "window"],
     do_not_specialize_on_alignment=DESCRIPTION,
 )
 def splits_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, starts_ptr, lens_ptr, pages_ptr, index_ptr, ancestors_ptr,
-    sums_ptr, partial_ptr, counter_ptr, maxima_ptr, num_requests, num_splits, slot_stride, pages_stride, scale, window,
+    sums_ptr, partial_ptr, counter_ptr, maxima_ptr, num_requests, num_splits, slot_stride, pages_stride, scale_step,
+    scale_stride, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, REQUESTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     IN_GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WHOLE: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
@@ -137,9 +138,7 @@ def splits_kernel(
         wait_for_previous(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, tile = tl.program_id(0), tl.program_id(1)
-    if k_scales_ptr is not None:  # FP8: scales of this head's codes
-        k_scales_ptr += group
-        v_scales_ptr += group
+    scales = (k_scales_ptr, v_scales_ptr, group * scale_stride, scale_step)
     if ONE:
         request = tile
         q_first = tl.load(starts_ptr + tile, cache_modifier=".cg")
@@ -169,7 +168,7 @@ def splits_kernel(
     at = key_offsets(pages_at, slot_stride, first_key, end, BLOCK, PAGE)
     if EARLY:
         if PDL and busy and not WHOLE:
-            _prefetch_block(k_at, v_at, at, WIDTH, BULK)
+            prefetch_block(k_at, v_at, at, WIDTH, BULK)
         # Programs past a context's end leave at once, to free their SM; the first of a tile waits even so, that whoever
         # waits for this kernel has waited for those before.
         if busy | (tl.program_id(2) == 0):
@@ -182,9 +181,9 @@ def splits_kernel(
         sums_at = sums_ptr + cell * num_splits * (2 * ROWS) + row
         part_at = partial_ptr + cell * num_splits * (ROWS * D) + (row[:, None] * D + column[None, :])
         _attend_splits(
-            q_ptr + q_at, k_at, v_at, k_scales_ptr, v_scales_ptr, at, pages_at, slot_stride, own, ancestors, from_split,
-            to_split, first_split, last_split, end, scale, first, sums_at, part_at, real,
-            WIDTH, D, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE,
+            q_ptr + q_at, k_at, v_at, scales, at, pages_at, slot_stride, own, ancestors, from_split, to_split,
+            first_split, last_split, end, scale, first, sums_at, part_at, real,
+            WIDTH, D, GROUPS * WIDTH, ROWS, SPLIT, BLOCK, PAGE, IN_GROUP, HAS_WINDOW, WHOLE,
         )  # fmt: skip
         if arrived_last(counter_ptr + cell, tl.cdiv(last_split - aligned, each)):
             finish_tile(

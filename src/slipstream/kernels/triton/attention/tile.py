@@ -6,7 +6,7 @@ so they depend on the row's own keys alone.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN201, PLR0913
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
 import triton
 import triton.language as tl
@@ -94,12 +94,35 @@ def key_offsets(
 
 
 @triton.jit
-def load_scales(scales_at, at, WIDTH: tl.constexpr):
-    """Return the scales of the FP8 keys (or values) at these offsets, powers of two, stored as exponents (E8M0).
+def _larger(a, b):
+    """Return the larger of two bytes."""
+    return tl.maximum(a, b)
 
-    Heads lie side by side in a slot, so a slot's scales begin where its codes do, WIDTH times sooner.
+
+@triton.jit
+def _as_wide(codes):
+    """Return what was loaded as bytes so that nothing is multiplied in another order for it.
+
+    Where an operand comes from loads of bytes, Triton gives a thread four columns in a row of it, and the sixteen
+    that an instruction sums are then not those of other operands. It looks no further back than to a reduction,
+    and one over a single number is none.
     """
-    return (tl.load(scales_at + at // WIDTH).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    whole = tl.reduce(tl.expand_dims(codes.to(tl.uint8, bitcast=True), 0), 0, _larger)
+    return whole.to(codes.dtype, bitcast=True)
+
+
+@triton.jit
+def load_scales(scales, at, WHOSE: tl.constexpr, SLOT: tl.constexpr):
+    """Return the scales of the FP8 keys or values at these offsets, powers of two, stored as exponents (E8M0).
+
+    Args:
+        scales: those of keys and of values, each None where there are none; how far from there those of this head
+            begin, and how far apart slots' are.
+        WHOSE: 0 for keys, 1 for values.
+        SLOT: numbers of a slot, of all heads.
+    """
+    codes = _as_wide(tl.load(scales[WHOSE] + scales[2] + at // SLOT * scales[3]))
+    return (codes.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -109,18 +132,20 @@ def widen(codes, q):
     Where few rows share them, by way of float32: from float16, which is what codes become first, sm_90 has but a slow
     instruction to bfloat16. Many rows need the registers more.
     """
-    if codes.dtype != q.dtype and q.shape[0] <= 16:
-        codes = codes.to(tl.float32)
+    if codes.dtype != q.dtype:
+        codes = _as_wide(codes)
+        if q.shape[0] <= 16:
+            codes = codes.to(tl.float32)
     return codes.to(q.dtype)
 
 
 @triton.jit
-def add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def add_block(best, total, acc, scores, v, scales, at, SLOT: tl.constexpr, BLOCK: tl.constexpr):
     """Add a block's values, weighted by its scores, which are powers of two.
 
     Args:
         v: in the type they are multiplied in; FP8 is widened to it.
-        v_scales_at: the scales of this head's codes, which go to the weights: exact, as powers of two are.
+        scales: as `load_scales` takes them; the values' go to the weights: exact, as powers of two are.
     """
     new_best = tl.maximum(best, tl.max(scores, 1))
     pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -129,30 +154,35 @@ def add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH: tl.constexpr,
     # The sum is a product with ones: its order is the matrix instruction's, not that of however many warps there are.
     ones = tl.full([BLOCK, 16], 1.0, tl.float32).to(v.dtype)
     total = tl.dot(weight, ones, total * shrink[:, None], input_precision="ieee")
-    if v_scales_at is not None:
-        weight = (weight.to(tl.float32) * load_scales(v_scales_at, at, WIDTH)[None, :]).to(v.dtype)
+    if scales[1] is not None:
+        weight = (weight.to(tl.float32) * load_scales(scales, at, 1, SLOT)[None, :]).to(v.dtype)
     acc = tl.dot(weight, v, acc * shrink[:, None], input_precision="ieee")
     return new_best, total, acc
 
 
 @triton.jit
 def attend_block(
-    best, total, acc, q, k_ptr, v_ptr, k_scales_at, v_scales_at, at, own_R, ancestors_R, start, end, scale, first_R,
-    WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    best, total, acc, q, k_ptr, v_ptr, scales, at, own_R, ancestors_R, start, end, scale, first_R,
+    WIDTH: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the BLOCK keys at the offsets `at`; those past the end are hidden. FP8 has scales."""
+    """Add the BLOCK keys at the offsets `at`; those past the end are hidden.
+
+    Args:
+        scales: of FP8 keys and values, as `load_scales` takes them.
+    """
     column = tl.arange(0, D)
     if D != WIDTH:
         column = tl.minimum(column, WIDTH - 1)  # queries are zero beyond the width
     k = tl.load(k_ptr + at[None, :] + column[:, None])
     v = tl.load(v_ptr + at[:, None] + column[None, :])
     scores = tl.dot(q, widen(k, q), input_precision="ieee") * scale
-    if k_scales_at is not None:
-        scores = scores * load_scales(k_scales_at, at, WIDTH)[None, :]
+    if scales[0] is not None:
+        scores = scores * load_scales(scales, at, 0, SLOT)[None, :]
         v = widen(v, q)
     if MASKED:
         scores = hide(scores, start + tl.arange(0, BLOCK), own_R, ancestors_R, end, first_R, HAS_WINDOW)
-    return add_block(best, total, acc, scores, v, v_scales_at, at, WIDTH, BLOCK)
+    return add_block(best, total, acc, scores, v, scales, at, SLOT, BLOCK)
 
 
 @triton.jit

@@ -6,6 +6,9 @@ node attends by itself, to the keys of its own path, each at its position. Then 
 order of splits (see `tile`).
 
 Results lie by node and key head: those of groups of splits first, if programs take groups, then those of splits.
+
+What describes the trees, and the keys before them, were written before the kernel before these: programs look pages
+up, and prefetch keys, while that kernel still runs. On Hopper `hopper_tree` attends, and what it leaves is merged here.
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -20,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
+from slipstream.kernels.triton.attention.hopper_launch import HOPPER_ROWS, launch_tree, prefill_fits
 from slipstream.kernels.triton.attention.merge import merge_group, stored_four
-from slipstream.kernels.triton.attention.split_kv import load_queries
+from slipstream.kernels.triton.attention.split_kv import load_queries, prefetch_block
 from slipstream.kernels.triton.attention.tile import (
     SPLITS_IN_GROUP,
     attend_block,
@@ -29,7 +33,7 @@ from slipstream.kernels.triton.attention.tile import (
     merge,
     nothing,
 )
-from slipstream.kernels.triton.launch import wait_for_inputs
+from slipstream.kernels.triton.launch import let_next_start, wait_for_previous
 from slipstream.kernels.triton.tuning import AttentionConfig
 
 _NARROW_ROWS = 16
@@ -44,8 +48,8 @@ def _path_offsets(
     """Return where the keys of a node's path from position `start` on lie; past the end, where the last one does."""
     key = tl.minimum(start + tl.arange(0, BLOCK), end - 1)
     drafted = key > root
-    page = tl.load(pages_at + key // PAGE, mask=key <= root, other=0).to(tl.int64)
-    slot = tl.load(path_at + key - root - 1, mask=drafted, other=0).to(tl.int64)
+    page = tl.load(pages_at + key // PAGE, mask=key <= root, other=0, cache_modifier=".cg").to(tl.int64)
+    slot = tl.load(path_at + key - root - 1, mask=drafted, other=0, cache_modifier=".cg").to(tl.int64)
     return tl.where(drafted, slot, page * PAGE + key % PAGE) * slot_stride
 
 
@@ -59,14 +63,15 @@ def _store(best, total, acc, sums_at, part_at, place, real, STRIDE: tl.constexpr
 
 @triton.jit
 def _attend_before(
-    q, k_at, v_at, k_scales_at, v_scales_at, pages_at, slot_stride, from_split, to_split, end_split, whole_splits,
+    q, k_at, v_at, scales, pages_at, slot_stride, at, from_split, to_split, end_split, whole_splits,
     group_places, scale, sums_at, part_at, real,
-    WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, IN_GROUP: tl.constexpr, RUNNING: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, IN_GROUP: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
     """Attend to splits that all nodes share, and store the results: of groups, up to `whole_splits`, and of splits.
 
     Args:
+        at: where the first block's keys lie.
         RUNNING: groups are merged as they come, and leave one result.
     """
     own = tl.full([ROWS], 0, tl.int32)
@@ -77,10 +82,11 @@ def _attend_before(
     all_best, all_total, all_acc = nothing(ROWS, D)
     total = tl.zeros([ROWS, 16], tl.float32)
     for start in range(from_split * SPLIT, to_split * SPLIT, BLOCK):
-        at = key_offsets(pages_at, slot_stride, start, end, BLOCK, PAGE, True)
+        here = at
+        at = key_offsets(pages_at, slot_stride, start + BLOCK, end, BLOCK, PAGE, True)
         best, total, acc = attend_block(
-            best, total, acc, q, k_at, v_at, k_scales_at, v_scales_at, at, own, bits, start, end, scale, own,
-            WIDTH, D, BLOCK, False, False,
+            best, total, acc, q, k_at, v_at, scales, here, own, bits, start, end, scale, own,
+            WIDTH, D, SLOT, BLOCK, False, False,
         )  # fmt: skip
         if (start + BLOCK) % SPLIT == 0:
             split, sums = start // SPLIT, tl.max(total, 1)
@@ -106,7 +112,7 @@ def _attend_before(
 
 @triton.jit
 def _attend_path(
-    q_ptr, k_at, v_at, k_scales_at, v_scales_at, pages_at, path_at, sums_ptr, partial_ptr, token, group, root, end,
+    q_ptr, k_at, v_at, scales, pages_at, path_at, at, sums_ptr, partial_ptr, token, group, root, end,
     num_places, first_place, slot_stride, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     STRIDE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
@@ -114,6 +120,7 @@ def _attend_path(
     """Attend with one node to the splits from its root's on, and store their results.
 
     Args:
+        at: where the first block's keys lie.
         end: how many keys the node's path has.
         first_place: where the result of split 0 would lie.
     """
@@ -129,11 +136,12 @@ def _attend_path(
     part_at = partial_ptr + cell * num_places * (STRIDE * D) + (row[:, None] * D + column[None, :])
     best, _, acc = nothing(ROWS, D)
     total = tl.zeros([ROWS, 16], tl.float32)
-    for start in range(root // SPLIT * SPLIT, end, BLOCK):
-        at = _path_offsets(pages_at, path_at, slot_stride, start, end, root, BLOCK, PAGE)
+    for start in tl.range(root // SPLIT * SPLIT, end, BLOCK, num_stages=1):  # one turn, or two
+        here = at
+        at = _path_offsets(pages_at, path_at, slot_stride, start + BLOCK, end, root, BLOCK, PAGE)
         best, total, acc = attend_block(
-            best, total, acc, q, k_at, v_at, k_scales_at, v_scales_at, at, own, bits, start, end, scale, own,
-            WIDTH, D, BLOCK, False, True,
+            best, total, acc, q, k_at, v_at, scales, here, own, bits, start, end, scale, own,
+            WIDTH, D, GROUPS * WIDTH, BLOCK, False, True,
         )  # fmt: skip
         if ((start + BLOCK) % SPLIT == 0) | (start + BLOCK >= end):
             place = first_place + start // SPLIT
@@ -142,14 +150,14 @@ def _attend_path(
             total = tl.zeros([ROWS, 16], tl.float32)
 
 
-@triton.jit(do_not_specialize=["shares", "num_places", "group_places", "pages_stride"])
+@triton.jit(do_not_specialize=["shares", "num_places", "group_places", "pages_stride", "scale_stride"])
 def tree_splits_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, pages_ptr, root_ptr, index_ptr, paths_ptr, sums_ptr, partial_ptr,
-    shares, num_places, group_places, slot_stride, pages_stride, scale,
+    shares, num_places, group_places, slot_stride, pages_stride, scale_step, scale_stride, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     OWN_ROWS: tl.constexpr, STRIDE: tl.constexpr, NODES: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    RUNNING: tl.constexpr, PDL: tl.constexpr,
+    RUNNING: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to a share of the splits before a tile's roots, or to the splits from the root's on of one of its nodes.
 
@@ -157,21 +165,22 @@ def tree_splits_kernel(
         shares: programs that share the splits before; behind them comes one for each node of the tile.
         OWN_ROWS: rows of a node's own tile, the heads that share a key; STRIDE of its results.
         WHOLE: programs take groups of splits.
+        EARLY: look things up before the inputs are there.
     """
-    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    if not EARLY:
+        wait_for_previous(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     TILES: tl.constexpr = (NODES + TOKENS - 1) // TOKENS
     group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tile // TILES
     first = tile % TILES * TOKENS
-    root = tl.load(root_ptr + request)
+    root = tl.load(root_ptr + request, cache_modifier=".cg")
     root_split = root // SPLIT
     whole_splits = root_split // IN_GROUP * IN_GROUP if WHOLE else 0
     pages_at = pages_ptr + request.to(tl.int64) * pages_stride
     k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
-    if k_scales_ptr is not None:  # FP8: scales of this head's codes
-        k_scales_ptr += group
-        v_scales_ptr += group
+    scales = (k_scales_ptr, v_scales_ptr, group * scale_stride, scale_step)
     column = tl.arange(0, D)
     if part < shares:
         each = tl.cdiv(root_split, shares)
@@ -188,33 +197,59 @@ def tree_splits_kernel(
             cell = token * GROUPS + group
             sums_at = sums_ptr + cell * num_places * (2 * STRIDE) + row % REPEATS
             part_at = (cell * num_places * STRIDE + row % REPEATS)[:, None] * D + column[None, :]
+            at = key_offsets(pages_at, slot_stride, from_split * SPLIT, root_split * SPLIT, BLOCK, PAGE)
+            if EARLY and PDL:
+                prefetch_block(k_at, v_at, at, WIDTH, False)  # these keys are all of earlier passes
+                wait_for_previous(PDL)
             _attend_before(
-                load_queries(q_ptr + q_at, WIDTH, D), k_at, v_at, k_scales_ptr, v_scales_ptr, pages_at, slot_stride,
+                load_queries(q_ptr + q_at, WIDTH, D), k_at, v_at, scales, pages_at, slot_stride, at,
                 from_split, to_split, root_split, whole_splits, group_places, scale, sums_at, partial_ptr + part_at,
-                real, WIDTH, D, ROWS, STRIDE, SPLIT, BLOCK, PAGE, IN_GROUP, RUNNING,
+                real, WIDTH, D, GROUPS * WIDTH, ROWS, STRIDE, SPLIT, BLOCK, PAGE, IN_GROUP, RUNNING,
             )  # fmt: skip
     elif first + part - shares < NODES:
         token = (request * NODES + first + part - shares).to(tl.int64)
+        end = tl.load(index_ptr + token, cache_modifier=".cg").to(tl.int32) + 1
+        path_at = paths_ptr + token * DEPTH
+        at = _path_offsets(pages_at, path_at, slot_stride, root_split * SPLIT, end, root, BLOCK, PAGE)
+        if EARLY:
+            wait_for_previous(PDL)
         _attend_path(
-            q_ptr, k_at, v_at, k_scales_ptr, v_scales_ptr, pages_at, paths_ptr + token * DEPTH, sums_ptr, partial_ptr,
-            token, group, root, tl.load(index_ptr + token).to(tl.int32) + 1, num_places, group_places - whole_splits,
-            slot_stride, scale, HEADS, GROUPS, WIDTH, D, OWN_ROWS, STRIDE, SPLIT, BLOCK, PAGE,
+            q_ptr, k_at, v_at, scales, pages_at, path_at, at, sums_ptr, partial_ptr, token, group,
+            root, end, num_places, group_places - whole_splits, slot_stride, scale,
+            HEADS, GROUPS, WIDTH, D, OWN_ROWS, STRIDE, SPLIT, BLOCK, PAGE,
         )  # fmt: skip
 
 
 @triton.jit
-def _merge_sixteen(
-    best, total, acc, sums_at, part_at, place, count, real, STRIDE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """Merge sixteen results from `place` on, all read at once; those from `count` on are of no keys."""
+def _stored_sixteen(sums_at, part_at, place, count, real, STRIDE: tl.constexpr, D: tl.constexpr):
+    """Return sixteen results from `place` on, all read at once; those from `count` on are of no keys."""
     four_0 = stored_four(sums_at, part_at, place, 0, count, real, STRIDE, D)
     four_1 = stored_four(sums_at, part_at, place + 4, 0, count, real, STRIDE, D)
     four_2 = stored_four(sums_at, part_at, place + 8, 0, count, real, STRIDE, D)
     four_3 = stored_four(sums_at, part_at, place + 12, 0, count, real, STRIDE, D)
-    best, total, acc = merge_group(best, total, acc, four_0, STRIDE, D, WHOLE)
-    best, total, acc = merge_group(best, total, acc, four_1, STRIDE, D, WHOLE)
-    best, total, acc = merge_group(best, total, acc, four_2, STRIDE, D, WHOLE)
-    return merge_group(best, total, acc, four_3, STRIDE, D, WHOLE)
+    return four_0, four_1, four_2, four_3
+
+
+@triton.jit
+def _merge_sixteen(best, total, acc, sixteen, STRIDE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+    """Merge sixteen results that were read, in their order."""
+    best, total, acc = merge_group(best, total, acc, sixteen[0], STRIDE, D, WHOLE)
+    best, total, acc = merge_group(best, total, acc, sixteen[1], STRIDE, D, WHOLE)
+    best, total, acc = merge_group(best, total, acc, sixteen[2], STRIDE, D, WHOLE)
+    return merge_group(best, total, acc, sixteen[3], STRIDE, D, WHOLE)
+
+
+@triton.jit
+def _merge_all(
+    best, total, acc, sums_at, part_at, first, count, real, STRIDE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Merge the results from `first` to `count`, 32 read at a time."""
+    for place in range(first, count, 32):
+        sixteen = _stored_sixteen(sums_at, part_at, place, count, real, STRIDE, D)
+        later = _stored_sixteen(sums_at, part_at, place + 16, count, real, STRIDE, D)
+        best, total, acc = _merge_sixteen(best, total, acc, sixteen, STRIDE, D, WHOLE)
+        best, total, acc = _merge_sixteen(best, total, acc, later, STRIDE, D, WHOLE)
+    return best, total, acc
 
 
 @triton.jit(do_not_specialize=["num_places", "group_places"])
@@ -222,34 +257,38 @@ def tree_merge_kernel(
     sums_ptr, partial_ptr, out_ptr, maxima_ptr, root_ptr, index_ptr, num_places, group_places,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr,
     NODES: tl.constexpr, SPLIT: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr, RUNNING: tl.constexpr,
-    MAXIMA: tl.constexpr, PDL: tl.constexpr,
+    MAXIMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the results of one node's heads that share a key, and store their outputs."""
-    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    if not EARLY:
+        wait_for_previous(PDL)
     REPEATS: tl.constexpr = HEADS // GROUPS
     group, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    root = tl.load(root_ptr + tl.program_id(1) // NODES)
-    last_split = tl.load(index_ptr + token).to(tl.int32) // SPLIT + 1
+    root = tl.load(root_ptr + tl.program_id(1) // NODES, cache_modifier=".cg")
+    last_split = tl.load(index_ptr + token, cache_modifier=".cg").to(tl.int32) // SPLIT + 1
+    if EARLY:
+        wait_for_previous(PDL)
     row, column = tl.arange(0, STRIDE), tl.arange(0, D)
     real = row < REPEATS
     cell = token * GROUPS + group
     sums_at = sums_ptr + cell * num_places * (2 * STRIDE) + row
     part_at = partial_ptr + cell * num_places * (STRIDE * D) + (row[:, None] * D + column[None, :])
     best, total, acc = nothing(STRIDE, D)
-    whole_splits = 0
     if WHOLE:
         whole_splits = root // SPLIT // IN_GROUP * IN_GROUP
-        count = whole_splits // IN_GROUP
-        if RUNNING:
-            count = tl.minimum(count, 1)
-        for place in range(0, count, 16):
-            best, total, acc = _merge_sixteen(best, total, acc, sums_at, part_at, place, count, real, STRIDE, D, True)
-    own_sums_at, own_part_at = sums_at + group_places * (2 * STRIDE), part_at + group_places * (STRIDE * D)
-    count = last_split - whole_splits
-    for place in range(0, count, 16):
-        best, total, acc = _merge_sixteen(
-            best, total, acc, own_sums_at, own_part_at, place, count, real, STRIDE, D, False
-        )
+        own_sums_at, own_part_at = sums_at + group_places * (2 * STRIDE), part_at + group_places * (STRIDE * D)
+        count = last_split - whole_splits
+        # Few splits come after the groups: read along with these, so that nobody waits a second time.
+        four_0 = stored_four(own_sums_at, own_part_at, 0, 0, count, real, STRIDE, D)
+        four_1 = stored_four(own_sums_at, own_part_at, 4, 0, count, real, STRIDE, D)
+        num_groups = tl.minimum(whole_splits // IN_GROUP, 1) if RUNNING else whole_splits // IN_GROUP
+        best, total, acc = _merge_all(best, total, acc, sums_at, part_at, 0, num_groups, real, STRIDE, D, True)
+        best, total, acc = merge_group(best, total, acc, four_0, STRIDE, D, False)
+        best, total, acc = merge_group(best, total, acc, four_1, STRIDE, D, False)
+        best, total, acc = _merge_all(best, total, acc, own_sums_at, own_part_at, 8, count, real, STRIDE, D, False)
+    else:
+        best, total, acc = _merge_all(best, total, acc, sums_at, part_at, 0, last_split, real, STRIDE, D, False)
     head = group * REPEATS + row
     out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
     is_out = real[:, None] & (column < WIDTH)[None, :]
@@ -301,14 +340,16 @@ def tree_attention(
 
     Args:
         scale: of scores, which are exponents of two.
-        options: whether kernels may start while those before drain (PDL), and the launch's further arguments.
+        options: whether kernels may start while those before drain (PDL), whether what describes the batch may then be
+            read at once (EARLY), and the launch's further arguments.
     """
     assert batch.tree is not None, "these are trees"
     (num_tokens, num_heads, width), num_groups = q_THd.shape, layer.keys_SGd.shape[1]
     num_requests, depth = len(batch.tree.root_R), batch.tree.slots_TD.shape[1]
     num_nodes, repeats, head_block = num_tokens // num_requests, num_heads // num_groups, triton.next_power_of_2(width)
     head_block, stride = max(head_block, 16), triton.next_power_of_2(repeats)
-    rows = _NARROW_ROWS if num_nodes * repeats <= _NARROW_ROWS else config.rows_wide
+    hopper = num_nodes * repeats > _NARROW_ROWS and prefill_fits(config, q_THd, layer, batch.page_size)
+    rows = _NARROW_ROWS if num_nodes * repeats <= _NARROW_ROWS else HOPPER_ROWS if hopper else config.rows_wide
     rows = max(rows, stride)
     tiles = num_requests * -(-num_nodes // (rows // repeats))
     most_keys = batch.page_table_RP.shape[1] * batch.page_size if batch.max_keys is None else batch.max_keys
@@ -319,22 +360,30 @@ def tree_attention(
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
     out = torch.empty_like(q_THd)
-    shape = {
-        "HEADS": num_heads, "GROUPS": num_groups, "WIDTH": width, "D": head_block, "STRIDE": stride,
-        "NODES": num_nodes, "SPLIT": config.split, "IN_GROUP": SPLITS_IN_GROUP, "WHOLE": layout.groups > 0,
-        "RUNNING": layout.running, **options,
-    }  # fmt: skip
     index_T, paths_TD = batch.kv_index_T.contiguous(), batch.tree.slots_TD.contiguous()
-    assert layer.scales is None or layer.keys_SGd.is_contiguous(), "a slot's scales are found by where its codes are"
-    tree_splits_kernel[(num_groups, tiles, layout.shares + rows // repeats)](
-        q_THd, layer.keys_SGd, layer.values_SGd, *(layer.scales or (None, None)), batch.page_table_RP,
-        batch.tree.root_R, index_T, paths_TD, sums, partial, layout.shares, num_places, layout.groups,
-        layer.keys_SGd.stride(0), batch.page_table_RP.stride(0), scale, ROWS=rows,
-        OWN_ROWS=max(stride, _NARROW_ROWS), TOKENS=rows // repeats, DEPTH=depth, BLOCK=config.block,
-        PAGE=batch.page_size, num_warps=config.num_warps, num_stages=config.num_stages, **shape,
-    )  # fmt: skip
+    # What is copied just now is no description from before the kernel before: it is not to be read early.
+    early = options["EARLY"] and index_T is batch.kv_index_T and paths_TD is batch.tree.slots_TD
+    options = {**options, "EARLY": early, "WHOLE": layout.groups > 0, "RUNNING": layout.running}
+    shape = {"HEADS": num_heads, "GROUPS": num_groups, "WIDTH": width, "STRIDE": stride, "NODES": num_nodes}
+    assert layer.scales is None or layer.keys_SGd.is_contiguous(), "a slot is found by where its codes are"
+    described = (batch.page_table_RP, batch.tree.root_R, index_T, paths_TD)
+    places, strides = (layout.shares, num_places, layout.groups), (layer.keys_SGd.stride(0), described[0].stride(0))
+    shape |= {"D": head_block, "SPLIT": config.split, "IN_GROUP": SPLITS_IN_GROUP}
+    grid = (num_groups, tiles, layout.shares + rows // repeats)
+    own = {"DEPTH": depth, "PAGE": batch.page_size}
+    if hopper:
+        launch_tree(
+            grid, (q_THd, layer), described, (sums, partial), (*places, *strides, scale), {**shape, **options, **own}
+        )
+    else:
+        tree_splits_kernel[grid](
+            q_THd, layer.keys_SGd, layer.values_SGd, *(layer.scales or (None, None)), *described, sums, partial,
+            *places, *strides, *layer.scale_strides, scale, ROWS=rows,
+            OWN_ROWS=max(stride, _NARROW_ROWS), TOKENS=rows // repeats, BLOCK=config.block,
+            num_warps=config.num_warps, num_stages=config.num_stages, **shape, **options, **own,
+        )  # fmt: skip
     tree_merge_kernel[(num_groups, num_tokens)](
         sums, partial, out, sums if maxima_TH is None else maxima_TH, batch.tree.root_R, index_T, num_places,
-        layout.groups, MAXIMA=maxima_TH is not None, num_warps=4, **shape,
+        layout.groups, MAXIMA=maxima_TH is not None, num_warps=4, **shape, **options,
     )  # fmt: skip
     return out

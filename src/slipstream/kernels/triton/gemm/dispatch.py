@@ -69,6 +69,7 @@ class Products:
         self.add_warps = tuning.add_warps
         # A decoding pass multiplies by few shapes, over and over; what follows from a shape is worked out once.
         self._narrow = lru_cache(_CACHED)(self._make_narrow)
+        self._is_small_m = lru_cache(_CACHED)(self._find_small_m)
         self._launch = lru_cache(_CACHED)(self._make_launch)
         self._wide_launch = lru_cache(_CACHED)(self._make_wide_launch)
 
@@ -144,7 +145,7 @@ class Products:
     ) -> Tensor:
         """Multiply by a weight that keeps one number to a code: few rows, many, or as many as there may be."""
         shape, num_rows = _shape_of(weight_NK, kind), rows.values_TK.shape[0]
-        if self._is_small_m(num_rows):
+        if self._is_small_m(shape, num_rows):
             return multiply_small_m(rows, weight_NK, scale_N, kind, epilogue, self._launch(shape, num_rows))
         scales = None
         if scale_N is not None:
@@ -172,7 +173,7 @@ class Products:
             waited: see `PartialSums`.
         """
         num_rows = rows.values_TK.shape[0]
-        if self._is_small_m(num_rows):
+        if self._is_small_m(shape_of_weight(weight), num_rows):
             return None
         if not isinstance(weight, PackedWeight):
             kind, weight_NK, scales = "dense", weight, None
@@ -207,16 +208,17 @@ class Products:
         most = self._tuning.fold_rows
         if isinstance(weight, PackedWeight):
             most = min(self._tuning.fold_norm_codes, MOST_WHOLE_ROWS) if self.wants(weight) == "fp8" else 0
-        return self._is_small_m(num_rows) and num_rows <= most
+        return num_rows <= most and self._is_small_m(shape_of_weight(weight), num_rows)
 
     def makes_codes(self, weight: Weight, num_rows: int) -> bool:
         """Tell whether a product can make codes of its rows, given the largest magnitudes of their parts."""
-        return self.wants(weight) == "fp8" and self._is_small_m(num_rows) and num_rows <= self._tuning.fold_codes
+        few = num_rows <= self._tuning.fold_codes and self._is_small_m(shape_of_weight(weight), num_rows)
+        return few and self.wants(weight) == "fp8"
 
     def num_maxima(self, weight: Weight, num_rows: int) -> int:
         """Return how many largest magnitudes a product of SiLUs can leave of a row; 0 if it leaves none."""
         shape = shape_of_weight(weight)
-        if shape.format in _NIBBLES or not self._is_small_m(num_rows):
+        if shape.format in _NIBBLES or not self._is_small_m(shape, num_rows):
             return 0
         return self._launch(shape, num_rows).grid(num_rows, shape.outputs, silu=True)[1]
 
@@ -226,7 +228,7 @@ class Products:
         Sums are added in pairs, so that those of fewer outputs are part of those of 64.
         """
         shape = shape_of_weight(weight)
-        if shape.format in _NIBBLES or not self._is_small_m(num_rows):
+        if shape.format in _NIBBLES or not self._is_small_m(shape, num_rows):
             return 0
         taken = self._launch(shape, num_rows).config.taken
         return min(taken, SQUARED) if taken % SQUARED == 0 or SQUARED % taken == 0 else 0
@@ -234,12 +236,15 @@ class Products:
     def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
         """Tell whether a product of queries, keys and values can rotate and write them itself."""
         shape = shape_of_weight(weight)
-        if shape.format in _NIBBLES or not self._is_small_m(num_rows) or num_rows > self._tuning.fold_rows:
+        if shape.format in _NIBBLES or num_rows > self._tuning.fold_rows or not self._is_small_m(shape, num_rows):
             return False
         return rope_fits(write, dtype)
 
-    def _is_small_m(self, num_rows: int) -> bool:
-        return self._tuning.weights_first and num_rows <= MOST_ROWS
+    def _find_small_m(self, shape: WeightShape, num_rows: int) -> bool:
+        """Tell whether `small_m` multiplies so few rows; not if the weight has tiles with which a program takes all."""
+        if not self._tuning.weights_first or num_rows > MOST_ROWS:
+            return False
+        return self._tuning.wide_linear_config(shape.key, num_rows, shape.outputs, self._narrow(shape)) is None
 
     def _make_narrow(self, shape: WeightShape) -> LinearConfig:
         """Return the configuration that fixes the order of a weight's columns."""
@@ -264,12 +269,13 @@ class Products:
         else:
             config = self._tuned(shape.key, config, num_rows)
             tile = token_tile(num_rows)
-        if format == "fp8" and not self._is_small_m(num_rows):
+        small_m = self._is_small_m(shape, num_rows)
+        if format == "fp8" and not small_m:
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
         fits = config.split_k > 1 and num_rows * config.split_k <= tile and num_inputs == columns * config.split_k
-        if not self._is_small_m(num_rows) or (config.side and not fits):
+        if not small_m or (config.side and not fits):
             config = replace(config, own_rows=0, side=False, gemv_stages=0)
-        config = self._tuning.fitted(config, tile, itemsize, staged_rows=not self._is_small_m(num_rows))
+        config = self._tuning.fitted(config, tile, itemsize, staged_rows=not small_m)
         return Launch(config, tile, columns, serial, self.counters, self.dependent, self._tuning.instruction)
 
 
