@@ -1,6 +1,7 @@
 """Families as their publishers quantize them: the numbers of the dequantized model, or within the format's rounding."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.layers import Linear
 from slipstream.models.load import load_target
 from slipstream.models.moe import Experts
+from slipstream.quant.compressed import compressed_layout
 from slipstream.quant.formats import mxfp4
 from slipstream.quant.scheme import dequantize
 from slipstream.quant.word_columns import awq_layout, gptq_layout
@@ -144,32 +146,55 @@ def words(codes: torch.Tensor, axis: int, order: tuple[int, ...]) -> torch.Tenso
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def as_awq_or_gptq(kind: str, folder, out):
-    """Write a folder's linear layers as AWQ or GPTQ has them, and the same folder with the numbers they stand for."""
+def as_words(kind: str, folder: Path, out: Path, group: int = GROUP) -> tuple[Path, Path]:
+    """Write a folder's linear layers in words of eight codes, and the same folder with the numbers they stand for.
+
+    Args:
+        kind: "awq", "gptq", or "compressed" for what compressed-tensors makes of asymmetric INT4.
+        group: how many inputs share a scale; 0 for all of a row.
+    """
     stored, decoded = {}, {}
     for name, value in tensors_of(folder).items():
         decoded[name] = stored[name] = value
         if value.dim() != 2 or any(part in name for part in ("embed", "lm_head", ".gate.", "norm", "visual")):
             continue
-        grouped = value.t().unflatten(0, (-1, GROUP))  # inputs first: [groups, inputs of a group, outputs]
-        low, high = (grouped.amin(1), grouped.amax(1)) if kind == "awq" else (-grouped.abs().amax(1),) * 2
-        scale = ((high - low) / 15 if kind == "awq" else -low / 7.5).half().float()
-        zero = (-low / scale).round().clamp(0, 15) if kind == "awq" else torch.full_like(scale, 8.0)
+        grouped = value.t().unflatten(0, (-1, group or value.shape[1]))  # inputs first: [groups, of a group, outputs]
+        symmetric = kind == "gptq"
+        low, high = (-grouped.abs().amax(1),) * 2 if symmetric else (grouped.amin(1), grouped.amax(1))
+        scale = (-low / 7.5 if symmetric else (high - low) / 15).half().float()
+        zero = torch.full_like(scale, 8.0) if symmetric else (-low / scale).round().clamp(0, 15)
         codes = (grouped / scale[:, None] + zero[:, None]).round().clamp(0, 15)
         decoded[name] = ((codes - zero[:, None]) * scale[:, None]).flatten(0, 1).t().contiguous()
         del stored[name]
-        module = name.removesuffix(".weight")
-        order = (0, 2, 4, 6, 1, 3, 5, 7) if kind == "awq" else tuple(range(8))
-        stored[f"{module}.qweight"] = words(codes.flatten(0, 1), 1 if kind == "awq" else 0, order)
-        stored[f"{module}.qzeros"] = words(zero if kind == "awq" else zero - 1, 1, order)
-        stored[f"{module}.scales"] = scale.half()
-        if kind == "gptq":
-            stored[f"{module}.g_idx"] = (torch.arange(value.shape[1]) // GROUP).int()
+        layer = packed_layer(kind, codes.flatten(0, 1), zero, scale.half())
+        stored |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in layer.items()}
     config = json.loads((folder / "config.json").read_text())
-    own = {"zero_point": True, "version": "gemm"} if kind == "awq" else {"sym": True, "desc_act": False}
-    quantization = {"quant_method": kind, "bits": 4, "group_size": GROUP, **own}
-    quantized_config = {**config, "quantization_config": quantization}
-    return write(out / "stored", quantized_config, stored), write(out / "decoded", config, decoded)
+    weights = {"type": "int", "num_bits": 4, "symmetric": False, "strategy": "group" if group else "channel"}
+    own = {
+        "awq": {"bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
+        "gptq": {"bits": 4, "group_size": group, "sym": True, "desc_act": False},
+        "compressed": {"config_groups": {"g": {"targets": ["Linear"], "weights": weights | {"group_size": group}}}},
+    }[kind]
+    method = "compressed-tensors" if kind == "compressed" else kind
+    described = {**config, "quantization_config": {"quant_method": method, **own}}
+    return write(out / "stored", described, stored), write(out / "decoded", config, decoded)
+
+
+def packed_layer(kind: str, codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return one layer's tensors by suffix; what comes in has inputs first."""
+    order, inputs = tuple(range(8)), len(codes)
+    if kind == "compressed":  # outputs first, and the zero points of eight rows in a word
+        return {
+            "weight_packed": words(codes.t(), 1, order), "weight_zero_point": words(zero.t(), 0, order),
+            "weight_scale": scale.t().contiguous(), "weight_shape": torch.tensor([codes.shape[1], inputs]),
+        }  # fmt: skip
+    if kind == "gptq":
+        index = (torch.arange(inputs) // (inputs // len(scale))).int()
+        return {
+            "qweight": words(codes, 0, order), "qzeros": words(zero - 1, 1, order), "scales": scale, "g_idx": index,
+        }  # fmt: skip
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {"qweight": words(codes, 1, order), "qzeros": words(zero, 1, order), "scales": scale}
 
 
 def test_words_of_awq_and_gptq_hold_codes_as_their_writers_put_them():
@@ -187,13 +212,36 @@ def test_words_of_awq_and_gptq_hold_codes_as_their_writers_put_them():
     assert dequantize(packed)[0].tolist() == [float(code - 8) for code in range(8)]
 
 
-@pytest.mark.parametrize("family", ["Qwen3-MoE, all experts", "Qwen2.5-VL", "GLM-4.5"])
-@pytest.mark.parametrize(("kind", "format"), [("awq", set()), ("gptq", {"int4_group"})])
-def test_awq_and_gptq_are_the_numbers_they_stand_for(family, kind, format, tmp_path):
-    folder = folder_of(family, tmp_path / "dense")
-    stored, decoded = as_awq_or_gptq(kind, folder, tmp_path)
-    ours = load_target(open_checkpoint(stored), torch.float32, CPU)
-    assert formats(ours) == (format if ours.spec.moe else set())
+def test_asymmetric_words_are_those_that_compressed_tensors_packs():
+    """Its pack_to_int32 (0.20.0) makes them of codes -8 to 7 in each row, and of zero points -8 to -1 and 0 to 7."""
+    layout = compressed_layout("int4_zero", 8)
+    word = torch.tensor([0x76543210, 0xFEDCBA98 - 2**32], dtype=torch.int32)
+    tensors = {"weight_packed": word.expand(8, 2), "weight_zero_point": word[None], "weight_scale": torch.ones(8, 2)}
+    got = dequantize(layout.pack(tensors, 8, 16))
+    rows, columns = torch.arange(8)[:, None], torch.arange(16)
+    codes, zeros = columns - 8, torch.where(columns < 8, rows - 8, rows)
+    assert torch.equal(got, (codes - zeros).float())
+
+
+WORDS = [
+    *((family, kind, GROUP) for family in ("Qwen3-MoE, all experts", "GLM-4.5", "Phi-4") for kind in ("awq", "gptq")),
+    ("Qwen2.5-VL", "awq", GROUP),
+    ("Phi-4-mini", "awq", GROUP),
+    *((family, "compressed", GROUP) for family in ("Qwen3-MoE, all experts", "Phi-4", "Gemma 3")),
+    ("Phi-4", "compressed", 0),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "group"), WORDS)
+def test_words_of_eight_codes_are_the_numbers_they_stand_for(family, kind, group, tmp_path, caplog):
+    """Phi stores q, k, v and gate, up in one layer, which AWQ and GPTQ join by columns of words."""
+    stored, decoded = as_words(kind, folder_of(family, tmp_path / "dense"), tmp_path, group)
+    with caplog.at_level(logging.INFO):
+        ours = load_target(open_checkpoint(stored), torch.float32, CPU)
+    assert formats(ours) == ({"int4_group"} if ours.spec.moe and kind == "gptq" else set())
+    assert ("stored as int4_zero and expanded to float32, since no kernel multiplies it" in caplog.text) == (
+        kind != "gptq"
+    )
     tokens_T = some_tokens(24)
     expected, _ = passes(load_target(open_checkpoint(decoded), torch.float32, CPU), tokens_T, [24], True)
     torch.testing.assert_close(passes(ours, tokens_T, [24], True)[0], expected, atol=1e-3, rtol=0)

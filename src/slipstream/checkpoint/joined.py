@@ -1,8 +1,8 @@
 """Checkpoints that store several layers, or all experts of a block, in one tensor: read as if each lay by itself.
 
 A piece is rows of a stored tensor, perhaps every second one, perhaps of one of the matrices of a stack, which may be
-stored as [in, out]. Pieces go by the names that checkpoints of separate layers have, so nothing after this module
-knows of the joined form; and only what is asked for is read.
+stored as [in, out]; or columns, of AWQ's and GPTQ's words. Pieces go by the names that checkpoints of separate layers
+have, so nothing after this module knows of the joined form; and only what is asked for is read.
 """
 
 import re
@@ -29,12 +29,14 @@ class Piece:
         rows: which of its rows; of a vector, which entries; None for all of what pieces share, such as one scale.
         expert: which matrix of a stack; None where nothing is stacked.
         transposed: whether matrices are stored [in, out], so that a row is a stored column.
+        columns: whether `rows` are columns, of a matrix that stays as it is stored.
     """
 
     stored: str
     rows: range | None
     expert: int | None = None
     transposed: bool = False
+    columns: bool = False
 
 
 class TakenApart:
@@ -71,7 +73,8 @@ class TakenApart:
         shape = self._matrix(piece)
         if piece.transposed:
             shape = shape[::-1]
-        info = replace(whole, name=name, shape=(len(piece.rows), *_flat(shape[1:])))
+        size = len(piece.rows)
+        info = replace(whole, name=name, shape=(shape[0], size) if piece.columns else (size, *_flat(shape[1:])))
         return replace(info, nbytes=whole.nbytes * info.num_elements // max(whole.num_elements, 1))
 
     def tensor(self, name: str, device: str = "cpu") -> Tensor:
@@ -97,6 +100,10 @@ class TakenApart:
         check_window(self.info(name), window)
         if piece.rows is None:
             return self._source.part(piece.stored, window)
+        if piece.columns:
+            start, columns = piece.rows.start, window[1]
+            span = Span(self._matrix(piece)[1], start + columns.start, start + columns.stop)
+            return self._source.part(piece.stored, (window[0], span))
         rows = piece.rows[window[0].start : window[0].stop]
         matrix = self._matrix(piece)
         total = matrix[1] if piece.transposed else matrix[0]
@@ -136,8 +143,18 @@ def taken_apart(source: TensorSource, spec: ModelSpec) -> TensorSource:
     return TakenApart(source, pieces) if pieces else source
 
 
-_JOINED = re.compile(r"(?P<above>.*\.)(?P<what>qkv_proj|gate_up_proj)\.(?P<suffix>bias|input_scale|weight(_\w+)?)")
+_JOINED = re.compile(
+    r"(?P<above>.*\.)(?P<what>qkv_proj|gate_up_proj)\."
+    r"(?P<suffix>bias|input_scale|weight(_\w+)?|qweight|qzeros|scales|g_idx)"
+)
+_INPUTS_FIRST = ("qweight", "qzeros", "scales")  # AWQ's and GPTQ's, stored [in, out]
 _FP8_BLOCK = 128
+_WORD = 8
+# What an entry along the joined layers' outputs may hold, where it is not one of them.
+_OUTPUTS_PER_ENTRY = {
+    "qweight": _WORD, "qzeros": _WORD, "weight_zero_point": _WORD,
+    "weight_scale": _FP8_BLOCK, "weight_scale_inv": _FP8_BLOCK,
+}  # fmt: skip
 
 
 def _joined_layers(source: TensorSource, spec: ModelSpec) -> dict[str, Piece]:
@@ -151,26 +168,24 @@ def _joined_layers(source: TensorSource, spec: ModelSpec) -> dict[str, Piece]:
     for name in source.names():
         if (match := _JOINED.fullmatch(name)) is None:
             continue
-        start = 0
-        for part, height in _entries(source, name, parts[match["what"]]).items():
+        start, suffix = 0, match["suffix"]
+        for part, height in _entries(source, name, suffix, parts[match["what"]]).items():
             rows = None if height is None else range(start, start + height)
-            pieces[f"{match['above']}{part}.{match['suffix']}"] = Piece(name, rows)
+            pieces[f"{match['above']}{part}.{suffix}"] = Piece(name, rows, columns=suffix in _INPUTS_FIRST)
             start += height or 0
     return pieces
 
 
-def _entries(source: TensorSource, name: str, heights: dict[str, int]) -> Mapping[str, int | None]:
+def _entries(source: TensorSource, name: str, suffix: str, heights: dict[str, int]) -> Mapping[str, int | None]:
     """Return how many entries of a stored tensor each of the joined layers has; None where they share all of it."""
     info, total = source.info(name), sum(heights.values())
-    entries = info.shape[0] if info.shape else 1
-    if entries == total:
-        return heights
-    if name.endswith("_shape") or (name.endswith("_scale") and entries == 1):
+    outputs = info.shape[1:] if suffix in _INPUTS_FIRST else info.shape
+    entries = outputs[0] if outputs else 1
+    if suffix in ("weight_shape", "g_idx") or (suffix.endswith("_scale") and entries == 1):
         return dict.fromkeys(heights)
-    if name.endswith(("_scale", "_scale_inv")) and not any(height % _FP8_BLOCK for height in heights.values()):
-        heights = {part: height // _FP8_BLOCK for part, height in heights.items()}
-        if entries == sum(heights.values()):
-            return heights
+    for per_entry in (1, _OUTPUTS_PER_ENTRY.get(suffix, 1)):
+        if entries * per_entry == total and not any(height % per_entry for height in heights.values()):
+            return {part: height // per_entry for part, height in heights.items()}
     raise CheckpointError(
         f"{info.file}: tensor {name} has shape {list(info.shape)}, where config.json speaks of {total} rows of "
         f"{', '.join(heights)}; fetch both again."

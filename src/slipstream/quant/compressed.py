@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.quant.formats.fp8 import BLOCK
-from slipstream.quant.formats.nibbles import from_words, to_words
+from slipstream.quant.formats.nibbles import from_words, to_words, unpack_unsigned
 from slipstream.quant.fp8_blocks import fp8_blocks
 from slipstream.quant.layout import FLOATS, Layout, Stored
 from slipstream.quant.packed import PackedWeight
@@ -39,7 +39,7 @@ def write_layout(scheme: Scheme, model_dtype: torch.dtype) -> Layout:
 
 def compressed_layout(format: str, group_size: int | None, scale_dtype: torch.dtype = torch.bfloat16) -> Layout:
     """Return the layout of a packed format; `scale_dtype` is what the scales of packed INT4 are written as."""
-    if format in ("int4_per_channel", "int4_group"):
+    if format in ("int4_per_channel", "int4_group", "int4_zero"):
         return _packed(format, group_size, scale_dtype)
     if format == "fp8_block":
         return fp8_blocks("weight_scale")
@@ -108,10 +108,14 @@ def group_format(group: Mapping[str, Any], source: str) -> tuple[str, int | None
         format = _READ.get((*kind, inputs is not None))
         if format is not None:
             return format, None
+    elif kind[:2] == ("int", 4) and kind[2] in ("group", "channel") and inputs is None:
+        return "int4_zero", int(weights["group_size"]) if kind[2] == "group" else None
     raise CheckpointError(
         f"{source}: quantization_config describes {kind[1]}-bit {kind[0]} weights by {kind[2]}"
-        f"{'' if inputs is None else ' with quantized activations'}, which slipstream cannot run in this dialect. "
-        f"It runs symmetric FP8 (by tensor, channel or {BLOCK} x {BLOCK}), INT8 with activations, and INT4 without."
+        f"{'' if inputs is None else ' with quantized activations'}"
+        f"{'' if weights.get('symmetric', True) else ' and zero points'}, which slipstream cannot run in this dialect. "
+        f"It runs symmetric FP8 (by tensor, channel or {BLOCK} x {BLOCK}), symmetric INT8 with activations, and INT4 "
+        "without."
     )
 
 
@@ -125,14 +129,20 @@ _READ: dict[tuple[object, object, object, bool], str] = {
 
 
 def _packed(format: str, group_size: int | None, scale_dtype: torch.dtype) -> Layout:
+    has_zeros = format == "int4_zero"
+
     def tensors(rows: int, columns: int) -> dict[str, Stored]:
+        groups = columns // group_size if group_size else 1
+        zeros = Stored((rows // _WORD, groups), (torch.int32,), rows_per_entry=_WORD)
         return {
             "weight_packed": Stored((rows, columns // _WORD), (torch.int32,)),
-            "weight_scale": Stored((rows, columns // group_size if group_size else 1), (scale_dtype, *FLOATS)),
+            "weight_scale": Stored((rows, groups), (scale_dtype, *FLOATS)),
             "weight_shape": Stored((2,), (torch.int64, torch.int32), rows_axis=None, required=False),
+            **({"weight_zero_point": zeros} if has_zeros else {}),
         }
 
     def store(packed: PackedWeight) -> dict[str, Tensor]:
+        assert not has_zeros, "no scheme writes zero points"
         return {
             "weight_packed": to_words(packed.codes ^ _OFFSET, reorder=False),
             "weight_scale": packed.scales["scale"].reshape(packed.out_features, -1).to(scale_dtype),
@@ -140,11 +150,17 @@ def _packed(format: str, group_size: int | None, scale_dtype: torch.dtype) -> La
         }
 
     def pack(tensors: Mapping[str, Tensor], rows: int, columns: int) -> PackedWeight:
-        codes = from_words(tensors["weight_packed"], reorder=False) ^ _OFFSET
+        codes = from_words(tensors["weight_packed"], reorder=False)
         scale = tensors["weight_scale"].float()
+        if has_zeros:  # packed along rows, and plus 8 like the codes
+            # A copy, since one word for all rows counts as contiguous either way round, and keeps its strides.
+            words = tensors["weight_zero_point"].t().clone(memory_format=torch.contiguous_format)
+            zero = unpack_unsigned(from_words(words, reorder=False)).t()
+            return PackedWeight(format, rows, columns, codes, {"scale": scale, "zero": zero.float().contiguous()})
+        codes = codes ^ _OFFSET
         return PackedWeight(format, rows, columns, codes, {"scale": scale if group_size else scale.reshape(-1)})
 
-    return Layout(format, tensors, store, pack, column_multiple=math.lcm(_WORD, group_size or 1))
+    return Layout(format, tensors, store, pack, _WORD if has_zeros else 1, math.lcm(_WORD, group_size or 1))
 
 
 def _arguments(
