@@ -36,13 +36,15 @@ def kimi(tmp_path_factory):
     return write_tokenizer(as_kimi(int4, root / "kimi"))
 
 
-def test_kimi_loads_and_answers_the_same_with_its_draft(kimi, tmp_path):
-    config = {**LIGHTSEEK, "vocab_size": VOCAB, "draft_vocab_size": VOCAB}
+def test_kimi_loads_and_answers_the_same_with_its_draft(kimi, tmp_path, caplog):
+    doubtful = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    config = {**LIGHTSEEK, "vocab_size": VOCAB, "draft_vocab_size": VOCAB, **doubtful}
     shapes = {**draft_shapes(BY_HEAD), "lm_head.weight": (VOCAB, 64)}
     draft = write(tmp_path / "draft", config, weights(shapes))
     options = {"model": kimi, "device": "cpu", "tree": TreeShape.chain(3), "max_context": 96}
     plain = load(LoadOptions(**options, draft="none"))
     drafted = load(LoadOptions(**options, draft=draft, memory_fraction=0.2))
+    assert caplog.text.count("do not tell their convention") == 1
     prompt = plain.tokenizer.encode_chat([{"role": "user", "content": "the 中文"}])
     for temperature in (0.0, 0.9):
         params = [SamplingParams(max_tokens=12, temperature=temperature)]

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from slipstream.checkpoint.config import draft_spec, model_spec
+from slipstream.checkpoint.config import model_spec
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.hub import EMBEDDED, is_embedded, resolve
@@ -283,16 +283,13 @@ def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) ->
 
 
 def read_draft(
-    path: str | Path, target: Target, dtype: torch.dtype | None, ops: Ops, topology: Topology | None = None
+    path: str | Path, target: Target, dtype: torch.dtype | None, ops: Ops, split: bool = False
 ) -> Eagle3Draft:
     """Read an EAGLE-3 draft; without a dtype, dense weights become INT8 where the CPU kernels run (exact all the same).
 
     A draft only guesses, so its precision costs acceptance at most, and INT8 costs next to none.
     """
     source = open_checkpoint(path)
-    topology = topology or Topology()
-    topology.check_draft(draft_spec(source.config, source.folder, target.spec.num_layers))
-    split = topology.draft_tp > 1
     kept_for = None if isinstance(source, GgufReader) and ops.name != "cpu" else ops  # as a target's blocks
     dense = dtype or target.embed_tokens.dtype
     draft = load_draft(source, target, dense, target.rotary.cos_Pr.shape[0], kept_for, split)
@@ -372,7 +369,8 @@ def _draft(
         return None, "none (plain decoding)"
     if wanted == "ngram":
         return "ngram", f"n-gram lookup, {TreeShape.chain((options.tree or TreeShape()).depth)}"
-    draft = read_draft(wanted, target, dtype if options.dtype != "auto" else None, ops, options.topology)
+    draft_dtype = dtype if options.dtype != "auto" else None
+    draft = read_draft(wanted, target, draft_dtype, ops, split=options.topology.draft_tp > 1)
     if options.draft_window is not None:
         if draft.spec.mla is not None:
             raise ConfigError("draft_window is given, and this draft attends over latents, which have no window.")
