@@ -190,6 +190,7 @@ def test_the_prompt_s_end_says_whether_an_answer_begins_inside_the_reasoning() -
 def test_families_are_known_by_what_their_templates_write() -> None:
     assert tool_family(None, "{{ tools }}<tool_call>") is FAMILIES["hermes"]
     assert tool_family(None, "{{ tools }}<tool_call><function=") is None
+    assert tool_family(None, "{{ tools }}<|tool_call>call:name{}<tool_call|><|channel>") is None  # Gemma 4
     assert tool_family(None, "{{ messages }}") is FAMILIES["hermes"]
     assert tool_family(None, "{{ tools }}[TOOL_CALLS]") is FAMILIES["mistral"]
     assert tool_family(None, "{{ tools }}<|start|>assistant<|channel|>final") is FAMILIES["openai"]
