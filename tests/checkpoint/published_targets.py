@@ -2,6 +2,13 @@
 
 The fields are those of config.json that decide a shape or a number. DeepSeek-V3, MiniMax-M2 and GLM-4.7-Flash are
 missing here: they are what transformers' classes are by themselves.
+
+Compared with copies in public repositories, not with the hub: Phi-4-mini with its total (said to be of
+microsoft/Phi-4-mini-instruct at cfbefac), GLM-4.5-Air's fields (a training log of transformers 4.54.1), and sizes of
+gemma-4-31B, Kimi-K2 and GLM-4.7. Copies disagree on GLM-4.7's rope_theta (1e4; 1e6 for 4.6), gemma-4-31B's
+max_position_embeddings (131072 or 262144) and Kimi-K2's rms_norm_eps (1e-6 or 1e-5), which decide no shape. GLM-4.7's
+total has no source: it is about the published 358e9 less the layer that predicts a second token (5.5e9 by its sizes).
+The other configs were not compared.
 """
 
 import json
@@ -59,6 +66,13 @@ GEMMA4 = {
         "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
     "tie_word_embeddings": True, "use_bidirectional_attention": "vision", "vocab_size": 262144,
 }  # fmt: skip
+PHI_4_MINI_LONG = [
+    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252,
+    16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6,
+    32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]  # fmt: skip
 PUBLISHED = {
     "Llama-3.1-8B": (
         LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
@@ -117,8 +131,8 @@ PUBLISHED = {
          "max_position_embeddings": 131072, "num_attention_heads": 24, "num_hidden_layers": 32,
          "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
-         "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},  # 48 of each
-         "vocab_size": 200064}, 3.836e9,
+         "rope_scaling": {"long_factor": PHI_4_MINI_LONG, "short_factor": [1.0] * 48, "type": "longrope"},
+         "vocab_size": 200064}, 3.83602176e9,
     ),
     "gpt-oss-20b": (
         GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32,
