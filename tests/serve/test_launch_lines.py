@@ -43,6 +43,11 @@ def settled(line, *more):
         ("m --speculative-draft-sliding-window 2048", "m --draft-window 2048"),
         ("m -pp 2 --dist-init-addr h:5", "m --pipeline-parallel-size 2 --dist-init-addr h:5"),
         ("m --no-trust-remote-code --no-enable-lora -O3 -cc.mode 3", "m"),
+        (
+            "m --disable-prefix-caching --disable-lora --enable-cascade-attn --disable-expert-parallel",
+            "m --no-enable-prefix-caching",
+        ),
+        ("m --enable-radix-cache --disable-trust", "m --enable-radix-cache --disable-trust"),
         ("m --no-such-flag 3 --nor-this", "m --no-such-flag 3 --nor-this"),
         ("m --draft d -- --served-model-name a", "m --draft d -- --served-model-name a"),
     ],

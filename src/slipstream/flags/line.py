@@ -18,6 +18,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _COUNTS_OF_TOKENS = (
     "--max-model-len", "--context-length", "--max-num-batched-tokens", "--chunked-prefill-size", "--max-batch-tokens",
 )  # fmt: skip
+_OPPOSITES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
+"""How a switch is turned off; vLLM has `--disable-x` beside `--no-enable-x` since 0.33, and `--enable-x` likewise."""
 _OTHERS = ("VLLM_", "SGLANG_", "SGL_", "AITER_", "FLYDSL_")
 
 
@@ -97,7 +99,15 @@ def handed_on(words: Sequence[str], own: Mapping[str, OwnFlag], table: FlagTable
 def _arity(name: str, table: FlagTable) -> str:
     """Return what an engine's flag takes; one that the table does not know takes all that is no flag."""
     known = table.flags.get(name)
-    return "V*" if known is None else known.arity
+    if known is None:
+        return "" if opposite(name, table) else "V*"
+    return known.arity
+
+
+def opposite(name: str, table: FlagTable) -> Flag | None:
+    """Return the switch of the table that another one turns off."""
+    found = [table.flags.get(on + name.removeprefix(off)) for off, on in _OPPOSITES if name.startswith(off)]
+    return next((flag for flag in found if flag is not None and flag.negatable), None)
 
 
 class _Line:
@@ -133,6 +143,8 @@ class _Line:
 
     def _flag(self, word: str) -> None:
         name, attached = _named(word, self._table.short)
+        if name.startswith("--disable-") and (negated := f"--no-enable-{name.removeprefix('--disable-')}") in self._own:
+            name = negated
         head, dot, key = name.partition(".")
         flag = self._table.flags.get(head)
         if name in self._own:
@@ -207,13 +219,11 @@ class _Line:
 
     def _asks_for_nothing(self, name: str) -> bool:
         """Tell whether this is the opposite of a switch that is off unless named."""
-        if not name.startswith("--no-"):
-            return False
-        positive = f"--{name.removeprefix('--no-')}"
-        flag, own = self._table.flags.get(positive), self._own.get(positive)
+        flag = opposite(name, self._table)
         if flag is not None and flag.fate == "not_needed":
             self.not_needed.append((name, flag.why))
-        return (flag is not None and flag.negatable) or (own is not None and not own.takes_value)
+        ours = [self._own.get(on + name.removeprefix(off)) for off, on in _OPPOSITES[:2] if name.startswith(off)]
+        return flag is not None or any(own is not None and not own.takes_value for own in ours)
 
 
 def _named(word: str, short: Mapping[str, str]) -> tuple[str, str | None]:
