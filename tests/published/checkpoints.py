@@ -29,8 +29,9 @@ _KEPT_BY_MINIMAX = ("gate.weight", "lm_head", "embed_tokens", "norm")
 
 
 def write_published(folder: Path) -> None:
-    """Write every target and BF16 draft that the documents name."""
-    plain = save(deepseek(vocab_size=_VOCAB, max_position_embeddings=CONTEXT), folder / "made" / "deepseek")
+    """Write every target and BF16 draft that the documents name; two ranks can share each target's blocks."""
+    sizes = {"vocab_size": _VOCAB, "max_position_embeddings": CONTEXT}
+    plain = save(deepseek(**sizes, moe_intermediate_size=64), folder / "made" / "deepseek")
     kimi = as_kimi(plain, folder / "made" / "kimi")
     for name, scheme in (("amd/Kimi-K2.5-W4A8", "w4a8"), ("amd/Kimi-K2.5-MXFP4", "mxfp4")):
         assert scheme in SCHEMES
@@ -38,9 +39,8 @@ def write_published(folder: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         quantized(kimi, out, scheme, None, "quark", (*EXPERTS_ONLY, "vision_tower.*", "mm_projector.*"))
         write_tokenizer(out)
-    sizes = {"vocab_size": _VOCAB, "max_position_embeddings": CONTEXT}
     target = folder / "MiniMaxAI" / "MiniMax-M2.5"
-    blocks(save(minimax(**sizes), folder / "made" / "minimax"), target, _KEPT_BY_MINIMAX)
+    blocks(save(minimax(**sizes, head_dim=128), folder / "made" / "minimax"), target, _KEPT_BY_MINIMAX)
     write_tokenizer(target)
     for name in ("lightseekorg/kimi-k2.5-eagle3", "thoughtworks/MiniMax-M2.5-Eagle3"):
         write_draft(folder / name)

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[3] / "shared" / "published"
@@ -44,6 +44,16 @@ class Line:
 def published_lines() -> list[Line]:
     """Return every command of every document."""
     return [line for path in sorted(FOLDER.glob("*.txt")) for line in lines_in(path)]
+
+
+def launch_lines(lines: list[Line]) -> list[Line]:
+    """Return every launch, and once more each whose document exports variables after it and says to run it again."""
+    found = []
+    for line in lines:
+        if line.kind() == "serve":
+            last = [other for other in lines if other.document == line.document][-1]
+            found += [line, *([replace(line, env=last.env)] if last.env != line.env else [])]
+    return found
 
 
 def lines_in(path: Path) -> list[Line]:

@@ -9,7 +9,7 @@ from slipstream.cli.quantize import quantize
 from slipstream.cli.serve import serve
 from slipstream.flags.line import settle
 from slipstream.flags.table import flag_table
-from tests.published.documents import ABSENT, FOLDER, published_lines, stray_flags
+from tests.published.documents import ABSENT, FOLDER, launch_lines, published_lines, stray_flags
 from tests.published.verbs import own_of
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=ABSENT)
@@ -31,12 +31,18 @@ def test_the_commands_are_found():
     assert [text for text in stray if not text.startswith(flags)] == []  # fragments of the lines, in the prose
 
 
+def test_every_exported_variable_has_a_fate():
+    exported = {word.split("=")[0] for line in LINES if line.words[0] == "export" for word in line.words[1:]}
+    assert len(exported) == 21
+    assert exported - flag_table("serve").variables.keys() == set()
+    assert {name for line in launch_lines(LINES) for name, _ in line.env} == exported
+
+
 @pytest.mark.parametrize("line", [line for line in LINES if line.kind() == "serve"], ids=lambda line: line.document)
 def test_a_launch_line_has_nothing_unknown_and_nothing_refused(line):
     own, table = own_of(serve), flag_table("serve")
     settled = settle(line.arguments(), own, table)
     assert [word for word in settled.words if word.startswith("--") and word not in own] == []
-    assert [name for name, _ in line.env if name not in table.variables] == []
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.kind() == "bench"], ids=lambda line: line.words[-1])

@@ -22,7 +22,7 @@ from slipstream.flags.line import settle
 from slipstream.flags.table import flag_table
 from tests.ports import free_port
 from tests.published.checkpoints import write_published
-from tests.published.documents import ABSENT, FOLDER, published_lines
+from tests.published.documents import ABSENT, FOLDER, launch_lines, published_lines
 from tests.published.verbs import own_of
 
 pytestmark = [pytest.mark.published, pytest.mark.skipif(not FOLDER.is_dir(), reason=ABSENT)]
@@ -35,7 +35,7 @@ PLACES = {
     "<path-to-this-model>": "ginsongsong/eagle3-kimik2.5-w4a8",
 }
 COUNTED_DOWN = {
-    **dict.fromkeys(("--tp", "--tensor-parallel-size"), "1"),
+    **dict.fromkeys(("--tp", "--tensor-parallel-size"), "2"),
     **dict.fromkeys(("--mem-fraction-static", "--gpu-memory-utilization"), "0.05"),
     "--host": "127.0.0.1",
 }
@@ -87,10 +87,6 @@ def on_this_machine(words):
             line.append(port if before == "--port" else word)
     if "--port" not in line:
         line += ["--port", port]
-    for flag in ("--enable-expert-parallel",):
-        if flag in line:
-            line.remove(flag)
-            changed.append(f"{flag} -> one rank")
     return line, port, changed
 
 
@@ -145,7 +141,7 @@ def bench_words(line, requests, streams):
     return words
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.kind() == "serve"], ids=lambda line: line.document)
+@pytest.mark.parametrize("line", launch_lines(LINES), ids=lambda line: f"{line.document}-{len(line.env)}")
 def test_a_published_launch_line_starts_and_answers_and_takes_its_published_load(folder, line):
     with started(folder, line.arguments(), line.env) as (url, log, changed):
         tokens = completion(url)
@@ -161,31 +157,39 @@ def test_a_published_launch_line_starts_and_answers_and_takes_its_published_load
 
 
 def inferencex_rows():
-    """The lines of the InferenceX pull requests that the second blog describes, as the shipped recipes render them."""
+    """The lines of the InferenceX pull requests that the second blog describes, as the shipped recipes render them.
+
+    Of lines that are the same here (topologies whose numbers are counted down) the first is returned, with how many
+    there are.
+    """
     rows = {}
     for recipe in ("kimi-k2.5-mxfp4-vllm.yaml", "minimax-m2.5-vllm.yaml"):
         for row in plan_rows(build_plan(load_recipe(ROOT / "recipes" / "bench" / recipe))):
-            # One line an arm and length: other topologies differ in numbers that are counted down here.
-            if row["workload"] in ("1k1k", "8k1k"):
-                rows.setdefault((recipe, row["arm"], row["workload"]), row)
+            line, port, _ = on_this_machine(row["argv"][2:])
+            same = (*(word for word in line if word != port), *row["env"].items())
+            rows.setdefault(same, {**row, "published": set()})["published"].add((row["workload"], row["topology"]))
     return list(rows.values())
 
 
+INFERENCEX = inferencex_rows()
+
+
 @pytest.mark.parametrize(
-    "row", inferencex_rows(), ids=lambda row: f"{row['argv'][2]}-{row['arm']}-{row['workload']}-{row['topology']}"
+    "row", INFERENCEX, ids=lambda row: f"{row['argv'][2]}-{row['arm']}-{row['workload']}-{row['topology']}"
 )
 def test_an_inferencex_line_starts_and_answers(folder, row):
     with started(folder, row["argv"][2:], row["env"].items()) as (url, _, changed):
         assert len(completion(url)) == 24
-    sys.stdout.write(f"\n{row['arm']} {row['workload']} {row['topology']}: {'; '.join(changed)}\n")
+    published = ", ".join(" ".join(one) for one in sorted(row["published"]))
+    sys.stdout.write(f"\n{row['arm']}, {published}: {'; '.join(changed)}\n")
 
 
 LAUNCHES = [
-    *(pytest.param(line.arguments(), line.env, id=line.document) for line in LINES if line.kind() == "serve"),
+    *(pytest.param(line.arguments(), line.env, id=f"{line.document}-{len(line.env)}") for line in launch_lines(LINES)),
     *(  # one InferenceX line of each arm
-        pytest.param(row["argv"][2:], tuple(row["env"].items()), id=f"{row['argv'][2]}-{row['arm']}")
-        for row in inferencex_rows()
-        if row["workload"] == "1k1k"
+        pytest.param(row["argv"][2:], tuple(row["env"].items()), id=f"{row['argv'][2]}-{row['arm']}-{row['topology']}")
+        for row in INFERENCEX
+        if ("1k1k", row["topology"]) in row["published"]
     ),
 ]
 
