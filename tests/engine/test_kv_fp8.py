@@ -7,6 +7,7 @@ import torch
 from arrivals import drive
 
 from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.checkpoint.spec import RopeSpec
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.memory import bytes_per_page
@@ -90,12 +91,28 @@ def test_a_cache_of_latents_keeps_one_code_for_keys_and_values():
     assert torch.equal(layer.values_SGd.view(torch.uint8), layer.keys_SGd.view(torch.uint8)[..., :32])
 
 
-def test_log_probabilities_are_within_the_formats_error_of_those_over_keys_as_computed():
-    order = random.Random(3)
+def test_a_bf16_target_and_its_draft_keep_half_the_bytes():
+    shape = {"head_dim": 64, "rope": RopeSpec(theta=10000.0, rotary_dim=64)}
+    target = tiny_target(**shape).to(torch.bfloat16)
+    draft = tiny_draft(target).to(torch.bfloat16)
+    taken = []
+    for dtype in ("auto", "fp8"):
+        engine = engine_of(target, draft, kv_cache_dtype=dtype, draft_kv_cache_dtype=dtype)
+        layers = [*engine.executor.runner.kv.layers, *engine.drafter.kv.layers]
+        tensors = [part for one in layers for part in (one.keys_SGd, one.values_SGd, *(one.scales or ()))]
+        taken.append(sum(part.nbytes for part in tensors) / layers[0].keys_SGd.shape[0])
+        config = EngineConfig(page_size=1, kv_cache_dtype=dtype, draft_kv_cache_dtype=dtype)
+        assert taken[-1] == bytes_per_page([target, draft], config)
+    assert 0.5 < taken[1] / taken[0] < 0.51  # a code for two bytes, and a scale for each head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_probabilities_are_within_the_formats_error_of_those_over_keys_as_computed(dtype):
+    order, target = random.Random(3), tiny_target().to(dtype)
     prompt = [order.randrange(61) for _ in range(90)]
     found = []
-    for dtype in ("auto", "fp8"):
-        engine = engine_of(TARGET, kv_cache_dtype=dtype, max_context=128)
+    for kv_cache_dtype in ("auto", "fp8"):
+        engine = engine_of(target, kv_cache_dtype=kv_cache_dtype, max_context=128)
         engine.add(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0), 0)
         (emission,) = [one for _ in range(9) for one in engine.step() if one.prompt_logprobs is not None]
         found.append(torch.tensor([one.logprob for one in emission.prompt_logprobs[1:]]))
