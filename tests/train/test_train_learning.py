@@ -1,6 +1,7 @@
 """A draft learns from traffic: what is better on held-back answers is deployed, and foreign texts never are."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,10 +23,10 @@ from slipstream.records.traffic import (
 from slipstream.train.data.corpus import Text, choose_vocab, exchange_tokens, join
 from slipstream.train.draft.objective import DraftShape, new_draft
 from slipstream.train.run.learner import Bars, Learner, LearnSettings, judge
-from slipstream.train.run.output import add_draft
+from slipstream.train.run.output import add_draft, move_halfway
 from training import greedy, write_target_folder
 
-SETTINGS = LearnSettings(longest=256, steps=60, lr=0.01, bars=Bars(gain=1.03, loss=1.0, texts=3))
+SETTINGS = LearnSettings(longest=256, steps=60, lr=0.01, halfway=False, bars=Bars(gain=1.03, loss=1.0, texts=3))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def answers(places):
     return [Answered(prompt, tuple(greedy(target, prompt, 24))) for prompt in prompts]
 
 
-def hold_round(places, folder, answers):
+def hold_round(places, folder, answers, settings=SETTINGS):
     writer = TrafficWriter(folder, 1_000_000)
     writer.add(answers)
     writer.flush()
@@ -61,7 +62,7 @@ def hold_round(places, folder, answers):
     for name in ("maths", "chat", "guards"):  # general texts are the same for every folder: written once
         for path in (places / "general").glob(f"general-{name}*"):
             (folder / path.name).write_bytes(path.read_bytes())
-    learner = Learner(folder, str(places / "target"), str(places / "draft"), torch.device("cpu"), SETTINGS, said.append)
+    learner = Learner(folder, str(places / "target"), str(places / "draft"), torch.device("cpu"), settings, said.append)
     verdict = learner.hold_round()
     (places / "general").mkdir(exist_ok=True)
     for path in folder.glob("general-*"):
@@ -77,6 +78,8 @@ def test_traffic_of_one_kind_gives_a_draft_that_keeps_more_of_it_and_is_deployed
     record = json.loads((tmp_path / deployed.draft / "slipstream.json").read_text())
     assert record["verdict"]["after"] == verdict.after and record["started_from"]
     assert not (tmp_path / "round").exists()
+    back, _ = hold_round(places, tmp_path / "back", answers, replace(SETTINGS, halfway=True))
+    assert back.before == verdict.before and back.after < verdict.after  # halfway to a draft that knows nothing
 
 
 def test_shuffled_tokens_are_never_deployed(places, answers, tmp_path):
@@ -104,6 +107,25 @@ def test_tokens_of_the_traffic_take_the_places_of_tokens_nobody_wrote():
     assert exchange_tokens(vocab, corpus, 50, 1).tolist() == [*range(10, 19), 40]
     assert exchange_tokens(vocab, corpus, 50, 5).tolist() == [*range(10, 18), 40, 41]
     assert 12 in exchange_tokens(torch.arange(12, 14), corpus, 50, 5).tolist()
+
+
+def test_halfway_between_two_drafts_rows_of_tokens_that_one_of_them_lacks_stay(places):
+    target = target_of(places)
+    drafts = []
+    for seed, tokens in enumerate((range(3, 40), range(10, 47))):
+        vocab = choose_vocab(join([Text([1, *tokens], [(1, 38)])]), 99, 37, [])
+        drafts.append(new_draft(DraftShape(vocab_size=37).spec(target.spec), target, vocab, seed))
+    mine, other = drafts
+    with torch.no_grad():
+        mine.lm_head.weight.fill_(1.0)
+        other.lm_head.weight.fill_(2.0)
+        other.fc.weight.fill_(4.0)
+        mine.fc.weight.fill_(2.0)
+    known = torch.isin(mine.token_ids_V, other.token_ids_V)
+    assert 0 < known.sum() < len(known)
+    move_halfway(mine, other)
+    assert mine.lm_head.weight[known].eq(1.5).all() and mine.lm_head.weight[~known].eq(1.0).all()
+    assert mine.fc.weight.eq(3.0).all()
 
 
 def test_traffic_is_bounded_and_the_oldest_goes_and_damaged_lines_are_left_out(tmp_path):

@@ -1,8 +1,8 @@
 """Adapting a draft to traffic, round by round: train on what a server kept, judge on what was held back, deploy.
 
 A round takes the latest texts, sets aside those whose prompt's hash says so, leaves out what the target cannot have
-written, and trains the draft in use on the rest and on general texts. What comes of it serves only if held-back traffic
-gains and general texts lose next to nothing.
+written, trains the draft in use on the rest and on general texts, and moves the result halfway back to the draft that
+learning started from. What comes of it serves only if held-back traffic gains and general texts lose next to nothing.
 
 An adapted draft serves only if its gain is no accident: judged on texts of the target's own that were held back.
 """
@@ -46,7 +46,7 @@ from slipstream.train.draft.objective import Emphasis, Objective, renew_vocab
 from slipstream.train.draft.packing import Packer
 from slipstream.train.draft.target import load_and_digest, target_dtype
 from slipstream.train.draft.walk import rounds_by_text
-from slipstream.train.run.output import add_draft, check_trainable, round_weights, weights_digest
+from slipstream.train.run.output import add_draft, check_trainable, move_halfway, round_weights, weights_digest
 from slipstream.train.run.phases import hardware, packed_engine, versions
 from slipstream.train.run.recipe import EvalSet, TrainConfig
 from slipstream.train.run.trainer import Hooks, Progress, Trainer
@@ -167,6 +167,7 @@ class LearnSettings:
         longest: texts of more tokens are cut off there.
         general_share: of the tokens trained on, as far as repeats allow: texts that the draft shall not forget.
         new_tokens: share of the draft's vocabulary that a round may exchange.
+        halfway: back to the draft that learning started from; not for a start that knows nothing.
     """
 
     fresh_tokens: int = 6_000
@@ -176,6 +177,7 @@ class LearnSettings:
     lr: float = 4e-4
     general_share: float = 0.33
     new_tokens: float = 0.15
+    halfway: bool = True
     bars: Bars = field(default_factory=Bars)
 
     def training(self) -> TrainConfig:
@@ -250,6 +252,9 @@ class Learner:
         general, guards = self._general()
         begun = time.monotonic()
         adapted, state = self._adapt(in_use, join([*learnt, *self._replay(learnt, general)]), work)
+        if self._settings.halfway:  # most of the gain stays, and other traffic loses about a third as much
+            move_halfway(adapted, first)
+            round_weights(adapted)
         seconds = time.monotonic() - begun
         held_back, guarding = join(held), join(guards)
         at_held, at_guards = work / "held", work / "guards"

@@ -181,9 +181,25 @@ def average_with(draft: Eagle3Draft, other: Eagle3Draft) -> None:
             "The two drafts differ in shape or vocabulary, so their weights do not correspond. Average a draft with "
             "the one it was trained on from (--init-from), or with another trained on from that."
         )
+    move_halfway(draft, other)
+
+
+@torch.no_grad()
+def move_halfway(draft: Eagle3Draft, other: Eagle3Draft) -> None:
+    """Move the draft, rounded, halfway to another one of the same shape, in place; rows of tokens that only one of
+    them knows stay.
+    """
     round_weights(draft)
-    for name, parameter in mine.items():
-        parameter.copy_(0.5 * parameter.float() + 0.5 * others[name].float())
+    row_of = {token: row for row, token in enumerate(other.token_ids_V.tolist())}
+    pairs = [(row, row_of[token]) for row, token in enumerate(draft.token_ids_V.tolist()) if token in row_of]
+    rows, other_rows = torch.tensor(pairs, device=draft.token_ids_V.device).T
+    others = _weights(other)
+    for name, parameter in _weights(draft).items():
+        theirs = others[name].float()
+        if name.startswith("lm_head."):
+            parameter[rows] = (0.5 * parameter[rows].float() + 0.5 * theirs[other_rows]).to(parameter)
+        else:
+            parameter.copy_(0.5 * parameter.float() + 0.5 * theirs)
 
 
 def _weights(draft: Eagle3Draft) -> dict[str, torch.nn.Parameter]:
