@@ -26,15 +26,22 @@ FEW_SPILLS = 88  # hardly any: Triton 3.7 spills 8 where 3.6 spills none
 WEIGHTS = {"w_ptr", "w_scale_ptr", "weight_ptr", "norm_ptr"}
 DESCRIPTION = {"starts_ptr", "lens_ptr", "pages_ptr", "index_ptr", "ancestors_ptr"}
 PLACES = {"slots_ptr", "positions_ptr", "cos_ptr", "sin_ptr"}
+TREES = {"pages_ptr", "root_ptr", "index_ptr", "paths_ptr"}
 EARLY_READERS = {  # beside weights: what these read was written before the kernel before them began
     "attention.split_kv:splits_kernel": DESCRIPTION,
     "attention.even:even_kernel": DESCRIPTION,
     "attention.hopper_split_kv:hopper_split_kv_kernel": DESCRIPTION | {"k_ptr", "v_ptr"},
     "attention.persistent_ws:persistent_kernel": {"work_ptr"},
+    "attention.tree:tree_splits_kernel": TREES | {"k_ptr", "v_ptr"},
+    "attention.tree:tree_merge_kernel": {"root_ptr", "index_ptr"},
+    "attention.hopper_tree:hopper_tree_kernel": TREES,
     "moe.gemv:words_down_kernel": {"ids_ptr"},
     "rope:_rope_kernel": PLACES,
 }
-HOPPER_ONLY = ("hopper_gemv_kernel", "stream_kernel", "hopper_split_kv_kernel", "persistent_kernel", "work_list_kernel")
+HOPPER_ONLY = (
+    "hopper_gemv_kernel", "stream_kernel", "hopper_split_kv_kernel", "hopper_tree_kernel", "persistent_kernel",
+    "work_list_kernel",
+)  # fmt: skip
 LEVELS = ["each", pytest.param("all", marks=pytest.mark.compile)]
 
 
