@@ -213,31 +213,16 @@ def _attend_by_several(
         shape |= _even_options(config, most_queries, tokens, layer.scales is not None)
         grid = (num_groups, max(config.even_programs // num_groups, 1))
         even_kernel[grid](
-            *_read(q_THd, layer),
-            *rest,
-            num_requests,
-            num_results,
-            *strides[:2],
-            *layer.scale_strides,
-            strides[2],
+            *_read(q_THd, layer), *rest, num_requests, num_results, *strides[:2], *layer.scale_strides, strides[2],
             **shape,
-        )
+        )  # fmt: skip
         return out
     shape |= _split_options(config, rows, whole, layer.scales is not None)
     shape |= {"REQUESTS": 1} if one_tile else {}  # nobody looks for them
     splits_kernel[(num_groups, num_tiles, shares)](
-        *_read(q_THd, layer),
-        *rest,
-        num_requests,
-        num_results,
-        *strides[:2],
-        *layer.scale_strides,
-        *strides[2:],
-        WHOLE=whole,
-        ONE=one_tile,
-        **early_options,
-        **shape,
-    )
+        *_read(q_THd, layer), *rest, num_requests, num_results, *strides[:2], *layer.scale_strides, *strides[2:],
+        WHOLE=whole, ONE=one_tile, **early_options, **shape,
+    )  # fmt: skip
     return out
 
 
