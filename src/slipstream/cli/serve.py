@@ -45,7 +45,6 @@ def serve(
     borrowed_tokens: o.BorrowedTokens = 64,
     copied_tokens: o.CopiedTokens = 0,
     earlier_tokens: o.EarlierTokens = 0,
-    adaptive_depth: o.AdaptiveDepth = False,
     kernel_settings: o.KernelSettings = None,
     simulated_acceptance: o.SimulatedAcceptance = None,
     api_key: o.ApiKey = None,
@@ -144,7 +143,6 @@ def serve(
         borrowed_tokens=borrowed_tokens,
         copied_tokens=copied_tokens,
         earlier_tokens=earlier_tokens,
-        adaptive_depth=adaptive_depth,
     )
     chosen = read_kernel_settings(kernel_settings)
     options = LoadOptions(

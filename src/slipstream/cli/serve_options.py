@@ -124,10 +124,6 @@ EarlierTokens = Annotated[
     int,
     typer.Option(help="Tokens of earlier answers that may be copied too; timing may tell what others were answered."),
 ]
-AdaptiveDepth = Annotated[
-    bool,
-    typer.Option(help="On a GPU: each step's chains or trees are as large as pays, up to the one asked for."),
-]
 SimulatedAcceptance = Annotated[
     str | None, typer.Option(help="Measurements only: keep drafted tokens by these rates, such as 0.8,0.6,0.4.")
 ]

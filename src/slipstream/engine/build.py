@@ -1,6 +1,7 @@
 """Put an engine together: caches sized by the plan, a drafter of the kind asked for."""
 
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -31,6 +32,8 @@ from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeShape
 
 _PACED_DEPTH = 5
+_MENU = (*(TreeShape.chain(length) for length in (3, 1, 5, 7)), TreeShape(depth=5, width=4, budget=15))
+"""What captured steps choose among where nobody asked for a shape; rows that run eagerly are drafted the first."""
 
 
 def build_engine(
@@ -44,23 +47,23 @@ def build_engine(
     """Allocate the caches and return an engine ready to run.
 
     Args:
-        shape: None ends chains where going on would not pay (see `paces`), or gives them the usual length.
+        shape: None lets each step draft what pays (see `draft_shapes`).
         leader: the way to the other ranks, where the target is split; they are told how many pages to allocate.
     """
     copied = copied_nodes(target, draft, shape, config, ops)
-    paced = shape is None and paces(draft, ops)
-    shape = shape or default_shape(draft, ops)
+    shapes = draft_shapes(target, draft, shape, config, ops)
+    paced = shape is None and len(shapes) == 1 and paces(draft, ops)
     if config.max_context > target.spec.max_position:
         raise ConfigError(
             f"max_context is {config.max_context}; the target was made for at most {target.spec.max_position} tokens."
         )
     _check_kv(target, config, ops)
-    num_pages = config.resolve_num_pages(extra_slots(draft, shape, copied))
+    num_pages = config.resolve_num_pages(extra_slots(draft, shapes, copied))
     caches = _Caches(target, config, num_pages + config.spare_pages(target.embed_tokens.device.type))
     pace = Pace(ChainController(), time.perf_counter) if paced else None
     copier = Copier.on(ops, copied, config.earlier_tokens) if copied else None
-    beside = Beside(borrowers_of(target, draft, config, ops), copier)
-    drafter = _drafter(target, draft, shape, caches, ops, pace, beside)
+    beside = Beside(borrowers_of(target, draft, config, ops), copier, shapes)
+    drafter = _drafter(target, draft, shapes[0], caches, ops, pace, beside)
     runner = Runner(target, caches.of_target(), ops, drafter.captured_layers)
     if leader is None:
         return Engine(_executor(runner, drafter, config), config, target.spec)
@@ -88,8 +91,7 @@ def build_other_rank(
 def _executor(runner: Runner, drafter: Drafter, config: EngineConfig) -> Executor:
     """Return what runs steps fastest on this device."""
     if config.captures(runner.device.type) and GraphExecutor.supports(runner, drafter):
-        adapts = config.adaptive_depth
-        return GraphExecutor(runner, drafter, config.max_requests, config.max_context, adapts=adapts)
+        return GraphExecutor(runner, drafter, config.max_requests, config.max_context)
     if NativeExecutor.supports(runner, drafter):
         return NativeExecutor(runner, drafter, config.max_requests)
     return EagerExecutor(runner, drafter, config.max_requests)
@@ -100,9 +102,26 @@ def paces(draft: Eagle3Draft | Literal["ngram"] | None, ops: Ops) -> bool:
     return isinstance(draft, Eagle3Draft) and draft.ranks.size == 1 and isinstance(ops, ChainOps)
 
 
-def default_shape(draft: Eagle3Draft | Literal["ngram"] | None, ops: Ops) -> TreeShape:
-    """Return the shape nobody asked for: longer where chains are cut when they stop paying."""
-    return TreeShape.chain(_PACED_DEPTH) if paces(draft, ops) else TreeShape()
+def draft_shapes(
+    target: Target,
+    draft: Eagle3Draft | Literal["ngram"] | None,
+    asked: TreeShape | None,
+    config: EngineConfig,
+    ops: Ops,
+) -> tuple[TreeShape, ...]:
+    """Return what rows are drafted: what was asked for, or what captured steps choose among.
+
+    Elsewhere it is one chain: longer where it is cut when it stops paying.
+    """
+    if asked is not None:
+        return (asked,)
+    if isinstance(draft, Eagle3Draft):
+        alone = target.ranks.size == 1 and draft.ranks.size == 1
+        if alone and config.captures(target.embed_tokens.device.type):
+            return _MENU
+        if paces(draft, ops):
+            return (TreeShape.chain(_PACED_DEPTH),)
+    return (TreeShape(),)
 
 
 def copied_nodes(
@@ -119,17 +138,17 @@ def copied_nodes(
     """
     device = target.embed_tokens.device.type
     if draft == "ngram":
-        return (asked or default_shape(draft, ops)).depth
+        return (asked or TreeShape()).depth
     if draft is None or target.ranks.size > 1 or draft.ranks.size > 1 or not config.drafts_on_host(device):
         return 0
     return config.copied_tokens
 
 
-def extra_slots(draft: Eagle3Draft | Literal["ngram"] | None, shape: TreeShape, copied: int) -> int:
+def extra_slots(draft: Eagle3Draft | Literal["ngram"] | None, shapes: Sequence[TreeShape], copied: int) -> int:
     """Return how many slots past a request's last token a step may need."""
     if draft is None or draft == "ngram":
         return 0 if draft is None else copied
-    return max(most_nodes(shape, copied) - 1, shape.scratch)
+    return max(max(most_nodes(shape, copied) - 1, shape.scratch) for shape in shapes)
 
 
 def _drafter(

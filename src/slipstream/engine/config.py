@@ -36,8 +36,6 @@ class EngineConfig:
         copied_tokens: nodes of a draft's tree that may be copied from the request's own text; 0: none. On a CPU only.
         earlier_tokens: tokens of earlier answers, the latest, that requests may copy from as well; 0: none. How fast an
             answer comes may then tell what others were answered.
-        adaptive_depth: on a GPU, let each step's chains or trees be as large as pays by measured costs and what was
-            kept, up to the tree asked for, or drop drafts; every choice is captured before the first request.
         cuda_graphs: run decoding as steps captured in CUDA graphs, with the host one step behind. "auto" does so on a
             GPU; "on" without one runs the same steps uncaptured, for tests. The tokens are the same either way.
     """
@@ -54,7 +52,6 @@ class EngineConfig:
     borrowed_tokens: int = 64
     copied_tokens: int = 0
     earlier_tokens: int = 0
-    adaptive_depth: bool = False
     cuda_graphs: CudaGraphs = "auto"
 
     def __post_init__(self) -> None:

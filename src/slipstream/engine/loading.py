@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ from slipstream.engine.build import (
     build_engine,
     build_other_rank,
     copied_nodes,
-    default_shape,
+    draft_shapes,
     extra_slots,
     paces,
 )
@@ -66,7 +66,7 @@ class LoadOptions:
         draft: a draft's folder or hub id, "ngram", "none", or "auto" (the draft that ships for the embedded model,
             and none for any other; "embedded" means the same).
         draft_window: how many of the last tokens the draft attends to; None: as it was trained.
-        tree: None drafts chains, each cut where going on would not pay (of three tokens where that cannot be told).
+        tree: None drafts as far as pays by what it takes and what is kept (three tokens where that cannot be told).
         dtype: "auto" keeps a GGUF's weights (and the embedded model's) as stored where the kernels can, and takes
             float32 on a CPU and bfloat16 on a GPU for the rest; a named type expands a GGUF to it.
         tiles: tile shapes of the experts' products in place of the shipped ones, by name (`stage2.block_k`); no answer
@@ -216,7 +216,10 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     has_draft = seat.ranks.rank == 0 or options.topology.draft_tp > 1
     draft, draft_line = _draft(options, target, dtype, ops) if has_draft else (None, "on the first rank")
     copied = copied_nodes(target, draft, options.tree, config, ops)
-    slots = extra_slots(draft, options.tree or default_shape(draft, ops), copied)
+    shapes = draft_shapes(target, draft, options.tree, config, ops)
+    slots = extra_slots(draft, shapes, copied)
+    if isinstance(draft, Eagle3Draft):
+        draft_line += f", {_drafted(shapes, paced=options.tree is None and paces(draft, ops))}"
     if copied and draft != "ngram":
         draft_line += f", and up to {copied} nodes copied from the text"
     config, memory_line = _with_pages(options, target, draft, config, slots)
@@ -234,7 +237,7 @@ def _follow(options: LoadOptions, seat: Seat) -> None:
         return
     assert isinstance(num_pages, int)
     draft = parts.draft if isinstance(parts.draft, Eagle3Draft) else None
-    shape = options.tree or default_shape(draft, parts.ops)
+    shape = draft_shapes(parts.target, draft, options.tree, parts.config, parts.ops)[0]
     config = dataclasses.replace(parts.config, num_pages=num_pages)
     follow(channel, build_other_rank(parts.target, draft, shape, config, parts.ops, channel))
 
@@ -375,10 +378,14 @@ def _draft(
         if draft.spec.mla is not None:
             raise ConfigError("draft_window is given, and this draft attends over latents, which have no window.")
         draft.see_last(options.draft_window)
-    shape = str(options.tree or default_shape(draft, ops))
-    if options.tree is None and paces(draft, ops):
-        shape += " at most, ended where going on would not pay"
-    return draft, f"{Path(wanted).name} (EAGLE-3, {_weights(draft)}), {shape}"
+    return draft, f"{Path(wanted).name} (EAGLE-3, {_weights(draft)})"
+
+
+def _drafted(shapes: Sequence[TreeShape], *, paced: bool) -> str:
+    """Say what a draft drafts."""
+    if len(shapes) > 1:
+        return "as far as pays: " + ", ".join(map(str, shapes)) + ", or nothing"
+    return f"{shapes[0]}{' at most, ended where going on would not pay' if paced else ''}"
 
 
 def _weights(model: torch.nn.Module) -> str:

@@ -41,7 +41,6 @@ class Settings(TypedDict, total=False):
     borrowed_tokens: int
     copied_tokens: int
     earlier_tokens: int
-    adaptive_depth: bool
     cuda_graphs: CudaGraphs
     tp: int
     ep: int

@@ -26,7 +26,7 @@ from slipstream.speculation.grow import Candidates, growth, with_trees
 from slipstream.speculation.late import LatePages, LateRun
 from slipstream.speculation.levels import LevelRows, LevelsStart, levels_of
 from slipstream.speculation.merge import Guess, add_copies
-from slipstream.speculation.outcomes import Beyond, DraftedChain
+from slipstream.speculation.outcomes import chains_of
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape
 
@@ -40,12 +40,14 @@ class Beside:
     """What a draft works with beside its own guesses.
 
     Args:
+        menu: shapes that captured steps choose among; none: the one shape.
         borrowers: let requests be drafted tokens of their own text that the draft does not know.
         copier: hangs what the text itself would go on with beside the draft's chains.
     """
 
     borrowers: Borrowers | None = None
     copier: Copier | None = None
+    menu: tuple[TreeShape, ...] = ()
 
 
 @dataclass
@@ -95,12 +97,13 @@ class Eagle3Drafter:
         self._guesses: dict[int, list[int]] = {}  # of the round under way, where it is paced
         self._left = LatePages(kv.page_size, _LEFT_BYTES)
         self.shape: TreeShape = shape
+        self.menu = beside.menu or (shape,)
         self.captured_layers = captured_layers
 
     @property
     def max_nodes(self) -> int:
         """Nodes of a full tree and its root, copied ones included."""
-        return most_nodes(self.shape, self.most_copied)
+        return max(most_nodes(shape, self.most_copied) for shape in self.menu)
 
     @property
     def most_copied(self) -> int:
@@ -110,7 +113,7 @@ class Eagle3Drafter:
     @property
     def scratch(self) -> int:
         """Draft keys a tree needs beyond the committed ones."""
-        return self.shape.scratch
+        return max(shape.scratch for shape in self.menu)
 
     @property
     def follows_chains(self) -> bool:
@@ -287,7 +290,7 @@ class Eagle3Drafter:
                 last.length += len(tokens)
                 last.logits_V = None
         if self._pace is not None:
-            self._pace.finished([(_chains_of(result), result.seconds) for result in results])
+            self._pace.finished([(chains_of(result), result.seconds) for result in results])
 
     def _catch_up(self, lengths: Mapping[int, int]) -> None:
         """End rounds for some requests: let the draft follow what it is late with, if they still have these lengths."""
@@ -333,7 +336,7 @@ class Eagle3Drafter:
     def reshape(self, shape: TreeShape) -> None:
         """Grow trees of another shape, from now on in full and with nothing copied beside them."""
         self._settle_followers()
-        self.shape = shape
+        self.shape, self.menu = shape, (shape,)
         self._pace = self._copier = None
 
     def exchange(self, draft: Eagle3Draft, borrowers: Borrowers | None) -> Exchanged:
@@ -380,18 +383,6 @@ class Eagle3Drafter:
 def most_nodes(shape: TreeShape, most_copied: int) -> int:
     """Return how many nodes a tree may have, its root included."""
     return max(shape.num_nodes, min(shape.num_nodes + most_copied, MAX_NODES))
-
-
-def _chains_of(result: RoundResult) -> list[DraftedChain]:
-    chains = []
-    for scores, drafted, tokens, foretold in zip(
-        result.scores, result.drafted, result.tokens, result.foretold, strict=True
-    ):
-        guess = zip(drafted.tokens[: drafted.guessed], tokens[:-1], strict=False)
-        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], guess))
-        copied = len(drafted.tokens) - drafted.guessed
-        chains.append(DraftedChain(scores, drafted.guessed, kept, Beyond(copied, foretold, max(len(tokens), 1) - 1)))
-    return chains
 
 
 def _late_run(follower: Follower, length: int) -> LateRun:

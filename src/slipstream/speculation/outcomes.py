@@ -1,10 +1,11 @@
 """What came of a round of drafting and checking, as plain values: what controllers learn from."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.kernels import Cut
+from slipstream.kernels import Cut, RoundResult
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,16 @@ class DraftedPass:
             for chain, count in zip(self.chains, counts, strict=True)
         )
         return levels, sum(counts), sum(kept)
+
+
+def chains_of(result: RoundResult) -> list[DraftedChain]:
+    """Return what came of each request's chain in a round that ran as one call."""
+    chains = []
+    for scores, drafted, tokens, foretold in zip(
+        result.scores, result.drafted, result.tokens, result.foretold, strict=True
+    ):
+        guess = zip(drafted.tokens[: drafted.guessed], tokens[:-1], strict=False)
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], guess))
+        copied = len(drafted.tokens) - drafted.guessed
+        chains.append(DraftedChain(scores, drafted.guessed, kept, Beyond(copied, foretold, max(len(tokens), 1) - 1)))
+    return chains

@@ -15,10 +15,10 @@ import torch
 from slipstream.executors.choice import NodeMasks
 from slipstream.executors.cuda_graph.exchange import exchange_weights
 from slipstream.executors.cuda_graph.flight import Decoding, Flight, goes_on
-from slipstream.executors.cuda_graph.kinds import choice_of, chosen_kind, controller_of, whole_kind
+from slipstream.executors.cuda_graph.menu import Decoders, StepMenu
 from slipstream.executors.cuda_graph.prepared import Prepared
 from slipstream.executors.cuda_graph.prompts import Part
-from slipstream.executors.cuda_graph.state import Loaded, StepModels
+from slipstream.executors.cuda_graph.state import MOST_LATE, Loaded, StepModels
 from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
 from slipstream.executors.cuda_graph.transfer import Arrival, download, upload
 from slipstream.executors.cuda_graph.tree_step import TreeStep
@@ -34,13 +34,14 @@ from slipstream.speculation.eagle3_drafter import Eagle3Drafter, Exchanged
 from slipstream.speculation.simulate import thresholds
 from slipstream.speculation.tree import MAX_NODES, Tree, TreeShape
 
+_FEW_ROWS = 8
+"""Rows among which one that leaves has the draft follow its text first, for requests that begin with it."""
+
 
 class GraphExecutor(EagerExecutor):
     """Runs decoding rows ahead of the host; one step at work, one being read."""
 
-    def __init__(
-        self, runner: Runner, drafter: Drafter, num_rows: int, max_context: int, *, adapts: bool = False
-    ) -> None:
+    def __init__(self, runner: Runner, drafter: Drafter, num_rows: int, max_context: int) -> None:
         super().__init__(runner, drafter, num_rows + 1)  # the last slot is nobody's
         eagle = drafter if isinstance(drafter, Eagle3Drafter) else None
         self._models = StepModels(
@@ -62,9 +63,8 @@ class GraphExecutor(EagerExecutor):
         self._free = list(range(num_rows))
         self._sent: dict[int, int] = {}  # tokens of each row whose computing was begun
         self._masked = False
-        self._adapts = adapts
-        self._lengths = controller_of(self._shape) if adapts else None
-        self._late: set[int] = set()  # rows whose draft has not followed their text
+        self._menu = StepMenu(self._shapes, self._prepared)
+        self._late = 0  # steps without drafts that the draft has not followed
 
     @staticmethod
     def supports(runner: Runner, drafter: Drafter) -> bool:
@@ -82,21 +82,21 @@ class GraphExecutor(EagerExecutor):
         return len(self._flights)
 
     @property
-    def _shape(self) -> TreeShape | None:
-        """How the draft grows; None without one."""
-        return None if self._eagle is None else self._eagle.shape
+    def _shapes(self) -> Sequence[TreeShape]:
+        """What rows may be drafted; nothing without a draft."""
+        return () if self._eagle is None else self._eagle.menu
 
     @property
     def _extra_slots(self) -> int:
         """Slots past a row's root that a step writes."""
-        return 0 if self._shape is None else max(self._shape.num_nodes - 1, self._shape.scratch)
+        return max((max(shape.num_nodes - 1, shape.scratch) for shape in self._shapes), default=0)
 
     def reshape(self, shape: TreeShape) -> bool:
         """Draft trees of another shape; of what rows have on the device, only how far they draft depends on it."""
         self._drafter.reshape(shape)
         for number, place in self._places.items():
             self._state.draft_until(place, self._drafts_until(self._rows[number], self._extra_slots))
-        self._lengths = controller_of(self._shape) if self._adapts else None
+        self._menu = StepMenu(self._shapes, self._prepared)
         return False
 
     def swap_draft(self, draft: Eagle3Draft, borrowers: Borrowers | None) -> Exchanged:
@@ -115,40 +115,22 @@ class GraphExecutor(EagerExecutor):
         self._free = list(range(len(self._state.active_R) - 1))
         self._places.clear()
         self._sent.clear()
-        self._late.clear()
+        self._late = 0
 
     def warm_up(self) -> list[str]:
-        """Capture what decoding can need with the present tree, before the first request."""
+        """Capture what decoding can need with the present trees, before the first request."""
         with torch.inference_mode():
-            return self._prepared.warm_up(self._kinds, by_context=self._lengths is not None)
-
-    def _kinds(self, num_rows: int, max_keys: int) -> list[StepKind]:
-        """Return the kinds of steps that so many rows may take."""
-        plain = StepKind(num_rows, 0, max_keys)
-        if self._lengths is None:
-            return list(dict.fromkeys([plain, whole_kind(plain, self._shape)]))
-        kinds = (chosen_kind(plain, choice, self._shape) for choice in self._lengths.choices)
-        return [kind for kind in kinds if kind is not None]
+            return self._prepared.warm_up(self._menu.kinds)
 
     def explain(self) -> dict[str, object]:
         """Say what the last step drafted, and what each choice would have given."""
-        told = None if self._lengths is None else self._lengths.last
-        if told is None:
-            return super().explain()
-        return {
-            "chosen": str(told.chosen),
-            "tokens_a_second": {str(choice): round(rate, 1) for choice, rate in told.rates.items()},
-            "chances": [round(chance, 3) for chance in told.chances],
-        }
+        return super().explain() if self._menu.controller is None else self._menu.controller.explain()
 
     def costs(self, num_decoding: int) -> StepCosts | None:
         """Return what a step of so many decoding rows costs, as it was measured at the start."""
         if not self._places:
             return None
-        longest = max(len(self._rows[number].tokens) for number in self._places)
-        max_keys = self._prepared.max_keys(longest + 2 * (self._extra_slots + 1))
-        plain = StepKind(self._prepared.num_rows(num_decoding), 0, max_keys)
-        return self._prepared.costs(whole_kind(plain, self._shape))
+        return self._prepared.costs(self._menu.usual(self._plain(self._prepared.num_rows(num_decoding))))
 
     def submit(self, step: StepInput) -> None:
         """Launch the step."""
@@ -185,9 +167,10 @@ class GraphExecutor(EagerExecutor):
 
     def _take_in(self, step: StepInput) -> None:
         """Follow the changes of the batch, on the device too."""
+        if self._late and any(left.num_reusable for left in step.left) and len(self._places) <= _FEW_ROWS:
+            self._catch_up(self._plain(self._prepared.num_rows(max(self._places.values()) + 1)))
         for left in step.left:
             self._sent.pop(left.row, None)
-            self._late.discard(left.row)
             place = self._places.pop(left.row, None)
             if place is not None:
                 self._state.unload(place)
@@ -199,6 +182,8 @@ class GraphExecutor(EagerExecutor):
                 first = len(self._rows[number].pages) - len(pages)
                 added += [(self._places[number], first + column, page) for column, page in enumerate(pages)]
         self._state.add_pages(added)
+        if step.joined and self._menu.controller is not None:
+            self._menu.controller.begin_text(len(self._rows))
         for joined in step.joined:
             row = self._rows[joined.row]
             self._sent[joined.row] = row.num_committed
@@ -216,14 +201,15 @@ class GraphExecutor(EagerExecutor):
 
     def _drafts_until(self, row: Row, extra_slots: int) -> int:
         """Return the length from which a drafted token could not be emitted any more; 0 if the row never drafts."""
-        if not row.joined.speculate or not extra_slots or row.number in self._late:
+        if not row.joined.speculate or not extra_slots:
             return 0
         return min(row.joined.num_prompt + row.joined.params.max_tokens - 2, self._max_context - extra_slots)
 
     def _launch(self, decoding: Sequence[Row], beginning: Sequence[tuple[Row, Work]], flight: Flight) -> None:
         """Launch a step of the decoding batch, and parts of prompts, in one pass of the target where that can be."""
         prepared, lap = self._prepared, flight.lap
-        kind = self._kind(decoding) if decoding else None  # before rows that begin have places
+        # Before rows that begin have places.
+        kind = self._kind(decoding, joined=bool(beginning)) if decoding else None
         ending = [row for row, work in beginning if work.emits]
         masks = self._first_masks(ending)
         parts = self._parts(beginning, masks)
@@ -256,10 +242,13 @@ class GraphExecutor(EagerExecutor):
         """Launch one step of the decoding batch, with a padded prompt batch beside it if there is one."""
         launches, lap = self._prepared.step(kind), flight.lap
         verify = launches.verify if size is None else self._prepared.mixed(kind, size)
+        if self._late and (kind.num_drafted or self._late == MOST_LATE):
+            lap.mark("draft")
+            self._catch_up(kind)
         lap.mark("draft" if kind.num_drafted else "verify")
         launches.draft()
         followed = [row for row in decoding if row.grammar is not None]
-        drafted = Arrival(launches.step.drafted) if followed else None
+        drafted = Arrival(launches.step.drafted) if followed and kind.num_drafted else None
         lap.mark("verify" if size is None else "mixed")
         verify()
         if followed:
@@ -267,51 +256,44 @@ class GraphExecutor(EagerExecutor):
         flight.unmasked = self._mask(followed, drafted, launches.step)
         lap.mark("verify")
         launches.choose()
+        self._late += kind.notes and any(row.joined.speculate for row in decoding)
         extra = self._extra_slots if kind.num_drafted else 0
         flight.rows = [Decoding(row, self._places[row.number], self._drafts_until(row, extra)) for row in decoding]
-        flight.kind = kind
-        flight.learn = None if self._lengths is None else partial(self._lengths.learn, choice_of(kind))
+        flight.kind, flight.learn = kind, partial(self._menu.learn, kind)
         flight.out = Arrival((launches.step.out_RE,))
         if any(row.joined.params.logprobs is not None for row in decoding):
             assert launches.step.sampled is not None, "it was chosen when it was made ready"
             flight.logprobs = download(launches.step.sampled)
-        if launches.extend is not None:
+        if kind.num_drafted:
             lap.mark("draft")
             launches.extend()
 
-    def _kind(self, decoding: Sequence[Row]) -> StepKind:
-        """Return the kind of step that fits the batch; rows far back move up where a smaller one would do."""
+    def _kind(self, decoding: Sequence[Row], *, joined: bool) -> StepKind:
+        """Return the kind of step that fits the batch; rows far back move up where a smaller one would do.
+
+        Args:
+            joined: prompts are to be computed in the same step.
+        """
         size = self._prepared.num_rows(len(self._places))
         for number, place in list(self._places.items()):
             if place >= size:
                 self._places[number] = heapq.heappop(self._free)
                 self._state.move(place, self._places[number])
                 heapq.heappush(self._free, place)
-        ahead = (len(self._flights) + 1) * (self._extra_slots + 1)
-        longest = max(len(self._rows[number].tokens) for number in self._places) + ahead
-        kind = self._chosen(decoding, StepKind(size, 0, self._prepared.max_keys(longest)))
-        if not kind.extends:
-            for row in decoding:
-                if row.joined.speculate and self._shape is not None and row.number not in self._late:
-                    self._late.add(row.number)
-                    self._state.draft_until(self._places[row.number], 0)
-        return kind
-
-    def _chosen(self, decoding: Sequence[Row], plain: StepKind) -> StepKind:
-        """Return the step with as many drafted tokens as pay; `plain` has none."""
-        drafting = [row for row in decoding if row.joined.speculate]
-        whole = whole_kind(plain, self._shape)
-        if not drafting or self._lengths is None:
-            return whole if drafting else plain
-        made = {choice: chosen_kind(plain, choice, self._shape) for choice in self._lengths.choices}
-        kinds = {choice: kind for choice, kind in made.items() if kind is not None}
+        drafting = sum(row.joined.speculate for row in decoding)
         num_keys = sum(len(row.tokens) for row in decoding) / len(decoding)
-        measured = {choice: self._prepared.seconds(kind, num_keys) for choice, kind in kinds.items()}
-        seconds = {choice: taken for choice, taken in measured.items() if taken is not None}
-        if not seconds:  # nothing is measured where nothing is captured
-            return whole
-        fresh = sum(row.number not in self._late for row in drafting)
-        return kinds[self._lengths.choose(len(decoding), fresh, seconds)]
+        return self._menu.next(self._plain(size), Decoders(len(decoding), drafting, num_keys), joined=joined)
+
+    def _plain(self, num_rows: int) -> StepKind:
+        """Return the step without drafts that so many places may take next, whatever is in flight."""
+        ahead = (len(self._flights) + 1) * (self._extra_slots + 1) + MOST_LATE
+        longest = max(len(self._rows[number].tokens) for number in self._places) + ahead
+        return self._menu.plain(num_rows, self._prepared.max_keys(longest))
+
+    def _catch_up(self, kind: StepKind) -> None:
+        """Let the draft follow the steps that had none."""
+        self._prepared.catch_up(kind)()
+        self._late = 0
 
     def _simulate(self, rates: tuple[float, ...]) -> None:
         """Let rates decide what is kept of drafts, or the target again."""
@@ -326,15 +308,15 @@ class GraphExecutor(EagerExecutor):
     ) -> dict[tuple[int, int], Exception]:
         """Bring up what grammars leave at the drafted nodes, made while the target's pass runs; return what failed."""
         row_L = self._buffers.masks.row_L
-        if not followed or drafted is None:
+        if not followed:
             if self._masked:
                 row_L.fill_(-1)
                 self._masked = False
             return {}
         for flight in self._flights:  # grammars stand where the last step left them
             flight.land()
-        come = drafted.wait()
-        trees = [step.tree(come, self._places[row.number]) for row in followed]
+        come = None if drafted is None else drafted.wait()
+        trees = [_lone_root(row) if come is None else step.tree(come, self._places[row.number]) for row in followed]
         count = step.kind.num_drafted + 1
         masks = self._chooser.masks(followed, trees)
         assert masks is not None, "these rows have grammars"
@@ -366,5 +348,9 @@ class GraphExecutor(EagerExecutor):
 
     def _first_masks(self, ending: Sequence[Row]) -> NodeMasks | None:
         """Return what grammars leave after whole prompts."""
-        trees = [Tree([row.tokens[-1]], [-1], [0], [-1]) for row in ending]
-        return self._chooser.masks(ending, trees)
+        return self._chooser.masks(ending, [_lone_root(row) for row in ending])
+
+
+def _lone_root(row: Row) -> Tree:
+    """Return the tree of a row for which nothing is drafted."""
+    return Tree([row.tokens[-1]], [-1], [0], [-1])

@@ -1,6 +1,7 @@
 """Passes over chains of nodes behind each row's committed end, as captured steps run them.
 
-Shape letters: R places, N nodes, P pages of a row, L = R * N nodes of all rows, D draft width, V draft vocabulary.
+Shape letters: R places, N nodes, P pages of a row, L = R * N nodes of all rows, D draft width, V draft vocabulary, W
+late positions, F the target's captured states of one position side by side.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.executors.cuda_graph.state import BatchState, StepModels
-from slipstream.kernels import AttentionBatch, ChainOutcome, ChainPlaces, ChainRows, Ending
+from slipstream.executors.cuda_graph.state import MOST_LATE, BatchState, StepModels
+from slipstream.kernels import AttentionBatch, ChainOutcome, ChainPlaces, ChainRows, Ending, step_ops
 from slipstream.models.context import KvCache, PagedContext
 
 
@@ -94,3 +95,36 @@ class ChainPasses:
             ancestors_T=self.ones_L[: len(index_R)],
             max_queries=1,
         )
+
+
+class CatchUp:
+    """Lets the draft follow what rows were decoded without it, up to `MOST_LATE` positions each, in one pass.
+
+    Rows that are less late compute positions that are not theirs yet; the next step writes there.
+    """
+
+    def __init__(self, models: StepModels, state: BatchState, num_rows: int, num_columns: int) -> None:
+        rows = StepRows.of(state, num_rows, num_columns)
+        self._models, self._state, self._rows = models, state, rows
+        self._begins = replace(rows.chains, committed_R=torch.zeros_like(rows.chains.committed_R))
+        self._passes = ChainPasses(models, replace(rows, chains=self._begins), MOST_LATE)
+
+    def run(self) -> None:
+        """Run the pass; nobody is late then."""
+        models, state, rows, outcome = self._models, self._state, self._rows, self._passes.outcome
+        num_rows = len(rows.slot_R)
+        late_R = state.late_R[:num_rows]
+        self._begins.committed_R.copy_(rows.chains.committed_R - late_R)
+        step_ops(models.ops).place_chains(self._begins, self._passes.places, models.target_kv.page_size)
+        last_R = (late_R - 1).clamp(min=0)
+        outcome.emitted_RN.copy_(state.late_tokens_RW[:num_rows, :MOST_LATE])
+        outcome.last_R.copy_(torch.arange(num_rows, device=late_R.device) * MOST_LATE + last_R)
+        outcome.last_index_R.copy_(self._begins.committed_R + last_R)
+        outcome.last_keys_R.copy_(self._begins.committed_R + last_R + 1)
+        before_RD, before_RV = rows.feedback_RD.clone(), rows.logits_RV.clone()
+        states_LF = state.late_states_RWF[:num_rows, :MOST_LATE].flatten(0, 1)
+        self._passes.extend([part.contiguous() for part in states_LF.chunk(len(models.captured_layers), dim=-1)])
+        was_late_R1 = late_R[:, None] > 0
+        rows.feedback_RD.copy_(torch.where(was_late_R1, rows.feedback_RD, before_RD))
+        rows.logits_RV.copy_(torch.where(was_late_R1, rows.logits_RV, before_RV))
+        late_R.zero_()

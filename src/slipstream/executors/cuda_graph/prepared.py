@@ -6,13 +6,14 @@ request; what was not foreseen (another length of chains) when it is first neede
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from slipstream.executors.cuda_graph.capture import Capturer, key_bounds, row_buckets, seconds_of
+from slipstream.executors.cuda_graph.passes import CatchUp
 from slipstream.executors.cuda_graph.prompts import PADDED_SIZES, Mixed, PaddedPrompts, Part, Prompts, fits_padded
 from slipstream.executors.cuda_graph.state import StepModels
 from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
@@ -23,6 +24,8 @@ from slipstream.kernels import CompiledOps
 
 _LONG_PROMPTS = (640, 2048, 8192)
 """Lengths of prompts between which the kernels for long ones change."""
+_FEW_KEYS = 128
+"""Of a row, where what a step takes hardly depends on them."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,12 @@ class StepLaunches:
     draft: Callable[[], None]
     verify: Callable[[], None]
     choose: Callable[[], None]
-    extend: Callable[[], None] | None
+    extend: Callable[[], None]
     mixed: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+    def parts(self, size: int | None = None) -> list[Callable[[], None]]:
+        """Return what is launched, in order; with a padded prompt batch of a size beside it, if there is one."""
+        return [self.draft, self.verify if size is None else self.mixed[size], self.choose, self.extend]
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,9 @@ class Prepared:
         self._capturer = Capturer(models.device, models.ops.capturable)
         self._steps: dict[StepKind, StepLaunches] = {}
         self._padded: dict[int, PromptLaunches] = {}
+        self._catch_ups: dict[tuple[int, int], Callable[[], None]] = {}
         self._costs: dict[StepKind, StepCosts] = {}
-        self._key_s: dict[StepKind, float] = {}  # what steps take more for each key of their rows
+        self._taken: dict[StepKind, list[tuple[int, float]]] = {}  # keys of a row, and seconds with so many
         # Latents of prompts need passes of their own.
         self._sizes: tuple[int, ...] = PADDED_SIZES if models.target.spec.mla is None else ()
         self._buckets = row_buckets(len(buffers.state.active_R) - 1)
@@ -92,11 +100,12 @@ class Prepared:
         return size if size in self._sizes else None
 
     def mixes(self, kind: StepKind) -> bool:
-        """Tell whether padded prompts are computed beside such a step: both want the same states of the target.
+        """Tell whether padded prompts are computed beside such a step, if they are for its drafts.
 
-        Steps over long contexts read so many keys that a pass of their own costs prompts little more.
+        Both then want the same states of the target. Steps over long contexts read so many keys that a pass of their
+        own costs prompts little more.
         """
-        same = kind.extends or self._models.draft is None
+        same = kind.has_states or self._models.draft is None
         return bool(self._sizes) and same and kind.max_keys == self._bounds[0]
 
     def costs(self, kind: StepKind) -> StepCosts | None:
@@ -106,24 +115,37 @@ class Prepared:
 
     def seconds(self, kind: StepKind, num_keys: float) -> float | None:
         """Return what such a step takes alone with rows of so many keys; None where it was not measured."""
-        costs = self._costs.get(kind)
-        if costs is None:
+        if kind not in self._taken:
             return None
-        return costs.step_s + self._key_s.get(kind, 0.0) * num_keys
+        (few, few_s), (many, many_s) = self._taken[kind]
+        return few_s + max(many_s - few_s, 0.0) * max(num_keys - few, 0) / (many - few)
 
     def step(self, kind: StepKind) -> StepLaunches:
         """Return a kind of step."""
         if kind not in self._steps:
             with self._nobody_there():
-                step = make_step(self._models, self._buffers, kind)
-                draft, verify = self._capturer.capture(step.draft), self._capturer.capture(step.verify)
+                step, drafts = make_step(self._models, self._buffers, kind), kind.num_drafted > 0
+                draft = self._capturer.capture(step.draft) if drafts else _nothing
+                verify = self._capturer.capture(step.verify)
                 if step.hidden is None:
                     step.draft()
                     step.verify()
                 choose = self._capturer.capture(step.choose)
-                extend = self._capturer.capture(step.extend) if kind.extends else None
+                extend = self._capturer.capture(step.extend) if drafts else _nothing
             self._steps[kind] = StepLaunches(step, draft, verify, choose, extend)
         return self._steps[kind]
+
+    def catch_up(self, kind: StepKind) -> Callable[[], None]:
+        """Return what lets the draft follow rows that were decoded without it, as many as a step has."""
+        key = kind.num_rows, kind.max_keys
+        if key not in self._catch_ups:
+            with self._nobody_there():
+                self._catch_ups[key] = self._capturer.capture(self._catching_up(kind).run)
+        return self._catch_ups[key]
+
+    def _catching_up(self, kind: StepKind) -> CatchUp:
+        num_columns = -(-kind.max_keys // self._models.target_kv.page_size)
+        return CatchUp(self._models, self._buffers.state, kind.num_rows, num_columns)
 
     def mixed(self, kind: StepKind, size: int) -> Callable[[], None]:
         """Return a step's pass with a padded prompt batch beside it."""
@@ -145,21 +167,20 @@ class Prepared:
             self._padded[size] = PromptLaunches(prompts, compute, choose, extend)
         return self._padded[size]
 
-    def warm_up(self, kinds_of: Callable[[int, int], Sequence[StepKind]], *, by_context: bool = False) -> list[str]:
+    def warm_up(self, kinds_of: Callable[[int, int], Mapping[StepKind, bool]]) -> list[str]:
         """Make ready all that traffic can need; return what that took, in sentences.
 
         Args:
-            kinds_of: names the kinds of steps for so many rows and a bound on keys.
-            by_context: find out what contexts add to each kind, too.
+            kinds_of: names the kinds of steps for so many rows and a bound on keys, and whether prompts may join each.
         """
         on_gpu = self._models.device.type == "cuda"
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
-        kinds = [
-            kind
+        kinds = {
+            kind: joined and self.mixes(kind)
             for max_keys in self._bounds
             for num_rows in reversed(self._buckets)  # the largest first: the others fit the memory it took
-            for kind in kinds_of(num_rows, max_keys)
-        ]
+            for kind, joined in kinds_of(num_rows, max_keys).items()
+        }
         started = time.perf_counter()
         self._compile(kinds)
         compiled_s = time.perf_counter() - started
@@ -167,63 +188,55 @@ class Prepared:
             self._pretend_prompts(_LONG_PROMPTS[0], 1)
         for size in self._sizes:
             self.prompts(size)
-        for kind in kinds:
+        for kind, mixes in kinds.items():
             self.step(kind)
-            for size in self._sizes if self.mixes(kind) else ():
+            if kind.notes:
+                self.catch_up(kind)
+            for size in self._sizes if mixes else ():
                 self.mixed(kind, size)
         if not self._capturer.count:
             return []
-        self._measure()
-        if by_context:
-            self.measure_contexts()
+        started = time.perf_counter()
+        self.measure()
+        measured_s = time.perf_counter() - started
         taken_mib = (free - torch.cuda.mem_get_info()[0]) / 2**20
         return [
             f"graphs: kernels ready in {compiled_s:.1f} s; {self._capturer.count} graphs captured in "
-            f"{self._capturer.seconds:.1f} s, {taken_mib:.0f} MiB",
+            f"{self._capturer.seconds:.1f} s, {taken_mib:.0f} MiB; steps timed in {measured_s:.1f} s",
             *itertools.islice((_said(kind, costs) for kind, costs in self._costs.items() if costs.beside_s), 1),
         ]
 
-    def _measure(self) -> None:
-        """Find out what steps cost, alone and with prompts beside them.
+    def measure(self) -> None:
+        """Find out what steps take with few keys and with many, and with prompts beside them.
 
-        Prompts that are nobody's take the time of anybody's; contexts are short, so what attention adds is left out.
+        Rows are nobody's: their tokens differ, as requests' would, since each may wake other experts, and their keys
+        are read all over the cache.
         """
+        state = self._buffers.state
         with self._nobody_there():
             length = min(_LONG_PROMPTS[1], self._max_context)
             prompt_s = seconds_of([lambda: self._pretend_prompts(length, 1)]) / length
+            state.imagine_rows(self._models.target.spec.vocab_size)
             for kind, launches in self._steps.items():
-                rest = [launches.draft, launches.choose, *([launches.extend] if launches.extend else [])]
-                step_s, beside_s = seconds_of([*rest, launches.verify]), {}
-                for size, verify in launches.mixed.items():
+                taken = []
+                for num_keys in self._measured_keys(kind.max_keys):
+                    state.rows.committed_R.fill_(num_keys)
+                    taken.append((num_keys, seconds_of(launches.parts())))
+                state.rows.committed_R.fill_(taken[0][0])
+                beside_s = {}
+                for size in launches.mixed:
                     prompts = self._padded[size]
                     ends = [prompts.choose, *([prompts.extend] if prompts.extend else [])]
-                    beside_s[size] = seconds_of([*rest, verify, *ends]) - step_s
-                self._costs[kind] = StepCosts(step_s, beside_s, prompt_s)
+                    beside_s[size] = seconds_of([*launches.parts(size), *ends]) - taken[0][1]
+                self._taken[kind], self._costs[kind] = taken, StepCosts(taken[0][1], beside_s, prompt_s)
 
-    def measure_contexts(self) -> None:
-        """Find out what steps take more for each key of their rows: half of what each kind is made for, but for few.
+    def _measured_keys(self, max_keys: int) -> tuple[int, int]:
+        """Return few and many keys of rows that take such a step."""
+        smaller = [bound for bound in self._bounds if bound < max_keys]
+        few = smaller[-1] if smaller else min(_FEW_KEYS, self._max_context // 2)
+        return few, few + max(3 * (min(max_keys, self._max_context) - few) // 4, 1)
 
-        Keys are read all over the cache, as requests' would be; nobody has any yet.
-        """
-        state, num_pages = self._buffers.state, self._models.target_kv.num_pages
-        with self._nobody_there():
-            pages_RP = state.rows.pages_RP
-            spread = torch.arange(pages_RP.numel(), dtype=torch.int32, device=pages_RP.device) % num_pages
-            for kind, launches in self._steps.items():
-                parts = [
-                    launches.draft,
-                    launches.verify,
-                    launches.choose,
-                    *([launches.extend] if launches.extend else []),
-                ]
-                num_keys = min(kind.max_keys, self._max_context) // 2
-                pages_RP.copy_(spread.view_as(pages_RP))
-                state.active_R.fill_(1)
-                state.rows.committed_R.fill_(num_keys)
-                more_s = seconds_of(parts) - self._costs[kind].step_s
-                self._key_s[kind] = max(more_s, 0.0) / num_keys
-
-    def _compile(self, kinds: Sequence[StepKind]) -> None:
+    def _compile(self, kinds: Mapping[StepKind, bool]) -> None:
         """Have the kernels of steps and prompts compiled, side by side where nothing depends on what they compute."""
         models, buffers = self._models, self._buffers
         dense = models.target.spec.moe is None
@@ -240,14 +253,16 @@ class Prepared:
                 self._pretend_prompts(size, 1)
             for count in self._part_counts():
                 self._pretend_prompts(_LONG_PROMPTS[0], count)
-            for kind in kinds:
+            for kind, mixes in kinds.items():
                 step = make_step(models, buffers, kind)
                 step.draft()
                 step.verify()
                 step.choose()
-                if kind.extends:
+                if kind.num_drafted:
                     step.extend()
-                for size in self._sizes if self.mixes(kind) else ():
+                if kind.notes:
+                    self._catching_up(kind).run()
+                for size in self._sizes if mixes else ():
                     Mixed(models, step, PaddedPrompts(models, buffers, size)).verify()
 
     def _pretend_prompts(self, size: int, count: int) -> None:
@@ -271,6 +286,10 @@ class Prepared:
         state.rows.pages_RP.fill_(state.empty_page)
         yield
         state.restore(saved)
+
+
+def _nothing() -> None:
+    """Do nothing: a step without drafts has two parts."""
 
 
 def _said(kind: StepKind, costs: StepCosts) -> str:

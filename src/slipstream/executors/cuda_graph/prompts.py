@@ -173,6 +173,8 @@ class Mixed:
         """Run the pass; leave each side what the step's and the prompts' own passes would."""
         models, step, prompts = self._models, self._step, self._prompts
         assert step.hidden is not None, "the step's own pass was prepared before"
+        if isinstance(step, Step) and not step.kind.num_drafted:
+            step.place()
         tokens_T = torch.cat([step.chain_RN.flatten(), prompts.batch.tokens_T])
         ctx = beside(step.context(models.target_kv), prompts.batch)
         hidden = models.target(tokens_T, ctx, models.captured_layers)

@@ -1,6 +1,10 @@
 """The decoding batch on the device: a place for each row, which steps update without asking the host.
 
-Shape letters: R places, P pages of a row, D draft width, V draft vocabulary.
+A step without drafts leaves the target's states with each row, so that the draft can follow some such steps at once,
+when it is wanted again (`passes.CatchUp`): rows are *late* by so many positions.
+
+Shape letters: R places, P pages of a row, D draft width, V draft vocabulary, W late positions, F the target's captured
+states of one position side by side.
 """
 
 from collections.abc import Sequence
@@ -14,6 +18,9 @@ from slipstream.kernels import ChainRows, Ops
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
+
+MOST_LATE = 32
+"""Steps without drafts that the draft follows at once, so that its weights are read once for all of them."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,8 @@ class BatchState:
     def __init__(self, models: StepModels, num_rows: int, num_columns: int) -> None:
         device, table = models.device, models.target.embed_tokens
         self.empty_page = models.target_kv.num_pages - 1
-        self._packed_FR = torch.zeros(6, num_rows, dtype=torch.int64, device=device)
-        committed_R, root_R, self.active_R, seed_R, drafts_until_R, self.slot_R = self._packed_FR.unbind()
+        self._packed_FR = torch.zeros(7, num_rows, dtype=torch.int64, device=device)
+        committed_R, root_R, self.active_R, seed_R, drafts_until_R, self.slot_R, self.late_R = self._packed_FR.unbind()
         pages_RP = torch.full((num_rows, num_columns), self.empty_page, dtype=torch.int32, device=device)
         temperature_R = torch.zeros(num_rows, dtype=torch.float32, device=device)
         self.rows = ChainRows(committed_R, root_R, self.active_R, temperature_R, seed_R, drafts_until_R, pages_RP)
@@ -73,6 +80,11 @@ class BatchState:
         self.feedback_RD = feedback_1D.repeat(num_rows, 1)
         self.logits_RV = logits_1V.repeat(num_rows, 1)
         self._blank = feedback_1D[0], logits_1V[0].clone()
+        # The last column takes what nobody needs.
+        num_late = 0 if models.draft is None else MOST_LATE + 1
+        num_states = len(models.captured_layers) * models.target.spec.hidden_size
+        self.late_tokens_RW = torch.zeros(num_rows, num_late, dtype=torch.int64, device=device)
+        self.late_states_RWF = torch.zeros(num_rows, num_late, num_states, dtype=table.dtype, device=device)
 
     @property
     def _all(self) -> tuple[Tensor, ...]:
@@ -81,7 +93,7 @@ class BatchState:
 
     def load(self, place: int, loaded: Loaded, pages: Sequence[int]) -> None:
         """Give a place to a row."""
-        values = [loaded.committed, loaded.root, 1, loaded.seed, loaded.drafts_until, loaded.slot]
+        values = [loaded.committed, loaded.root, 1, loaded.seed, loaded.drafts_until, loaded.slot, 0]
         upload(values, self._packed_FR[:, place])
         self.rows.temperature_R[place].fill_(loaded.temperature)
         row_P = self.rows.pages_RP[place]
@@ -92,6 +104,17 @@ class BatchState:
         """Let the draft have nothing in mind about a place's next token (measurements)."""
         self.feedback_RD[place].copy_(self._blank[0])
         self.logits_RV[place].copy_(self._blank[1])
+
+    def imagine_rows(self, vocab_size: int) -> None:
+        """Fill every place with a row that is nobody's, whose keys lie all over the cache (measurements)."""
+        rows, device = self.rows, self.active_R.device
+        spread_C = torch.arange(rows.pages_RP.numel(), dtype=torch.int32, device=device) % max(self.empty_page, 1)
+        rows.pages_RP.copy_(spread_C.view_as(rows.pages_RP))
+        self.active_R.fill_(1)
+        drawn = torch.Generator(device).manual_seed(0)
+        rows.root_R.random_(0, vocab_size, generator=drawn)
+        self.feedback_RD.normal_(generator=drawn)
+        self.logits_RV.normal_(generator=drawn)
 
     def add_pages(self, added: Sequence[tuple[int, int, int]]) -> None:
         """Give places more pages: (place, column, page) each."""
@@ -115,9 +138,18 @@ class BatchState:
     def move(self, source: int, destination: int) -> None:
         """Move a row to another place."""
         self._packed_FR[:, destination].copy_(self._packed_FR[:, source])
-        for tensor in self._all[1:]:
+        for tensor in (*self._all[1:], self.late_tokens_RW, self.late_states_RWF):
             tensor[destination].copy_(tensor[source])
         self.unload(source)
+
+    def note_late(self, num_rows: int, token_R: Tensor, captured: Sequence[Tensor]) -> None:
+        """Keep the target's states at the position that a step without drafts computed, and the token after it."""
+        late_R, active_R = self.late_R[:num_rows], self.active_R[:num_rows]
+        row_R = torch.arange(num_rows, device=late_R.device)
+        at_R = torch.where(active_R > 0, late_R, MOST_LATE).clamp(max=MOST_LATE)
+        self.late_tokens_RW[row_R, at_R] = token_R
+        self.late_states_RWF[row_R, at_R] = torch.cat(tuple(captured), -1)
+        late_R.add_(active_R).clamp_(max=MOST_LATE)
 
     def saved(self) -> tuple[Tensor, ...]:
         """Return a copy of everything, for `restore`."""

@@ -53,20 +53,20 @@ class StepKind:
     Args:
         num_drafted: drafted nodes of a row.
         max_keys: no row has more keys by the end of the step.
-        follows: the draft is run over what a step without drafts emits, too.
         tree: how nodes hang together; None is a chain.
+        notes: without drafts, whether the target's states are kept for a draft to follow later.
     """
 
     num_rows: int
     num_drafted: int
     max_keys: int
-    follows: bool = False
     tree: TreeShape | None = None
+    notes: bool = False
 
     @property
-    def extends(self) -> bool:
-        """Whether the draft is run over what the step emits."""
-        return self.num_drafted > 0 or self.follows
+    def has_states(self) -> bool:
+        """Whether the target's pass keeps the states that the draft reads."""
+        return self.num_drafted > 0 or self.notes
 
     def read(self, values: Sequence[int]) -> RowValues:
         """Return a row of what such a step handed out: of a tree, nodes and their numbers follow the tokens."""
@@ -135,11 +135,15 @@ class Step:
         nodes = list(range(len(tokens)))
         return Tree(tokens, [node - 1 for node in nodes], nodes, [-1] * len(nodes))
 
+    def place(self) -> None:
+        """Place the nodes behind what each row has committed."""
+        self._chains.place_chains(self._rows.chains, self._passes.places, self._models.target_kv.page_size)
+
     def draft(self) -> None:
         """Place the nodes and draft behind the root of each row; keys of imagined tokens go behind the true ones."""
         places, draft, draft_kv = self._passes.places, self._models.draft, self._models.draft_kv
         rows = self._rows.chains
-        self._chains.place_chains(rows, places, self._models.target_kv.page_size)
+        self.place()
         token_R, logits_RV, feedback_RD = rows.root_R, self._rows.logits_RV, self._rows.feedback_RD
         foretold_KRV = self._masked_logits()
         for depth in range(self.kind.num_drafted):
@@ -165,13 +169,18 @@ class Step:
         return logits_LV.view(num_rows, num_masks, -1).transpose(0, 1).contiguous()
 
     def verify(self) -> None:
-        """Run the target over roots and chains."""
+        """Run the target over roots and chains; without drafts, roots are placed here."""
         models = self._models
-        captured_layers = models.captured_layers if self.kind.extends else ()
+        if not self.kind.num_drafted:
+            self.place()
+        captured_layers = models.captured_layers if self.kind.has_states else ()
         self.hidden = models.target(self.chain_RN.flatten(), self.context(models.target_kv), captured_layers)
 
     def choose(self) -> None:
-        """Let the target choose at every node by each row's own settings, and keep what agrees."""
+        """Let the target choose at every node by each row's own settings, and keep what agrees.
+
+        Without drafts the target's states are kept here, where that is asked for.
+        """
         models, places, sampling = self._models, self._passes.places, self._buffers.sampling
         assert self.hidden is not None, "the target ran"
         num_nodes, outcome = self.kind.num_drafted + 1, self._passes.outcome
@@ -183,6 +192,8 @@ class Step:
         chosen_RN = self.sampled.tokens_L.view_as(places.chain_RN)
         self._chains.accept_chains(self._rows.chains, places.chain_RN, chosen_RN, self._thresholds_K, outcome)
         models.ops.count(sampling, self._rows.slot_R, outcome.emitted_RN, self.out_RE[:, 0])
+        if self.kind.notes:
+            self._buffers.state.note_late(self.kind.num_rows, outcome.emitted_RN[:, 0], self.hidden.captured)
 
     def extend(self) -> None:
         """Run the draft over the nodes with the target's true states."""

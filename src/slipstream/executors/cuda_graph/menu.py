@@ -1,0 +1,103 @@
+"""Which kind of step comes next: the drafter's own shape, as far as there is room for it, or whatever pays.
+
+Where nobody asked for a shape, a step drafts one of a few chains or a tree, or nothing, as a `Controller` chooses by
+what each takes. Every choice is captured for every batch size it may be made for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slipstream.executors.cuda_graph.prepared import Prepared
+from slipstream.executors.cuda_graph.step import CHAIN_NODES, MOST_NODES, StepKind
+from slipstream.speculation.choosing import Choice, Controller
+from slipstream.speculation.tree import TreeShape
+
+_USUAL_NODES = 6
+"""Nodes of a row, its root included, that batches of every size may have; larger ones are for small batches."""
+_MANY_NODES = 128
+"""Nodes of all rows of such a step."""
+_JOINED_DEPTH = 3
+"""How long chains are in steps that prompts join: one length, since each size of prompts is captured with it."""
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """The rows of a step: how many, how many of them may draft, and the mean length of their texts."""
+
+    count: int
+    drafting: int
+    num_keys: float
+
+
+class StepMenu:
+    """Names the kinds of steps there are, and chooses the next.
+
+    Args:
+        shapes: what rows may be drafted; none without a draft, and one where somebody asked for it.
+    """
+
+    def __init__(self, shapes: Sequence[TreeShape], prepared: Prepared) -> None:
+        self._shapes, self._prepared = tuple(shapes), prepared
+        self._usual = min(self._shapes, key=lambda shape: abs(shape.num_nodes - 1 - _JOINED_DEPTH), default=None)
+        self.controller = Controller(self._shapes) if len(self._shapes) > 1 else None
+        self._joined = {self._usual} if self.controller is None else {None, self._usual}
+
+    def kinds(self, num_rows: int, max_keys: int) -> dict[StepKind, bool]:
+        """Return the kinds of steps that so many rows may take, and whether prompts may join each."""
+        plain = self.plain(num_rows, max_keys)
+        kinds = {choice: self._kind(plain, choice) for choice in (None, *self._shapes)}
+        return {kind: choice in self._joined for choice, kind in kinds.items() if kind is not None}
+
+    def plain(self, num_rows: int, max_keys: int) -> StepKind:
+        """Return the step that drafts nothing."""
+        return StepKind(num_rows, 0, max_keys, notes=bool(self._shapes))
+
+    def usual(self, plain: StepKind) -> StepKind:
+        """Return the step that prompts join: without drafts where those rest."""
+        rests = self.controller is not None and self.controller.rests
+        return plain if rests or self._usual is None else self._kind(plain, self._usual) or plain
+
+    def next(self, plain: StepKind, rows: Decoders, *, joined: bool) -> StepKind:
+        """Return the next step; `plain` drafts nothing.
+
+        Args:
+            joined: prompts are to be computed in the same pass.
+        """
+        if not rows.drafting:
+            return plain
+        if self.controller is None:
+            return self.usual(plain)
+        made = {choice: self._kind(plain, choice) for choice in (None, *self._shapes)}
+        kinds = {choice: kind for choice, kind in made.items() if kind is not None}
+        if joined and self._prepared.mixes(plain):
+            kinds = {choice: kind for choice, kind in kinds.items() if choice in self._joined}
+        taken = {choice: self._prepared.seconds(kind, rows.num_keys) for choice, kind in kinds.items()}
+        seconds = {choice: value for choice, value in taken.items() if value is not None}
+        if None not in seconds:  # nothing is measured where nothing is captured
+            return self.usual(plain)
+        return kinds[self.controller.choose(rows.count, rows.drafting, seconds)]
+
+    def learn(self, kind: StepKind, counts: Sequence[int]) -> None:
+        """Take in how many drafted tokens were kept of each row that drafted."""
+        if self.controller is not None and kind.num_drafted:
+            self.controller.learn(kind.tree or TreeShape.chain(kind.num_drafted), counts)
+
+    def _kind(self, plain: StepKind, choice: Choice) -> StepKind | None:
+        """Return the step that drafts a shape; None if it has no room, for one among others."""
+        if choice is None:
+            return plain
+        shape: TreeShape | None = choice
+        if len(self._shapes) > 1:
+            most = MOST_NODES if choice.num_nodes <= _USUAL_NODES else _MANY_NODES
+            shape = choice if plain.num_rows * choice.num_nodes <= most else None
+        elif not is_chain(choice):
+            shape = choice.within(MOST_NODES // plain.num_rows - 1) or None
+        if shape is None:
+            return None
+        tree = None if is_chain(shape) else shape
+        return replace(plain, num_drafted=shape.num_nodes - 1, tree=tree, notes=False)
+
+
+def is_chain(shape: TreeShape) -> bool:
+    """Tell whether a shape is drafted as a chain; a tree may happen to be one, and a very long chain is a tree."""
+    return shape.width == 1 and not shape.paths and shape.is_chain and shape.num_nodes <= CHAIN_NODES
