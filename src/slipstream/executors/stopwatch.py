@@ -6,7 +6,7 @@ A GPU's moments are events in its stream, so marking one neither waits nor makes
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ class Lap:
         self._marks: list[tuple[Phase | None, Any]] = []
         self._passes: list[DecodePass] = []
         self._num_passes = self._num_rows = self._num_tokens = self._num_emitted = 0
+        self._told: Callable[[float, float], None] | None = None
 
     @property
     def over(self) -> bool:
@@ -51,8 +52,13 @@ class Lap:
         yield
         self.mark(None)
 
-    def begin_pass(self, rows: Sequence[Row]) -> None:
-        """Take note of a pass that verifies for these rows, and for nobody else, as their text stands."""
+    def begin_pass(self, rows: Sequence[Row], told: Callable[[float, float], None] | None = None) -> None:
+        """Take note of a pass that verifies for these rows, and for nobody else, as their text stands.
+
+        Args:
+            told: hears the mean length of their texts, and the seconds of the pass with its drafts, once that is known.
+        """
+        self._told = told
         self._num_passes += 1
         self._num_rows, self._num_tokens = len(rows), sum(len(row.tokens) for row in rows)
 
@@ -79,6 +85,8 @@ class Lap:
             context = self._num_tokens / self._num_rows
             times = seconds.get("draft", 0.0), seconds.get("verify", 0.0)
             passes.append(DecodePass(context, self._num_rows, self._num_emitted, *times))
+            if self._told is not None:
+                self._told(context, sum(times))
         for decoded in self._passes:
             seconds["draft"] = seconds.get("draft", 0.0) + decoded.draft_s
             seconds["verify"] = seconds.get("verify", 0.0) + decoded.verify_s

@@ -214,13 +214,13 @@ class GraphExecutor(EagerExecutor):
         masks = self._first_masks(ending)
         parts = self._parts(beginning, masks)
         size = prepared.padded_size(parts)
-        mixed = kind is not None and size is not None and prepared.mixes(kind)
+        mixed = kind is not None and size is not None and self._menu.joins(kind)
         words_MW = None if masks is None else masks.words_MW
         if size is not None:
             prepared.prompts(size).prompts.fill(parts, words_MW)
         if kind is not None:
             if not mixed:
-                lap.begin_pass(decoding)
+                lap.begin_pass(decoding, None if self._is_late(kind) else partial(self._menu.learn_seconds, kind))
             self._decode(decoding, kind, size if mixed else None, flight)
         if parts:
             lap.mark("prefill")
@@ -242,7 +242,7 @@ class GraphExecutor(EagerExecutor):
         """Launch one step of the decoding batch, with a padded prompt batch beside it if there is one."""
         launches, lap = self._prepared.step(kind), flight.lap
         verify = launches.verify if size is None else self._prepared.mixed(kind, size)
-        if self._late and (kind.num_drafted or self._late == MOST_LATE):
+        if self._is_late(kind):
             lap.mark("draft")
             self._catch_up(kind)
         lap.mark("draft" if kind.num_drafted else "verify")
@@ -289,6 +289,10 @@ class GraphExecutor(EagerExecutor):
         ahead = (len(self._flights) + 1) * (self._extra_slots + 1) + MOST_LATE
         longest = max(len(self._rows[number].tokens) for number in self._places) + ahead
         return self._menu.plain(num_rows, self._prepared.max_keys(longest))
+
+    def _is_late(self, kind: StepKind) -> bool:
+        """Tell whether the draft must follow the steps that had none before such a step."""
+        return self._late > 0 and (kind.num_drafted > 0 or self._late == MOST_LATE)
 
     def _catch_up(self, kind: StepKind) -> None:
         """Let the draft follow the steps that had none."""

@@ -18,6 +18,7 @@ _MANY_NODES = 128
 """Nodes of all rows of such a step."""
 _JOINED_DEPTH = 3
 """How long chains are in steps that prompts join: one length, since each size of prompts is captured with it."""
+_SMOOTHING, _MOST_OFF = 0.1, 1.25  # of how far steps are off what was measured
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,34 @@ class Decoders:
     num_keys: float
 
 
+class StepTimes:
+    """What kinds of steps take: as it was measured at the start, set right by those that ran since.
+
+    Clocks fall under load, texts wake other experts than random tokens do. Kinds that have not run are taken to be off
+    by as much as others of as many rows.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._off: dict[StepKind, float] = {}
+
+    def seconds(self, kind: StepKind, num_keys: float) -> float | None:
+        """Return what a step takes over rows of so many keys; None where nothing was measured."""
+        measured = self._prepared.seconds(kind, num_keys)
+        if measured is None:
+            return None
+        alike = [off for other, off in self._off.items() if other.num_rows == kind.num_rows]
+        return measured * self._off.get(kind, sum(alike) / len(alike) if alike else 1.0)
+
+    def learn(self, kind: StepKind, num_keys: float, taken: float) -> None:
+        """Take in what a step has taken; one that somebody else held up says nothing."""
+        measured = self._prepared.seconds(kind, num_keys)
+        if measured is not None:
+            off = min(max(taken / measured, 1 / _MOST_OFF), _MOST_OFF)
+            before = self._off.get(kind, off)
+            self._off[kind] = before + _SMOOTHING * (off - before)
+
+
 class StepMenu:
     """Names the kinds of steps there are, and chooses the next.
 
@@ -37,7 +66,7 @@ class StepMenu:
     """
 
     def __init__(self, shapes: Sequence[TreeShape], prepared: Prepared) -> None:
-        self._shapes, self._prepared = tuple(shapes), prepared
+        self._shapes, self._prepared, self._times = tuple(shapes), prepared, StepTimes(prepared)
         self._usual = min(self._shapes, key=lambda shape: abs(shape.num_nodes - 1 - _JOINED_DEPTH), default=None)
         self.controller = Controller(self._shapes) if len(self._shapes) > 1 else None
         self._joined = {self._usual} if self.controller is None else {None, self._usual}
@@ -71,16 +100,25 @@ class StepMenu:
         kinds = {choice: kind for choice, kind in made.items() if kind is not None}
         if joined and self._prepared.mixes(plain):
             kinds = {choice: kind for choice, kind in kinds.items() if choice in self._joined}
-        taken = {choice: self._prepared.seconds(kind, rows.num_keys) for choice, kind in kinds.items()}
+        taken = {choice: self._times.seconds(kind, rows.num_keys) for choice, kind in kinds.items()}
         seconds = {choice: value for choice, value in taken.items() if value is not None}
         if None not in seconds:  # nothing is measured where nothing is captured
             return self.usual(plain)
         return kinds[self.controller.choose(rows.count, rows.drafting, seconds)]
 
+    def joins(self, kind: StepKind) -> bool:
+        """Tell whether prompts are computed in the pass of such a step."""
+        return (kind.num_drafted > 0 or None in self._joined) and self._prepared.mixes(kind)
+
     def learn(self, kind: StepKind, counts: Sequence[int]) -> None:
         """Take in how many drafted tokens were kept of each row that drafted."""
         if self.controller is not None and kind.num_drafted:
             self.controller.learn(kind.tree or TreeShape.chain(kind.num_drafted), counts)
+
+    def learn_seconds(self, kind: StepKind, num_keys: float, taken: float) -> None:
+        """Take in what a step over rows of so many keys has taken."""
+        if self.controller is not None:
+            self._times.learn(kind, num_keys, taken)
 
     def _kind(self, plain: StepKind, choice: Choice) -> StepKind | None:
         """Return the step that drafts a shape; None if it has no room, for one among others."""
