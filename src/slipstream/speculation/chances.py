@@ -10,6 +10,7 @@ from collections.abc import Sequence
 _HOPE, _HOPE_WEIGHT = 0.75, 1.5  # chance that a drafted token is kept after the one before, and rows that counts for
 _MEMORY = 0.985  # of what was seen, per step that drafted: places not drafted lately are hoped for again
 _FEWER_FAILURES = 0.6  # of a tree beside chains, until something is known of it
+_TREE_WEIGHT = 0.25  # of a row that was drafted a tree, for what is known of chains
 
 
 class Chances:
@@ -27,10 +28,6 @@ class Chances:
     def known(self) -> bool:
         """Whether anything was seen yet."""
         return self._offered[0] > 0
-
-    def expected(self, depth: int) -> float:
-        """Return how many of so many drafted tokens are kept, on average."""
-        return sum(self.by_place()[:depth])
 
     def by_place(self) -> list[float]:
         """Return the chance that the first drafted token is kept, the first two, and so on."""
@@ -50,12 +47,22 @@ class Chances:
 
     def learn(self, depth: int, counts: Sequence[int]) -> None:
         """Take in a step: of so many drafted tokens, how many of each row were kept; no rows if others drafted."""
+        self._take_in([1.0] * depth, 1.0, counts)
+
+    def learn_from_tree(self, depth: int, counts: Sequence[int]) -> None:
+        """Take in a step that drafted trees: where one kept a token, a chain likely would have, too."""
+        failing = [1 - chance for _, chance in self._after_each()[:depth]]
+        shares = [(1 - each) / max(1 - _FEWER_FAILURES * each, 1e-9) for each in failing]
+        self._take_in(shares, _TREE_WEIGHT, counts)
+
+    def _take_in(self, shares: Sequence[float], weight: float, counts: Sequence[int]) -> None:
+        """Take in rows: `shares` are the chances, by place, that a token would be kept where one was."""
         self._offered = [_MEMORY * offered for offered in self._offered]
         self._kept = [_MEMORY * kept for kept in self._kept]
         for count in counts:
-            for place in range(min(depth, count + 1)):
-                self._offered[place] += 1
-                self._kept[place] += place < count
+            for place, share in enumerate(shares[: count + 1]):
+                self._offered[place] += weight
+                self._kept[place] += weight * share * (place < count)
 
     def make_way(self, weight: float) -> None:
         """Let what was seen so far count for no more than so many rows; chances stay as they are until more is."""

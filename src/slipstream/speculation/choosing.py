@@ -74,7 +74,7 @@ class Controller:
     """
 
     def __init__(self, shapes: Sequence[TreeShape]) -> None:
-        chains = Chances(max(shape.depth for shape in shapes))
+        self._chains = chains = Chances(max(shape.depth for shape in shapes))
         self._chances = {shape: chains if shape.is_chain else Chances(shape.depth, chains) for shape in shapes}
         self._rest = Rest()
         self.last: Considered | None = None
@@ -92,7 +92,12 @@ class Controller:
             num_drafting: those of them that may draft.
             seconds: what a step of each choice takes, None among them; those it lacks are not considered.
         """
-        rates = {choice: self._tokens(choice, num_rows, num_drafting) / taken for choice, taken in seconds.items()}
+        by_place = {chances: chances.by_place() for chances in set(self._chances.values())}
+        kept = {
+            choice: sum(by_place[self._chances[choice]][: choice.depth]) if choice is not None else 0.0
+            for choice in seconds
+        }
+        rates = {choice: (num_rows + num_drafting * kept[choice]) / taken for choice, taken in seconds.items()}
         best = max(rates, key=lambda choice: rates[choice])
         before = None if self.last is None else self.last.chosen
         if before in rates and rates[best] < _CLEARLY * rates[before]:
@@ -109,17 +114,17 @@ class Controller:
             if self._rest.tries(num_rows):
                 chosen = max(rates, key=lambda choice: -1.0 if choice is None else rates[choice])
         known = self._chances[chosen if chosen is not None else next(iter(self._chances))]
-        self.last = Considered(best, rates, known.by_place())
+        self.last = Considered(best, rates, by_place[known])
         return chosen
-
-    def _tokens(self, choice: Choice, num_rows: int, num_drafting: int) -> float:
-        return num_rows + (0.0 if choice is None else num_drafting * self._chances[choice].expected(choice.depth))
 
     def learn(self, shape: TreeShape, counts: Sequence[int]) -> None:
         """Take in a step: how many drafted tokens of each row that drafted were kept."""
         own = self._chances.get(shape)
         for chances in set(self._chances.values()):
-            chances.learn(shape.depth, counts if chances is own else ())
+            if chances is self._chains and own is not None and own is not chances:
+                chances.learn_from_tree(shape.depth, counts)
+            else:
+                chances.learn(shape.depth, counts if chances is own else ())
 
     def begin_text(self, num_rows: int) -> None:
         """Take in that another text begins; where few are written, drafting that rests is tried at once."""

@@ -80,9 +80,15 @@ def _no_collection() -> Iterator[None]:
 
 
 def seconds_of(launches: Sequence[Callable[[], None]], repeats: int = 3) -> float:
-    """Return how long the GPU takes for launches one after the other: the best of a few times."""
+    """Return how long the device takes for launches one after the other: the best of a few times."""
     found: list[float] = []
     for _ in range(repeats):
+        if not torch.cuda.is_available():
+            started = time.perf_counter()
+            for launch in launches:
+                launch()
+            found.append(time.perf_counter() - started)
+            continue
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         for launch in launches:

@@ -18,7 +18,7 @@ _MANY_NODES = 128
 """Nodes of all rows of such a step."""
 _JOINED_DEPTH = 3
 """How long chains are in steps that prompts join: one length, since each size of prompts is captured with it."""
-_SMOOTHING, _MOST_OFF = 0.1, 1.25  # of how far steps are off what was measured
+_SMOOTHING, _MOST_OFF = 0.1, 1.25  # of how far steps are off what was measured; at once, beside those before
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,19 @@ class StepTimes:
         measured = self._prepared.seconds(kind, num_keys)
         if measured is None:
             return None
-        alike = [off for other, off in self._off.items() if other.num_rows == kind.num_rows]
-        return measured * self._off.get(kind, sum(alike) / len(alike) if alike else 1.0)
+        off = self._off.get(kind)
+        if off is None:
+            alike = [off for other, off in self._off.items() if other.num_rows == kind.num_rows]
+            off = sum(alike) / len(alike) if alike else 1.0
+        return measured * off
 
     def learn(self, kind: StepKind, num_keys: float, taken: float) -> None:
         """Take in what a step has taken; one that somebody else held up says nothing."""
         measured = self._prepared.seconds(kind, num_keys)
         if measured is not None:
-            off = min(max(taken / measured, 1 / _MOST_OFF), _MOST_OFF)
-            before = self._off.get(kind, off)
-            self._off[kind] = before + _SMOOTHING * (off - before)
+            before = self._off.get(kind, 1.0)
+            off = min(max(taken / measured, before / _MOST_OFF), before * _MOST_OFF)
+            self._off[kind] = before + _SMOOTHING * (off - before) if kind in self._off else off
 
 
 class StepMenu:
@@ -70,12 +73,12 @@ class StepMenu:
         self._usual = min(self._shapes, key=lambda shape: abs(shape.num_nodes - 1 - _JOINED_DEPTH), default=None)
         self.controller = Controller(self._shapes) if len(self._shapes) > 1 else None
         self._joined = {self._usual} if self.controller is None else {None, self._usual}
+        self._made: dict[StepKind, dict[Choice, StepKind]] = {}
 
     def kinds(self, num_rows: int, max_keys: int) -> dict[StepKind, bool]:
         """Return the kinds of steps that so many rows may take, and whether prompts may join each."""
-        plain = self.plain(num_rows, max_keys)
-        kinds = {choice: self._kind(plain, choice) for choice in (None, *self._shapes)}
-        return {kind: choice in self._joined for choice, kind in kinds.items() if kind is not None}
+        kinds = self._kinds(self.plain(num_rows, max_keys))
+        return {kind: choice in self._joined for choice, kind in kinds.items()}
 
     def plain(self, num_rows: int, max_keys: int) -> StepKind:
         """Return the step that drafts nothing."""
@@ -84,7 +87,7 @@ class StepMenu:
     def usual(self, plain: StepKind) -> StepKind:
         """Return the step that prompts join: without drafts where those rest."""
         rests = self.controller is not None and self.controller.rests
-        return plain if rests or self._usual is None else self._kind(plain, self._usual) or plain
+        return plain if rests else self._kinds(plain).get(self._usual, plain)
 
     def next(self, plain: StepKind, rows: Decoders, *, joined: bool) -> StepKind:
         """Return the next step; `plain` drafts nothing.
@@ -96,8 +99,7 @@ class StepMenu:
             return plain
         if self.controller is None:
             return self.usual(plain)
-        made = {choice: self._kind(plain, choice) for choice in (None, *self._shapes)}
-        kinds = {choice: kind for choice, kind in made.items() if kind is not None}
+        kinds = self._kinds(plain)
         if joined and self._prepared.mixes(plain):
             kinds = {choice: kind for choice, kind in kinds.items() if choice in self._joined}
         taken = {choice: self._times.seconds(kind, rows.num_keys) for choice, kind in kinds.items()}
@@ -120,10 +122,15 @@ class StepMenu:
         if self.controller is not None:
             self._times.learn(kind, num_keys, taken)
 
-    def _kind(self, plain: StepKind, choice: Choice) -> StepKind | None:
+    def _kinds(self, plain: StepKind) -> dict[Choice, StepKind]:
+        """Return the step of each choice that has room."""
+        if plain not in self._made:
+            made = {choice: self._kind(plain, choice) for choice in self._shapes}
+            self._made[plain] = {None: plain, **{choice: kind for choice, kind in made.items() if kind is not None}}
+        return self._made[plain]
+
+    def _kind(self, plain: StepKind, choice: TreeShape) -> StepKind | None:
         """Return the step that drafts a shape; None if it has no room, for one among others."""
-        if choice is None:
-            return plain
         shape: TreeShape | None = choice
         if len(self._shapes) > 1:
             most = MOST_NODES if choice.num_nodes <= _USUAL_NODES else _MANY_NODES

@@ -207,7 +207,7 @@ class Prepared:
         ]
 
     def measure(self) -> None:
-        """Find out what steps take with few keys and with many, and with prompts beside them.
+        """Find out what steps not measured yet take with few keys and with many, and with prompts beside them.
 
         Rows are nobody's: their tokens differ, as requests' would, since each may wake other experts, and their keys
         are read all over the cache.
@@ -218,6 +218,8 @@ class Prepared:
             prompt_s = seconds_of([lambda: self._pretend_prompts(length, 1)]) / length
             state.imagine_rows(self._models.target.spec.vocab_size)
             for kind, launches in self._steps.items():
+                if kind in self._taken:
+                    continue
                 taken = []
                 for num_keys in self._measured_keys(kind.max_keys):
                     state.rows.committed_R.fill_(num_keys)
