@@ -4,7 +4,10 @@ import itertools
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from slipstream.speculation.chances import Chances
 from slipstream.speculation.choosing import Controller
 from slipstream.speculation.tree import TreeShape
 
@@ -120,3 +123,37 @@ def test_what_was_kept_of_a_shape_that_is_no_choice_is_not_learned():
     controller = Controller(CHAINS)
     controller.learn(TREES[0], [5, 5])
     assert controller.choose(1, 1, seconds()) == CHAINS[0], "still nothing is known"
+
+
+@given(
+    costs_s=st.lists(st.floats(1e-4, 1.0), min_size=6, max_size=6),
+    kept=st.lists(st.tuples(st.sampled_from((*CHAINS, *TREES)), st.lists(st.integers(0, 5), max_size=5)), max_size=30),
+    rows=st.tuples(st.integers(1, 64), st.integers(1, 64)),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_was_kept_and_whatever_steps_take_a_choice_is_one_of_those_with_a_price(costs_s, kept, rows):
+    costs = dict(zip((None, *CHAINS, *TREES), costs_s, strict=True))
+    controller = Controller((*CHAINS, *TREES))
+    for shape, counts in kept:
+        controller.learn(shape, [min(count, shape.depth) for count in counts])
+        assert controller.choose(max(rows), min(rows), costs) in costs
+        told = controller.last
+        assert all(0 <= chance <= 1 for chance in told.chances)
+        assert list(told.chances) == sorted(told.chances, reverse=True)
+        assert told.rates[told.chosen] >= max(told.rates.values()) / 1.01 - 1e-9
+        assert told.rates[None] == pytest.approx(max(rows) / costs[None])
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(1.0, 0.95, 1.0), (0.9, 0.7, 0.9), (0.4, 0.0, 0.25)])
+def test_what_trees_keep_tells_of_chains_which_fail_more_often(rate, least, most):
+    drawn, chains = random.Random(1), Chances(1)
+    for _ in range(400):
+        chains.learn_from_tree(1, [int(drawn.random() < rate) for _ in range(8)])
+    assert least <= chains.by_place()[0] <= most
+
+
+def test_a_long_chain_is_found_behind_a_tree_that_is_shorter():
+    shapes = (*CHAINS, TreeShape.chain(7), TREES[1])
+    rates = (0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79)
+    _, chosen = run(lambda shape: rates, seconds(shapes, node_s=0.002), rows=1, steps=200)
+    assert chosen[-1] == TreeShape.chain(7)
