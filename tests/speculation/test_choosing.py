@@ -153,7 +153,8 @@ def test_what_trees_keep_tells_of_chains_which_fail_more_often(rate, least, most
 
 
 def test_a_long_chain_is_found_behind_a_tree_that_is_shorter():
-    shapes = (*CHAINS, TreeShape.chain(7), TREES[1])
+    shapes = (*CHAINS, TreeShape.chain(7), TreeShape(5, 4, 15))
     rates = (0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79)
-    _, chosen = run(lambda shape: rates, seconds(shapes, node_s=0.002), rows=1, steps=200)
+    costs = seconds(shapes, step_s=4.5, node_s=0.004, level_s=0.28, follow_s=0.25)
+    _, chosen = run(lambda shape: rates, costs, rows=1, steps=200)
     assert chosen[-1] == TreeShape.chain(7)
