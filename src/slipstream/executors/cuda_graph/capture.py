@@ -39,6 +39,7 @@ class Capturer:
     def __init__(self, device: torch.device, capturable: bool) -> None:
         self._captures = device.type == "cuda" and capturable
         self._pool: Any = None  # torch's handle of a memory pool has no public type
+        self._captured: list[Callable[[], None]] = []  # graphs read and write tensors that their functions own
         self.count = 0
         self.seconds = 0.0
         if device.type == "cuda" and not capturable:
@@ -62,6 +63,7 @@ class Capturer:
         with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             function()
         self._pool = self._pool or graph.pool()
+        self._captured.append(function)
         self.count += 1
         self.seconds += time.perf_counter() - started
         return graph.replay
