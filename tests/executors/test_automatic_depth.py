@@ -58,7 +58,7 @@ def test_any_choices_in_any_order_give_the_text_of_plain_decoding(seed, monkeypa
     adapted, engine = told(follower_draft(TARGET), taken, monkeypatch, max_tokens=60)
     assert adapted == plain
     assert engine.stats.acceptance.acceptance_length > 1.0
-    assert asked == {0, 1, 3, 5, 7, 15}
+    assert asked == {0, 3, 7, 15}
 
 
 def test_a_draft_that_rested_through_many_steps_goes_on_where_it_would_have_been(monkeypatch):
@@ -84,7 +84,7 @@ def test_cheap_nodes_are_drafted_and_dear_ones_are_not(monkeypatch):
     _, dear = told(follower_draft(TARGET), lambda kind: 1.0 + 2.0 * (kind.num_drafted > 0), monkeypatch)
     _, fixed = told(follower_draft(TARGET), shape=TreeShape.chain(3))
     assert cheap.stats.acceptance.acceptance_length > 1.2
-    assert dear.stats.acceptance.drafted < 0.3 * fixed.stats.acceptance.drafted
+    assert dear.stats.acceptance.offered[0] < 0.3 * fixed.stats.acceptance.offered[0]
     assert dear.explain_drafting()["chosen"] == "no drafts"
     assert "chain of 3" in cheap.explain_drafting()["tokens_a_second"]
     assert fixed.explain_drafting() == {}

@@ -32,7 +32,7 @@ from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeShape
 
 _PACED_DEPTH = 5
-_MENU = (*(TreeShape.chain(length) for length in (3, 1, 5, 7)), TreeShape(depth=5, width=4, budget=15))
+_MENU = (*(TreeShape.chain(length) for length in (3, 7)), TreeShape(depth=5, width=4, budget=15))
 """What captured steps choose among where nobody asked for a shape; rows that run eagerly are drafted the first."""
 
 

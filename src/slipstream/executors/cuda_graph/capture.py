@@ -15,6 +15,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 40, 64, 96, 128, 192)
+_JOINED = (8, 16, 40, 64, 128)
 _FEW_KEYS = 4096
 _MORE_KEYS = 8
 """Each bound on keys is so many times the one before: the fewer there are, the sooner a server is ready."""
@@ -23,6 +24,11 @@ _MORE_KEYS = 8
 def row_buckets(max_requests: int) -> tuple[int, ...]:
     """Return the batch sizes steps are made for, up to the largest there can be."""
     return (*(size for size in _BUCKETS if size < max_requests), max_requests)
+
+
+def joined_buckets(max_requests: int) -> tuple[int, ...]:
+    """Return those of the batch sizes that prompts join: a few places more are little beside a prompt."""
+    return (*(size for size in _JOINED if size < max_requests), max_requests)
 
 
 def key_bounds(max_keys: int) -> tuple[int, ...]:

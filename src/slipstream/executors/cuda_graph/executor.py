@@ -130,7 +130,8 @@ class GraphExecutor(EagerExecutor):
         """Return what a step of so many decoding rows costs, as it was measured at the start."""
         if not self._places:
             return None
-        return self._prepared.costs(self._menu.usual(self._plain(self._prepared.num_rows(num_decoding))))
+        plain = self._menu.beside_prompts(self._plain(self._prepared.num_rows(num_decoding)))
+        return self._prepared.costs(self._menu.usual(plain))
 
     def submit(self, step: StepInput) -> None:
         """Launch the step."""
@@ -168,7 +169,7 @@ class GraphExecutor(EagerExecutor):
     def _take_in(self, step: StepInput) -> None:
         """Follow the changes of the batch, on the device too."""
         if self._late and any(left.num_reusable for left in step.left) and len(self._places) <= _FEW_ROWS:
-            self._catch_up(self._plain(self._prepared.num_rows(max(self._places.values()) + 1)))
+            self._catch_up(self._prepared.num_rows(max(self._places.values()) + 1))
         for left in step.left:
             self._sent.pop(left.row, None)
             place = self._places.pop(left.row, None)
@@ -244,7 +245,7 @@ class GraphExecutor(EagerExecutor):
         verify = launches.verify if size is None else self._prepared.mixed(kind, size)
         if self._is_late(kind):
             lap.mark("draft")
-            self._catch_up(kind)
+            self._catch_up(kind.num_rows)
         lap.mark("draft" if kind.num_drafted else "verify")
         launches.draft()
         followed = [row for row in decoding if row.grammar is not None]
@@ -282,7 +283,8 @@ class GraphExecutor(EagerExecutor):
                 heapq.heappush(self._free, place)
         drafting = sum(row.joined.speculate for row in decoding)
         num_keys = sum(len(row.tokens) for row in decoding) / len(decoding)
-        return self._menu.next(self._plain(size), Decoders(len(decoding), drafting, num_keys), joined=joined)
+        plain = self._menu.beside_prompts(self._plain(size)) if joined else self._plain(size)
+        return self._menu.next(plain, Decoders(len(decoding), drafting, num_keys), joined=joined)
 
     def _plain(self, num_rows: int) -> StepKind:
         """Return the step without drafts that so many places may take next, whatever is in flight."""
@@ -294,9 +296,9 @@ class GraphExecutor(EagerExecutor):
         """Tell whether the draft must follow the steps that had none before such a step."""
         return self._late > 0 and (kind.num_drafted > 0 or self._late == MOST_LATE)
 
-    def _catch_up(self, kind: StepKind) -> None:
-        """Let the draft follow the steps that had none."""
-        self._prepared.catch_up(kind)()
+    def _catch_up(self, num_rows: int) -> None:
+        """Let the draft of the first so many places follow the steps that had none."""
+        self._prepared.catch_up(num_rows)()
         self._late = 0
 
     def _simulate(self, rates: tuple[float, ...]) -> None:

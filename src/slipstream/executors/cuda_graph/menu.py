@@ -12,10 +12,10 @@ from slipstream.executors.cuda_graph.step import CHAIN_NODES, MOST_NODES, StepKi
 from slipstream.speculation.choosing import Choice, Controller
 from slipstream.speculation.tree import TreeShape
 
-_USUAL_NODES = 6
-"""Nodes of a row, its root included, that batches of every size may have; larger ones are for small batches."""
-_MANY_NODES = 128
-"""Nodes of all rows of such a step."""
+_USUAL_NODES = 4
+"""Nodes of a row, its root included, that batches of every size may have; larger shapes are for small batches."""
+_MANY_NODES = {True: 128, False: 16}
+"""Nodes of all rows of such a step, of chains and of trees: every kind of step takes graphs, memory and start-up."""
 _JOINED_DEPTH = 3
 """How long chains are in steps that prompts join: one length, since each size of prompts is captured with it."""
 _SMOOTHING, _MOST_OFF = 0.1, 1.25  # of how far steps are off what was measured; at once, beside those before
@@ -72,22 +72,26 @@ class StepMenu:
         self._shapes, self._prepared, self._times = tuple(shapes), prepared, StepTimes(prepared)
         self._usual = min(self._shapes, key=lambda shape: abs(shape.num_nodes - 1 - _JOINED_DEPTH), default=None)
         self.controller = Controller(self._shapes) if len(self._shapes) > 1 else None
-        self._joined = {self._usual} if self.controller is None else {None, self._usual}
         self._made: dict[StepKind, dict[Choice, StepKind]] = {}
 
     def kinds(self, num_rows: int, max_keys: int) -> dict[StepKind, bool]:
         """Return the kinds of steps that so many rows may take, and whether prompts may join each."""
         kinds = self._kinds(self.plain(num_rows, max_keys))
-        return {kind: choice in self._joined for choice, kind in kinds.items()}
+        return {kind: choice == self._usual for choice, kind in kinds.items()}
 
     def plain(self, num_rows: int, max_keys: int) -> StepKind:
         """Return the step that drafts nothing."""
         return StepKind(num_rows, 0, max_keys, notes=bool(self._shapes))
 
     def usual(self, plain: StepKind) -> StepKind:
-        """Return the step that prompts join: without drafts where those rest."""
-        rests = self.controller is not None and self.controller.rests
-        return plain if rests else self._kinds(plain).get(self._usual, plain)
+        """Return the step that prompts join, and that is taken where nothing chooses."""
+        return self._kinds(plain).get(self._usual, plain)
+
+    def beside_prompts(self, plain: StepKind) -> StepKind:
+        """Return a step that drafts nothing with as many places as those have that prompts join."""
+        if not self._prepared.mixes(self.usual(plain)):
+            return plain
+        return replace(plain, num_rows=self._prepared.joined_rows(plain.num_rows))
 
     def next(self, plain: StepKind, rows: Decoders, *, joined: bool) -> StepKind:
         """Return the next step; `plain` drafts nothing.
@@ -97,20 +101,19 @@ class StepMenu:
         """
         if not rows.drafting:
             return plain
-        if self.controller is None:
-            return self.usual(plain)
+        usual = self.usual(plain)
+        if self.controller is None or (joined and self._prepared.mixes(usual)):
+            return usual
         kinds = self._kinds(plain)
-        if joined and self._prepared.mixes(plain):
-            kinds = {choice: kind for choice, kind in kinds.items() if choice in self._joined}
         taken = {choice: self._times.seconds(kind, rows.num_keys) for choice, kind in kinds.items()}
         seconds = {choice: value for choice, value in taken.items() if value is not None}
         if None not in seconds:  # nothing is measured where nothing is captured
-            return self.usual(plain)
+            return usual
         return kinds[self.controller.choose(rows.count, rows.drafting, seconds)]
 
     def joins(self, kind: StepKind) -> bool:
         """Tell whether prompts are computed in the pass of such a step."""
-        return (kind.num_drafted > 0 or None in self._joined) and self._prepared.mixes(kind)
+        return (kind.num_drafted > 0 or self._usual is None) and self._prepared.mixes(kind)
 
     def learn(self, kind: StepKind, counts: Sequence[int]) -> None:
         """Take in how many drafted tokens were kept of each row that drafted."""
@@ -133,7 +136,7 @@ class StepMenu:
         """Return the step that drafts a shape; None if it has no room, for one among others."""
         shape: TreeShape | None = choice
         if len(self._shapes) > 1:
-            most = MOST_NODES if choice.num_nodes <= _USUAL_NODES else _MANY_NODES
+            most = MOST_NODES if choice.num_nodes <= _USUAL_NODES else _MANY_NODES[is_chain(choice)]
             shape = choice if plain.num_rows * choice.num_nodes <= most else None
         elif not is_chain(choice):
             shape = choice.within(MOST_NODES // plain.num_rows - 1) or None

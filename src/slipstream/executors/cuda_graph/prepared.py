@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.executors.cuda_graph.capture import Capturer, key_bounds, row_buckets, seconds_of
+from slipstream.executors.cuda_graph.capture import Capturer, joined_buckets, key_bounds, row_buckets, seconds_of
 from slipstream.executors.cuda_graph.passes import CatchUp
 from slipstream.executors.cuda_graph.prompts import PADDED_SIZES, Mixed, PaddedPrompts, Part, Prompts, fits_padded
 from slipstream.executors.cuda_graph.state import StepModels
@@ -77,18 +77,23 @@ class Prepared:
         self._capturer = Capturer(models.device, models.ops.capturable)
         self._steps: dict[StepKind, StepLaunches] = {}
         self._padded: dict[int, PromptLaunches] = {}
-        self._catch_ups: dict[tuple[int, int], Callable[[], None]] = {}
+        self._catch_ups: dict[int, Callable[[], None]] = {}  # by rows
         self._costs: dict[StepKind, StepCosts] = {}
         self._taken: dict[StepKind, list[tuple[int, float]]] = {}  # keys of a row, and seconds with so many
         # Latents of prompts need passes of their own.
         self._sizes: tuple[int, ...] = PADDED_SIZES if models.target.spec.mla is None else ()
         self._buckets = row_buckets(len(buffers.state.active_R) - 1)
+        self._joined_buckets = joined_buckets(self._buckets[-1])
         self._bounds = key_bounds(buffers.state.rows.pages_RP.shape[1] * models.target_kv.page_size)
         self.as_they_come = Prompts(models, buffers)
 
     def num_rows(self, num_places: int) -> int:
         """Return the size of the smallest step with so many places."""
         return next(size for size in self._buckets if size >= num_places)
+
+    def joined_rows(self, num_places: int) -> int:
+        """Return the size of the smallest step with so many places that prompts are computed beside."""
+        return next(size for size in self._joined_buckets if size >= num_places)
 
     def max_keys(self, longest: int) -> int:
         """Return the bound on keys of the smallest step for rows of at most so many."""
@@ -135,17 +140,16 @@ class Prepared:
             self._steps[kind] = StepLaunches(step, draft, verify, choose, extend)
         return self._steps[kind]
 
-    def catch_up(self, kind: StepKind) -> Callable[[], None]:
-        """Return what lets the draft follow rows that were decoded without it, as many as a step has."""
-        key = kind.num_rows, kind.max_keys
-        if key not in self._catch_ups:
+    def catch_up(self, num_rows: int) -> Callable[[], None]:
+        """Return what lets the draft follow so many rows that were decoded without it."""
+        if num_rows not in self._catch_ups:
             with self._nobody_there():
-                self._catch_ups[key] = self._capturer.capture(self._catching_up(kind).run)
-        return self._catch_ups[key]
+                self._catch_ups[num_rows] = self._capturer.capture(self._catching_up(num_rows).run)
+        return self._catch_ups[num_rows]
 
-    def _catching_up(self, kind: StepKind) -> CatchUp:
-        num_columns = -(-kind.max_keys // self._models.target_kv.page_size)
-        return CatchUp(self._models, self._buffers.state, kind.num_rows, num_columns)
+    def _catching_up(self, num_rows: int) -> CatchUp:
+        num_columns = -(-self._bounds[-1] // self._models.target_kv.page_size)
+        return CatchUp(self._models, self._buffers.state, num_rows, num_columns)
 
     def mixed(self, kind: StepKind, size: int) -> Callable[[], None]:
         """Return a step's pass with a padded prompt batch beside it."""
@@ -176,7 +180,7 @@ class Prepared:
         on_gpu = self._models.device.type == "cuda"
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
         kinds = {
-            kind: joined and self.mixes(kind)
+            kind: joined and self.mixes(kind) and num_rows in self._joined_buckets
             for max_keys in self._bounds
             for num_rows in reversed(self._buckets)  # the largest first: the others fit the memory it took
             for kind, joined in kinds_of(num_rows, max_keys).items()
@@ -191,7 +195,7 @@ class Prepared:
         for kind, mixes in kinds.items():
             self.step(kind)
             if kind.notes:
-                self.catch_up(kind)
+                self.catch_up(kind.num_rows)
             for size in self._sizes if mixes else ():
                 self.mixed(kind, size)
         if not self._capturer.count:
@@ -263,7 +267,7 @@ class Prepared:
                 if kind.num_drafted:
                     step.extend()
                 if kind.notes:
-                    self._catching_up(kind).run()
+                    self._catching_up(kind.num_rows).run()
                 for size in self._sizes if mixes else ():
                     Mixed(models, step, PaddedPrompts(models, buffers, size)).verify()
 

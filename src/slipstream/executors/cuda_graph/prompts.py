@@ -23,7 +23,7 @@ from slipstream.models.target import Hidden
 
 MOST_PARTS = 16
 """Parts of a padded batch."""
-PADDED_SIZES = (32, 64, 96, 128, 224, 352, 608)
+PADDED_SIZES = (64, 96, 128, 224, 352, 608)
 """Tokens of padded batches: with 32, 160 or 256 nodes beside them they fill tiles of 128 rows."""
 _MANY_QUERIES = 128
 """So many queries of a part are each tile's own work in any kernel; parts without queries must share no tile."""
