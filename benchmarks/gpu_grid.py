@@ -100,7 +100,7 @@ class Grid:
 
     def prepare(self, batches: Sequence[int]) -> list[str]:
         """Capture every choice for the batches, and plain decoding without a draft; no prompts come."""
-        prepared, menu = self._executor._prepared, self._executor._menu
+        prepared, menu = self._executor._prepared, self.menu()
         prepared._sizes, prepared._pretend_prompts = (), lambda size, count: None  # type: ignore[method-assign]
 
         def kinds(num_rows: int, max_keys: int) -> dict[StepKind, bool]:

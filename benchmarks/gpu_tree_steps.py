@@ -36,7 +36,7 @@ TREES = {
 def kinds(max_keys: int) -> dict[str, StepKind]:
     """Return the kinds of steps for one row."""
     trees = {name: StepKind(1, shape.num_nodes - 1, max_keys, tree=shape) for name, shape in TREES.items()}
-    return {"1 node": StepKind(1, 0, max_keys, follows=True), "chain of 3": StepKind(1, 3, max_keys), **trees}
+    return {"1 node": StepKind(1, 0, max_keys, notes=True), "chain of 3": StepKind(1, 3, max_keys), **trees}
 
 
 def seconds(function: Callable[[], None], repeats: int) -> float:
@@ -70,7 +70,7 @@ def measure(engine: Engine, context: int, repeats: int) -> None:
         launches = prepared.step(kind)
         state = executor._state.saved()
         parts = {"draft": launches.draft, "verify": launches.verify, "choose": launches.choose}
-        if launches.extend is not None:
+        if kind.num_drafted:
             parts["extend"] = launches.extend
         found = {}
         for part, launch in parts.items():
@@ -116,7 +116,8 @@ def main() -> int:
                     step.draft()
                     step.verify()
                     step.choose()
-                    step.extend()
+                    if kind.num_drafted:
+                        step.extend()
         print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
         for context in contexts:
             measure(engine, int(context), args.repeats)

@@ -4,8 +4,9 @@
     PYTHONPATH=src:benchmarks python benchmarks/gpu_trees.py --bundle trees.pt --tokens 32          # on the GPU
     PYTHONPATH=src:benchmarks:tests python benchmarks/gpu_trees.py --latent --dense --tokens 32     # tiny targets
 
-With --captured, steps run as graphs; without, eagerly. Each shape answers all prompts in float32 and in BF16, greedily
-and at temperature 0.8 in turns, in batches of 16, and is compared with plain decoding of the same type, run eagerly.
+With --captured, steps run as graphs, and also choose by themselves what to draft; without, eagerly. Each shape answers
+all prompts in float32 and in BF16, greedily and at temperature 0.8 in turns, in batches of 16, and is compared with
+plain decoding of the same type, run eagerly.
 """
 
 import argparse
@@ -34,6 +35,7 @@ SHAPES = {
     "(7, 8, 32)": TreeShape(depth=7, width=8, budget=32),
     "static": TreeShape(paths=STATIC),
 }
+AUTOMATIC: dict[str, TreeShape | None] = {"automatic": None}
 Answers = list[list[tuple[int, float]]]
 
 
@@ -51,6 +53,8 @@ def answers(
     mode: Literal["on", "off"] = "on" if captured else "off"
     config = EngineConfig(max_context=context, max_requests=MOST, max_batch_tokens=4096, cuda_graphs=mode)
     engine = build_engine(target, draft, shape, config, select(device))
+    if captured and draft is not None and shape is None:
+        engine.executor.warm_up()  # what steps take is measured then, and decides
     started = time.perf_counter()
     ids = {}
     for index, prompt in enumerate(prompts):
@@ -68,13 +72,16 @@ def answers(
 
 
 def compare(
-    name: str, target: Target, draft: Eagle3Draft, prompts: list[list[int]], tokens: int, captured: bool
+    name: str, target: Target, draft: Eagle3Draft, prompts: list[list[int]], args: argparse.Namespace
 ) -> int:
     """Print how many answers are the same with each shape; return how many are not."""
+    tokens, captured = args.tokens, args.captured
     plain, _, seconds = answers(target, None, None, prompts, tokens, captured=False)
     print(f"{name}: plain {seconds:.1f} s", flush=True)
     wrong = 0
-    for label, shape in SHAPES.items():
+    shapes = {**SHAPES, **(AUTOMATIC if captured else {})}
+    for label in args.shapes or shapes:
+        shape = shapes[label]
         drafted, length, seconds = answers(target, draft, shape, prompts, tokens, captured)
         same_tokens = sum([t for t, _ in a] == [t for t, _ in b] for a, b in zip(drafted, plain, strict=True))
         same_bits = sum(a == b for a, b in zip(drafted, plain, strict=True))
@@ -110,6 +117,7 @@ def main() -> int:
     parser.add_argument("--latent", action="store_true")
     parser.add_argument("--dense", action="store_true")
     parser.add_argument("--captured", action="store_true")
+    parser.add_argument("--shapes", nargs="*", help="(5, 4, 16), (7, 8, 32), static, automatic; all unless said")
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--dtypes", default="float32,bfloat16")
@@ -121,7 +129,7 @@ def main() -> int:
             if args.bundle is not None:
                 bundle, target, draft = read_bundle(args.bundle, dtype, device)
                 prompts = [prompt[-256:] for prompt in bundle.prompts[: args.count]]
-                wrong += compare(f"embedded {name}", target, draft, prompts, args.tokens, args.captured)
+                wrong += compare(f"embedded {name}", target, draft, prompts, args)
             for kind in [kind for kind, asked in (("latent", args.latent), ("dense", args.dense)) if asked]:
                 target, draft = tiny(kind, dtype, device)
                 generator = torch.Generator().manual_seed(0)
@@ -129,7 +137,7 @@ def main() -> int:
                     torch.randint(0, 61, (5 + 7 * index % 300,), generator=generator).tolist()
                     for index in range(args.count)
                 ]
-                wrong += compare(f"{kind} {name}", target, draft, prompts, args.tokens, args.captured)
+                wrong += compare(f"{kind} {name}", target, draft, prompts, args)
     print(f"{wrong} answers differ")
     return int(wrong > 0)
 
