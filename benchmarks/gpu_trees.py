@@ -71,9 +71,7 @@ def answers(
     return said, engine.stats.acceptance.acceptance_length, time.perf_counter() - started
 
 
-def compare(
-    name: str, target: Target, draft: Eagle3Draft, prompts: list[list[int]], args: argparse.Namespace
-) -> int:
+def compare(name: str, target: Target, draft: Eagle3Draft, prompts: list[list[int]], args: argparse.Namespace) -> int:
     """Print how many answers are the same with each shape; return how many are not."""
     tokens, captured = args.tokens, args.captured
     plain, _, seconds = answers(target, None, None, prompts, tokens, captured=False)
