@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.bench.like import read_line
 from slipstream.errors import ConfigError
+from slipstream.flags.table import flag_table
 from tests.bench.fake_server import DRAFTING, Behaviour
 from tests.bench.verbs import call, running
 
@@ -48,6 +49,16 @@ def test_clients_defaults_are_theirs():
     assert (old.client, old.load.workload.output_tokens, old.load.workload.ignore_eos) == ("vllm", 5, False)
 
 
+@pytest.mark.parametrize("line", [SGLANG, VLLM, f"{VLLM} --metric-percentiles 90,95,99"])
+def test_what_is_sent_does_not_depend_on_flags_that_are_not_needed(line):
+    plain = read_line(line.split())
+    flags = [flag for flag in flag_table(f"{plain.client}_bench").flags.values() if flag.fate == "not_needed"]
+    words = [word for flag in flags for word in (flag.name, *{"": (), "V": ("1",), "V*": ("1", "2")}[flag.arity])]
+    found = read_line([*line.split(), *words])
+    assert (found.client, found.url, found.load) == (plain.client, plain.url, plain.load)
+    assert [flag.name for flag in flags if flag.name not in " ".join(found.notices)] == []
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -55,6 +66,8 @@ def test_clients_defaults_are_theirs():
         ("vllm bench serve --dataset-name sharegpt", "--dataset-name is sharegpt"),
         ("vllm bench serve --backend openai-chat", "--backend is openai-chat"),
         ("vllm bench serve --burstiness 2", "--burstiness 2 cannot be honoured"),
+        ("vllm bench serve --goodput ttft:200", "there is no goodput"),
+        ("vllm bench serve --metric-percentiles 25,99", "figures are mean, median, p90, p95 and p99"),
         ("python -m sglang.bench_serving --dataset-name random --lora-name a", "--lora-name cannot be honoured"),
         ("vllm bench serve --num-prompts many", "invalid int value"),
         ("vllm bench serve --no-such-flag", "unrecognized arguments: --no-such-flag"),

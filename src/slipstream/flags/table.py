@@ -37,8 +37,9 @@ class Flag:
     json_list: bool = False
 
     def asks_for_nothing(self, values: list[str]) -> bool:
-        """Tell whether a refused flag's values are what is done anyway."""
-        return bool(values) and all(any(_equal(value, known) for known in self.nothing) for value in values)
+        """Tell whether a refused flag's values, each one or several between commas, are what is done anyway."""
+        parts = [part for value in values for part in value.split(",")]
+        return bool(parts) and all(any(_equal(part, known) for known in self.nothing) for part in parts)
 
 
 @dataclass(frozen=True)
