@@ -239,7 +239,7 @@ def test_words_of_eight_codes_are_the_numbers_they_stand_for(family, kind, group
     with caplog.at_level(logging.INFO):
         ours = load_target(open_checkpoint(stored), torch.float32, CPU)
     assert formats(ours) == ({"int4_group"} if ours.spec.moe and kind == "gptq" else set())
-    assert ("stored as int4_zero and expanded to float32, since no kernel multiplies it" in caplog.text) == (
+    assert ("stored as int4_zero and expanded to float32, since no kernel here multiplies it" in caplog.text) == (
         kind != "gptq"
     )
     tokens_T = some_tokens(24)

@@ -11,12 +11,14 @@ from dense import dense_context
 from slipstream.checkpoint.draft_export import draft_config
 from slipstream.checkpoint.names import draft_name
 from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.kernels.cpu.ops import CpuOps
+from slipstream.kernels.cpu.weights import PANEL_FORMATS
 from slipstream.models.accounting import places
 from slipstream.models.load import load_draft, load_target
 from slipstream.models.packing import quantize_linears
 from slipstream.quant.plan import QuantizeOptions, plan_quantize
 from slipstream.quant.quantize import quantize
-from slipstream.quant.scheme import SCHEMES, scheme_named
+from slipstream.quant.scheme import SCHEMES, dequantize, scheme_named
 from slipstream.speculation.sampling import SamplingParams
 from tiny import OPS, engine_of, run, tiny_draft, tiny_target
 
@@ -87,8 +89,18 @@ def test_a_quantized_draft_changes_no_token(tmp_path, name, group_size, dialect)
     }
     save_file({key: value.to(torch.bfloat16).clone() for key, value in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(draft_config(draft.spec, "sglang")))
-    packed = load_draft(quantized(folder, tmp_path / "out", name, group_size, dialect), target, torch.float32)
+    source = quantized(folder, tmp_path / "out", name, group_size, dialect)
+    packed = load_draft(source, target, torch.float32)
     assert packed.layers[0].mlp.down_proj.packed is not None and packed.fc.packed is None
+    _check_expanded_on_a_cpu(source, target, packed)
     prompts, params = [[3, 14, 15], [9, 2, 6, 5]], [SamplingParams(max_tokens=12, temperature=0.8)] * 2
     plain = run(engine_of(target), prompts, params, [1, 2])
     assert run(engine_of(target, packed), prompts, params, [1, 2]) == plain
+
+
+def _check_expanded_on_a_cpu(source, target, packed):
+    """Layers in formats that the CPU kernels do not read become dense, with the numbers that were stored."""
+    down = load_draft(source, target, torch.float32, ops=CpuOps(1)).layers[0].mlp.down_proj
+    stored = packed.layers[0].mlp.down_proj.packed
+    assert (down.packed is None) == (stored.format not in PANEL_FORMATS)
+    assert down.packed is not None or torch.equal(down.weight, dequantize(stored))

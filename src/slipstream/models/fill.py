@@ -23,10 +23,20 @@ _DENSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Filler:
-    """Checks a checkpoint's accounts, then fills a model whose parameters are on the meta device."""
+    """Checks a checkpoint's accounts, then fills a model whose parameters are on the meta device.
+
+    Args:
+        small: the model is a draft, whose layers may be expanded where the kernels do not read their format.
+    """
 
     def __init__(
-        self, source: TensorSource, names: dict[str, str], ops: Ops | None, dtype: torch.dtype, device: torch.device
+        self,
+        source: TensorSource,
+        names: dict[str, str],
+        ops: Ops | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        small: bool = False,
     ) -> None:
         self._source = source
         self._names = names
@@ -35,6 +45,7 @@ class Filler:
         self._device = device
         self._packs = packed_source(source, ops)
         self._modules = checkpoint_modules(names)
+        self._expands_unread = small and ops is not None and ops.row_invariant  # torch's products are not
         self._expanded: set[str] = set()
 
     def fill(self, model: nn.Module, wanted: dict[str, Place]) -> None:
@@ -123,13 +134,23 @@ class Filler:
             joined = self._join(names, packed)
             if isinstance(module, Linear) and (order := module.row_order()) is not None:
                 joined = reorder_rows(joined, order)
-            if isinstance(module, Linear) and (module.stays_dense or joined.format in _EXPANDED):
-                self._note_expanded(names[0], joined.format)
-                dense = dequantize(joined).to(device=self._device, dtype=self._dtype)
-                module.weight = nn.Parameter(dense, requires_grad=False)
+            prepared = self._prepared(module, joined)
+            if prepared is not None:
+                module.pack(prepared)
                 continue
-            joined = joined.to(self._device)
-            module.pack(joined if self._ops is None else self._ops.prepare(joined))
+            assert isinstance(module, Linear), "tables of embeddings are kept as stored"
+            self._note_expanded(names[0], joined.format, module.stays_dense)
+            dense = dequantize(joined).to(device=self._device, dtype=self._dtype)
+            module.weight = nn.Parameter(dense, requires_grad=False)
+
+    def _prepared(self, module: Linear | Embedding, weight: PackedWeight) -> PackedWeight | None:
+        """Return a weight in the kernels' layout; None for a layer that is expanded instead."""
+        if isinstance(module, Linear) and (module.stays_dense or weight.format in _EXPANDED):
+            return None
+        weight = weight.to(self._device)
+        prepared = weight if self._ops is None else self._ops.prepare(weight)
+        is_unread = isinstance(module, Linear) and prepared is weight
+        return None if is_unread and self._expands_unread else prepared
 
     def _pack_runs(self, module: Linear | Embedding, names: list[str], packed: dict[str, Place]) -> None:
         """Hand over what a GGUF stores, whose joined layers may mix formats: more bits for v than for q and k."""
@@ -142,7 +163,7 @@ class Filler:
             assert module.row_order() is None and not module.stays_dense, "no GGUF has latent attention"
             module.pack(prepared[0] if len(prepared) == 1 else MixedWeight(tuple(prepared)))
 
-    def _note_expanded(self, name: str, format: str) -> None:
+    def _note_expanded(self, name: str, format: str, cut: bool = False) -> None:
         """Say, once for each kind of layer, that it is not kept as stored."""
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if kind not in self._expanded:
@@ -153,7 +174,7 @@ class Filler:
                 kind,
                 format,
                 str(self._dtype).removeprefix("torch."),
-                "no kernel multiplies it" if format in _EXPANDED else "attention multiplies by parts of them",
+                "attention multiplies by parts of them" if cut else "no kernel here multiplies it",
             )
 
     def _pack_experts(self, module: Experts, names: list[str], packed: dict[str, Place]) -> None:

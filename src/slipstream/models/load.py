@@ -133,7 +133,7 @@ def load_draft(
         draft.lm_head = target.lm_head
     token_ids_V = _draft_tokens(source, names, spec)
     mask_features_C = _mask_features(source, names, spec)
-    Filler(source, names, ops, dtype, device).fill(draft, wanted)
+    Filler(source, names, ops, dtype, device, small=True).fill(draft, wanted)
     draft.token_ids_V = token_ids_V.to(device)
     draft.mask_features_C = None if mask_features_C is None else mask_features_C.to(device, dtype)
     return draft.eval()
