@@ -9,7 +9,7 @@ from slipstream.report.series import (
     Metric,
     Setting,
     acceptance_length,
-    itl_median,
+    itl_token_median,
     output_tok_s,
     tpot_median,
     tpot_p99,
@@ -21,7 +21,7 @@ PANELS: tuple[tuple[str, Metric], ...] = (
     ("(a) TPOT median, ms (less is better)", tpot_median),
     ("(b) output tok/s (more is better)", output_tok_s),
     ("(c) TPOT p99, ms (less is better)", tpot_p99),
-    ("(d) ITL median, ms (less is better)", itl_median),
+    ("(d) ITL by token, median, ms (less is better)", itl_token_median),
     ("(e) TTFT median, ms, log axis", ttft_median),
     ("(f) acceptance length", acceptance_length),
 )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from slipstream.records.point import PointRecord
 from slipstream.report.series import (
@@ -18,6 +18,10 @@ from slipstream.report.series import (
 )
 from slipstream.report.style import Look, Plot, hide_unused, legend_below, looks_of, new_figure, to_svg
 
+_SIDES = ((-11, -9), (5, 4), (5, -9), (-11, 4))
+"""Where labels of the first arm and the next ones stand, in points from their marker."""
+_APART = 1.035
+"""Arms are drawn so far beside each other, as a factor, that each interval can be seen."""
 _WIDE = 12.0
 """Speed-ups and intervals that differ by more than this need a logarithmic axis."""
 
@@ -28,16 +32,13 @@ def speedup_by_concurrency(grid: Grid) -> Plot | None:
     if not settings:
         return None
     looks = looks_of(grid.all_arms())
-    columns = min(2, len(settings))
-    rows = math.ceil(len(settings) / columns)
-    figure, axes = new_figure(2.6 * rows + 0.5, rows, columns)
+    figure, axes = _panels(len(settings), 2.6)
     for axis, setting in zip(axes.flat, settings, strict=False):
         shown: list[float] = []
         for arm in grid.arms(setting):
             cells = [grid.cell(setting, arm, c) for c in grid.concurrencies(setting)]
-            shown += _speedup_line(
-                axis, grid, [cell for cell in cells if cell], looks[arm], arm, lambda cell: cell.concurrency
-            )
+            shown += _speedup_line(axis, grid, [cell for cell in cells if cell], looks[arm], lambda c: c.concurrency)
+        _set_apart(axis)
         _concurrency_axis(axis, grid.concurrencies(setting))
         _speedup_axis(axis, shown)
         axis.set_title(setting.title(), fontsize=9, loc="left")
@@ -69,9 +70,13 @@ def speedup_by_context(grid: Grid) -> Plot | None:
                 cells = [grid.cell(s, arm, concurrency) for s in settings]
                 found = sorted((c for c in cells if c), key=lambda c: c.mean(input_tokens) or 0)
                 if found:
-                    shown += _speedup_line(axis, grid, found, looks[arm], arm, lambda c: c.mean(input_tokens) or 0)
+                    shown += _speedup_line(axis, grid, found, looks[arm], lambda c: c.mean(input_tokens) or 0)
+            _set_apart(axis)
             _speedup_axis(axis, shown)
             context_axis(axis)
+            lengths = [round(_mean_of(grid, setting, input_tokens)) for setting in settings]
+            axis.set_xticks(lengths, [str(length) for length in lengths])
+            axis.minorticks_off()
             names = ", ".join(setting.workload for setting in settings)
             axis.set_title(f"{settings[0].topology}, concurrency {concurrency}: {names}", fontsize=9, loc="left")
     legend_below(figure, axes)
@@ -116,9 +121,7 @@ def acceptance_by_position(grid: Grid) -> Plot | None:
     if not rates:
         return None
     looks = looks_of(grid.all_arms())
-    columns = min(2, len(rates))
-    rows = math.ceil(len(rates) / columns)
-    figure, axes = new_figure(2.4 * rows + 0.5, rows, columns)
+    figure, axes = _panels(len(rates), 2.4)
     for axis, (setting, by_arm) in zip(axes.flat, rates.items(), strict=False):
         for arm, values in by_arm.items():
             look = looks[arm]
@@ -141,9 +144,7 @@ def pareto(grid: Grid) -> Plot | None:
     if not settings:
         return None
     looks = looks_of(grid.all_arms())
-    columns = min(2, len(settings))
-    rows = math.ceil(len(settings) / columns)
-    figure, axes = new_figure(3.0 * rows + 0.5, rows, columns)
+    figure, axes = _panels(len(settings), 3.0)
     for axis, setting in zip(axes.flat, settings, strict=False):
         for index, arm in enumerate(grid.arms(setting)):
             look = looks[arm]
@@ -153,12 +154,12 @@ def pareto(grid: Grid) -> Plot | None:
             xs, ys = [x for x, _, _ in known], [y for _, y, _ in known]
             axis.plot(xs, ys, color=look.color, marker=look.marker, ls=look.dash, label=arm, markersize=5)
             for x, y, c in known:
-                # Every other arm's labels go to the other side, so that close curves stay legible.
-                place = (4, 3) if index % 2 else (-10, -8)
-                axis.annotate(f"c{c}", (x, y), xytext=place, textcoords="offset points", fontsize=6, color="#333333")
+                # Each arm's labels have a side of their own and its colour, so that close curves stay legible.
+                place = _SIDES[index % len(_SIDES)]
+                axis.annotate(f"c{c}", (x, y), xytext=place, textcoords="offset points", fontsize=6, color=look.color)
+        axis.margins(0.12)
         axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
-        axis.margins(0.1)
         axis.set_xlabel("tok/s for one user (1000 / TPOT)", fontsize=8)
         axis.set_ylabel("output tok/s/device", fontsize=8)
         axis.set_title(setting.title(), fontsize=9, loc="left")
@@ -172,9 +173,7 @@ def pareto(grid: Grid) -> Plot | None:
     )
 
 
-def _speedup_line(
-    axis: Any, grid: Grid, cells: list[Cell], look: Look, arm: str, x_of: Callable[[Cell], float]
-) -> list[float]:
+def _speedup_line(axis: Any, grid: Grid, cells: list[Cell], look: Look, x_of: Callable[[Cell], float]) -> list[float]:
     """Draw one arm's line with its intervals and return every value the panel must show."""
     found = [(x_of(cell), ratio) for cell in cells if (ratio := grid.speedup(cell, output_per_device))]
     if not found:
@@ -191,11 +190,30 @@ def _speedup_line(
         color=look.color,
         marker=look.marker,
         ls=look.dash,
-        label=arm,
+        label=cells[0].arm,
         capsize=2,
         markersize=5,
+        elinewidth=1.0,
     )
     return [y - low for y, low in zip(ys, below, strict=True)] + [y + high for y, high in zip(ys, above, strict=True)]
+
+
+def _set_apart(axis: Any) -> None:
+    """Move the arms of a logarithmic panel sideways, so that no interval hides another."""
+    drawn = axis.containers
+    for index, container in enumerate(drawn):
+        factor = _APART ** (index - (len(drawn) - 1) / 2)
+        line, caps, (bars,) = container.lines
+        for moved in (line, *caps):
+            moved.set_xdata([x * factor for x in moved.get_xdata()])
+        bars.set_segments([[(x * factor, y) for x, y in segment] for segment in bars.get_segments()])
+
+
+def _panels(count: int, height_in: float) -> tuple[Any, Any]:
+    """Return a figure with so many panels or a few more, three side by side where that leaves none empty."""
+    columns = 3 if count % 3 == 0 else min(2, count)
+    rows = math.ceil(count / columns)
+    return new_figure(height_in * rows + 0.5, rows, columns)
 
 
 def _speedup_axis(axis: Any, values: list[float]) -> None:
@@ -209,6 +227,7 @@ def _speedup_axis(axis: Any, values: list[float]) -> None:
         if low > 0 and high / low > _WIDE:
             axis.set_yscale("log")
             axis.set_ylim(low / 1.3, high * 1.3)
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axis.yaxis.set_minor_formatter(NullFormatter())
         else:

@@ -150,6 +150,11 @@ def tpot_p99(record: PointRecord) -> float | None:
     return record.latency.tpot_ms.p99 if record.latency and record.latency.tpot_ms else None
 
 
+def itl_token_median(record: PointRecord) -> float | None:
+    """Median gap between chunks divided by their tokens, in ms: what SGLang's client and its published figures show."""
+    return record.latency.itl_token_ms.median if record.latency and record.latency.itl_token_ms else None
+
+
 def itl_median(record: PointRecord) -> float | None:
     """Median gap between streamed chunks, milliseconds."""
     return record.latency.itl_ms.median if record.latency and record.latency.itl_ms else None

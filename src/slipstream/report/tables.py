@@ -15,6 +15,7 @@ from slipstream.report.series import (
     acceptance_length,
     e2e_median,
     itl_median,
+    itl_token_median,
     output_per_device,
     output_tok_s,
     total_per_device,
@@ -27,25 +28,27 @@ _FIGURES = re.compile(r"[\d.]+")
 
 MARKS = {"faster": "▲", "same": "=", "slower": "▼", "unclear": "?"}
 
-COLUMNS: tuple[tuple[str, Metric, str], ...] = (
-    ("output tok/s", output_tok_s, ".1f"),
-    ("tok/s/device", output_per_device, ".1f"),
-    ("total tok/s/device", total_per_device, ".1f"),
-    ("TTFT ms", ttft_median, ".1f"),
-    ("TPOT ms", tpot_median, ".2f"),
-    ("TPOT p99", tpot_p99, ".2f"),
-    ("ITL ms", itl_median, ".2f"),
-    ("E2E ms", e2e_median, ".0f"),
-    ("accept length", acceptance_length, ".2f"),
+COLUMNS: tuple[tuple[str, str, Metric, str], ...] = (
+    ("output tok/s", "tok/s", output_tok_s, ".1f"),
+    ("tok/s/device", "/device", output_per_device, ".1f"),
+    ("total tok/s/device", "total", total_per_device, ".1f"),
+    ("TTFT ms", "TTFT", ttft_median, ".1f"),
+    ("TPOT ms", "TPOT", tpot_median, ".2f"),
+    ("TPOT p99", "p99", tpot_p99, ".1f"),
+    ("ITL ms", "ITL", itl_median, ".1f"),
+    ("ITL by token ms", "by token", itl_token_median, ".2f"),
+    ("E2E ms", "E2E", e2e_median, ".0f"),
+    ("accept length", "accept", acceptance_length, ".2f"),
 )
+"""Each figure's name where it stands alone (CSV), its name at the head of a table of 80 columns, and its form."""
 
-
-DELTAS: tuple[tuple[str, Metric, str, bool], ...] = (
-    ("TPOT median (ms)", tpot_median, ".2f", False),
-    ("Output throughput (tok/s)", output_tok_s, ".2f", True),
-    ("ITL median (ms)", itl_median, ".2f", False),
-    ("TTFT median (ms)", ttft_median, ".2f", False),
+DELTAS: tuple[tuple[str, Metric, bool], ...] = (
+    ("TPOT", tpot_median, False),
+    ("tok/s", output_tok_s, True),
+    ("ITL", itl_token_median, False),
+    ("TTFT", ttft_median, False),
 )
+"""Figures whose change is shown, and whether more is better."""
 
 
 @dataclass(frozen=True)
@@ -88,28 +91,40 @@ def delta_table(grid: Grid, setting: Setting) -> Table:
     arms = grid.arms(setting)
     rows = []
     for concurrency in grid.concurrencies(setting):
-        for name, metric, form, higher_is_better in DELTAS:
+        for name, metric, higher_is_better in DELTAS:
             cells = [grid.cell(setting, arm, concurrency) for arm in arms]
-            shown = [_with_delta(grid, cell, metric, form, higher_is_better) if cell else "–" for cell in cells]
+            shown = [_with_delta(grid, cell, metric, higher_is_better) if cell else "–" for cell in cells]
             rows.append((str(concurrency), f"{name} {'↑' if higher_is_better else '↓'}", *shown))
-    names = [arm if arm == base else f"{arm} (Δ from {base})" for arm in arms for base in [grid.baseline(setting, arm)]]
-    note = "↓ less is better, ↑ more is better. ▲ better, ▼ worse, = same (within 5%), ? not told apart by these seeds."
-    caption = f"{setting.title()}: change against the baseline"
+    bases = {arm: grid.baseline(setting, arm) for arm in arms}
+    several = len(set(bases.values())) > 1
+    names = [f"{arm} (Δ from {base})" if several and arm != base else arm for arm, base in bases.items()]
+    note = (
+        "Medians in ms; ITL by token, as SGLang's client counts it. ↓ less is better, ↑ more is better. ▲ better, "
+        "▼ worse, = same (within 5%), ? not told apart by these seeds."
+    )
+    caption = f"{setting.title()}: change (Δ)" + ("" if several else f" from {bases[arms[0]]}")
     return Table(caption, ("Conc.", "metric", *names), tuple(rows), note)
 
 
 def detail_table(grid: Grid, setting: Setting) -> Table:
-    """Return every metric of every arm, as means over seeds."""
-    rows = []
-    for concurrency in grid.concurrencies(setting):
-        for arm in grid.arms(setting):
-            cell = grid.cell(setting, arm, concurrency)
-            if cell:
-                figures = (number(cell.mean(metric), form) for _, metric, form in COLUMNS)
-                rows.append((str(concurrency), arm, str(len(cell.records)), *figures))
-    header = ("Conc.", "arm", "seeds", *(name for name, _, _ in COLUMNS))
-    note = "Medians within a run (p99 where it says so), averaged over seeds. ITL is the gap between streamed chunks."
-    return Table(f"{setting.title()}: all figures", header, tuple(rows), note)
+    """Return every metric of every arm, but for E2E, as means over seeds; of one device, nothing is said by device."""
+    cells = [
+        cell for c in grid.concurrencies(setting) for arm in grid.arms(setting) if (cell := grid.cell(setting, arm, c))
+    ]
+    one_device = all(cell.mean(output_tok_s) == cell.mean(output_per_device) for cell in cells)
+    left_out = (e2e_median, *([output_per_device] if one_device else []))
+    columns = [column for column in COLUMNS if column[2] not in left_out]
+    rows = [
+        (str(cell.concurrency), cell.arm, *(number(cell.mean(metric), form) for *_, metric, form in columns))
+        for cell in cells
+    ]
+    seeds = sorted({len(cell.records) for cell in cells})
+    note = (
+        f"Medians within a run in ms (p99: of TPOT), averaged over {' to '.join(map(str, seeds[:1] + seeds[1:][-1:]))} "
+        "seeds. Total: prompts' tokens too, per device. ITL: the gap between streamed chunks; by token: divided by the "
+        "chunk's tokens."
+    )
+    return Table(f"{setting.title()}: all figures", ("Conc.", "arm", *(c[1] for c in columns)), tuple(rows), note)
 
 
 def gsm8k_table(records: Sequence[Gsm8kRecord], baselines: frozenset[str]) -> Table | None:
@@ -205,13 +220,14 @@ def _with_speedup(grid: Grid, cell: Cell) -> str:
     return f"{text} ({ratio.ratio:.2f}x) {MARKS[ratio.verdict]}\n{interval(ratio)}" if ratio else text
 
 
-def _with_delta(grid: Grid, cell: Cell, metric: Metric, form: str, higher_is_better: bool) -> str:
-    text = number(cell.mean(metric), form)
+def _with_delta(grid: Grid, cell: Cell, metric: Metric, higher_is_better: bool) -> str:
+    mean = cell.mean(metric)
+    text = number(mean, ".2f" if mean is not None and mean < 10 else ".1f")
     ratio = grid.speedup(cell, metric, higher_is_better)
     if ratio is None:
         return text
     change = 100 * ((ratio.ratio if higher_is_better else 1 / ratio.ratio) - 1)
-    return f"{text} ({change:+.1f}%) {MARKS[ratio.verdict]}".replace("-", "−")
+    return f"{text} ({change:{'+.1f' if abs(change) < 100 else '+.0f'}}%) {MARKS[ratio.verdict]}".replace("-", "−")
 
 
 def _counts(found: Sequence[tuple[Speedup, Cell]]) -> str:

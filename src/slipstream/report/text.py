@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 
 from slipstream.report.contents import Contents, Section, named_plots
 from slipstream.report.series import Grid, input_tokens, interactivity, output_per_device
@@ -23,12 +24,14 @@ def cells_csv(grid: Grid) -> str:
     """Return one row for each arm at each load, with the speed-up and its interval."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    names = [name for name, _, _ in COLUMNS]
+    names = [name for name, *_ in COLUMNS]
     head = ["recipe", "topology", "workload", "concurrency", "arm", "seeds", "input tokens", *names, "tok/s/user"]
     writer.writerow([*head, "speedup", "speedup low", "speedup high", "verdict"])
     for cell in grid.cells():
         ratio = grid.speedup(cell, output_per_device)
-        figures = [cell.mean(metric) for metric in (input_tokens, *(m for _, m, _ in COLUMNS), interactivity)]
+        figures = [
+            cell.mean(metric) for metric in (input_tokens, *(metric for *_, metric, _ in COLUMNS), interactivity)
+        ]
         place = [cell.setting.recipe, cell.setting.topology, cell.setting.workload, cell.concurrency, cell.arm]
         compared = [f"{ratio.ratio:.6g}", f"{ratio.low:.6g}", f"{ratio.high:.6g}", ratio.verdict] if ratio else [""] * 4
         values = ["" if value is None else f"{value:.6g}" for value in figures]
@@ -58,7 +61,9 @@ def _table(table: Table) -> Iterator[str]:
     yield f"| {' | '.join(map(_cell, table.header))} |"
     yield f"|{'---|' * len(table.header)}"
     for row in table.rows:
-        yield f"| {' | '.join(map(_cell, row))} |"
+        # A cell's second line (an interval) is a row of its own, so that the table stays as narrow as its figures.
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+            yield f"| {' | '.join(map(_cell, line))} |"
     if table.note:
         yield from ("", _plain(table.note))
 

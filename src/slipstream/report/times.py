@@ -99,23 +99,24 @@ def time_table(grid: Grid) -> Table | None:
     cells = list(grid.cells())
     if not any(_shares(cell) for cell in cells):
         return None
-    rows = [(cell.setting.title(), cell.arm, str(cell.concurrency), *_figures_of(cell)) for cell in cells]
-    parts = tuple(label for label, *_ in PARTS)
-    header = ("setting", "arm", "conc.", "input tokens", *parts, "busy", "verify of draft + verify", "verify ms")
+    parts = [part for part, *_ in PARTS if part != "mixed" or any(_shares(cell).get(part) for cell in cells)]
+    rows = [(f"{cell.setting.title()} c{cell.concurrency}", cell.arm, *_figures_of(cell, parts)) for cell in cells]
+    header = ("setting", "arm", "in", *parts, "busy", "v/(d+v)", "ms")
     note = (
-        "Shares of the engine's busy time; busy is their sum over the point's duration. Mixed: passes that prompts and "
-        "drafted tokens share. Verify ms is for each accepted token, or each token without a draft. vLLM and SGLang do "
-        "not count time by phase. When verify's share grows with context, long prompts eat the speed-up."
+        "In: input tokens; then shares of the engine's busy time, which is their sum over the point's duration. Mixed: "
+        "passes that prompts and drafted tokens share. v/(d+v): verify of draft + verify. Ms: verification, for each "
+        "accepted token, or each token without a draft. vLLM and SGLang do not count time by phase. When verify's "
+        "share grows with context, long prompts eat the speed-up."
     )
     return Table("Where the time goes", header, tuple(rows), note)
 
 
-def _figures_of(cell: Cell) -> tuple[str, ...]:
+def _figures_of(cell: Cell, parts: Sequence[str]) -> tuple[str, ...]:
     context = number(cell.mean(input_tokens), ".0f")
     found = _shares(cell)
     if not found:
-        return (context, *(_NOT_TOLD for _ in PARTS), _NOT_TOLD, _NOT_TOLD, _NOT_TOLD)
-    told = [found[label] for label, *_ in PARTS]
+        return (context, *(_NOT_TOLD for _ in parts), _NOT_TOLD, _NOT_TOLD, _NOT_TOLD)
+    told = [found[part] for part in parts]
     figures = (cell.mean(_busy), cell.mean(_verify_share))
     return (
         context,
