@@ -123,6 +123,8 @@ def run(
         console.print(f"arm {name} is left out: {why}", style="yellow", highlight=False, markup=False)
     for note in made.notes:
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
+    if made.loaded.recipe.evals.gsm8k and gsm8k is None:
+        print(f"not evaluated, though the recipe asks GSM8K: give its folder with --gsm8k ({WHERE_IT_IS}).")
     with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -138,8 +140,6 @@ def run(
         print(f"stopped: {summary.stopped}\nMend it and run the same command again, or measure the rest: --keep-going.")
     for failure in summary.failed_evals:
         print(f"not evaluated: {failure}")
-    if made.loaded.recipe.evals.gsm8k and gsm8k is None:
-        print(f"not evaluated: the recipe asks GSM8K; give its folder with --gsm8k ({WHERE_IT_IS}).")
     print(f"records: {folder}\nnext: slipstream report {folder}")
     if summary.invalid or summary.failed_evals or summary.stopped:
         raise typer.Exit(1)
