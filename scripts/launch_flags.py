@@ -13,7 +13,9 @@ _HEAD = """# Flags of other servers
 A launch line of vLLM or SGLang runs after changing its first words to `slipstream serve`. Every flag of both launchers
 is one that `slipstream serve` has itself (`slipstream serve --help`), or stands here: it becomes one of ours, it is not
 needed (the log says so, once, with the reason), or it is refused with a sentence. An interop test (`pytest -m interop
-tests/peers/test_launch_flags.py`) compares the table with the packages `vllm` and `sglang`. Underscores for hyphens,
+tests/peers/test_launch_flags.py`) compares the table with the packages `vllm` and `sglang`. `make published`
+starts servers with every flag that is not needed and compares whole answers with a server's that has none.
+Underscores for hyphens,
 vLLM's short flags, `--flag.key value` for JSON, opposites (`--no-x`, `--disable-x` for `--enable-x`) and `--config`
 files are understood.
 """
