@@ -2,8 +2,9 @@
 
 Six things Triton 3.6 does are put right, so that its numbers are a GPU's: loop bounds are taken out of one-element
 arrays, which numpy 2.4 no longer does by itself; floats are rounded to nearest even, not cut; bfloat16 is multiplied
-as numbers, not as the 16-bit words it is kept in; a product is summed in steps of 16, as instructions do; one of FP8
-is whole, and added, after as many columns as it says; and a fused multiply-add is rounded once.
+as numbers, not as the 16-bit words it is kept in; a product is summed in steps of 16, as instructions do, each step
+rounded once, since how numpy's library orders 16 summands depends on the processor and on how many rows there are; one
+of FP8 is whole, and added, after as many columns as it says; and a fused multiply-add is rounded once.
 
 Products of fewer columns than compile for sm_90 are refused. And every address is checked, as a GPU would not: a kernel
 that reads or writes outside the tensors it was given fails.
@@ -37,7 +38,7 @@ def _use_interpreter():
         tl.float32: torch.float32,
         tl.float64: torch.float64,
     }
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    patch = interpreter._patch_lang_tensor
 
     def patch_with_bounds(tensor, scope):
         patch(tensor, scope)
@@ -48,9 +49,6 @@ def _use_interpreter():
         numbers = words.view(floats[source]).to(floats[target])
         return numbers.view(WORDS[target.primitive_bitwidth]).numpy().view(f"u{target.primitive_bitwidth // 8}")
 
-    def added(one, other):
-        return interpreter.TensorHandle(one.data + other.data, one.dtype)
-
     def dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
         least = 32 if a.dtype.primitive_bitwidth == 8 else INSTRUCTION
         if a.data.shape[1] < least:
@@ -58,16 +56,16 @@ def _use_interpreter():
         whole = max_num_imprecise_acc if a.dtype.is_floating() and a.dtype.primitive_bitwidth == 8 else 0
         if a.dtype.is_floating() and a.dtype.primitive_bitwidth < 32:
             a, b = (interpreter.TensorHandle(_float32(x, convert, tl), tl.float32) for x in (a, b))
-        total = None
-        for k in range(0, a.data.shape[1], INSTRUCTION):
-            columns = slice(k, k + INSTRUCTION)
-            left = interpreter.TensorHandle(a.data[:, columns], a.dtype)
-            right = interpreter.TensorHandle(b.data[columns], b.dtype)
+        wide = np.float64 if a.dtype.is_floating() else d.data.dtype
+        left, right = (x.data.astype(wide) for x in (a, b))
+        total, sums = None, d.data
+        for k in range(0, left.shape[1], INSTRUCTION):
             if whole and k % whole == 0:
-                total = d if total is None else added(total, d)
-                d = interpreter.TensorHandle(np.zeros_like(d.data), d.dtype)
-            d = dot(self, left, right, d, input_precision, max_num_imprecise_acc)
-        return d if total is None else added(total, d)
+                total = sums if total is None else total + sums
+                sums = np.zeros_like(sums)
+            step = np.matmul(left[:, k : k + INSTRUCTION], right[k : k + INSTRUCTION])
+            sums = sums + step.astype(d.data.dtype)
+        return interpreter.TensorHandle(sums if total is None else total + sums, d.dtype.scalar)
 
     def fused(self, x, y, z):
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
