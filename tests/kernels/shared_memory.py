@@ -41,6 +41,9 @@ def shared_bytes(launch: Recorded) -> float | None:
     if launch.name == "small_m_kernel":
         columns = have["BLOCK_K"] * (2 if have["TWICE"] else 1)
         return columns * width * (stages * have["BLOCK_N"] + have["BLOCK_M"])
+    if launch.name == "stream_kernel":
+        rows = have["FIRST"] + have["SECOND"] + have["BLOCK_N"] * (2 if have["PAIR"] else 1)
+        return have["STAGES"] * (rows * have["BLOCK_K"] * (1 if have["FP8"] else 2) + 16)
     if launch.name == "_linear_kernel":
         return have["BLOCK_K"] * width * stages * (have["BLOCK_N"] + have["BLOCK_M"])
     return None

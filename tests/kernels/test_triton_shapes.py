@@ -22,6 +22,16 @@ def test_products_of_real_shapes_fit_shared_memory(architecture):
     assert not [row for row in counted if row["bytes"] > SHARED_BYTES[architecture]]
 
 
+@pytest.mark.parametrize("format", ["dense", "fp8_per_channel"])
+def test_hopper_streams_weights_that_no_configuration_names(format):
+    rows = [row for row in compiled_by("shared_memory.py", *SHARED_BYTES) if row["architecture"] == "sm_90"]
+    kernels = {tuple(row["shape"]): row["kernel"] for row in rows if row["format"] == format}
+    gates_and_head = [(19456, 2560), (151936, 2560), (27648, 5120), (152064, 5120)]
+    for shape in gates_and_head:
+        assert {kernels[many, *shape] for many in (17, 40, 64, 160)} == {"stream_kernel"}
+    assert kernels[40, 3072, 576] != "stream_kernel", "nine steps are no work for a ring"
+
+
 def test_an_architecture_without_a_file_runs_portable_kernels_alone():
     rows = [row for row in compiled_by("shared_memory.py", *SHARED_BYTES) if row["architecture"] not in ("sm_90",)]
     assert not {row["kernel"] for row in rows} & HOPPER_ONLY

@@ -66,11 +66,10 @@ def test_a_file_with_a_field_nobody_knows_is_an_error():
 
 def test_tiles_for_few_rows_stand_before_those_for_more():
     tiles = {name: WideConfig(64, False, 64, 4, stages) for name, stages in (("d:8:8", 3), ("d:8:8/64", 4))}
-    narrow = LinearConfig(64, 64, 1, 4, 3)
     stages = {}
     for name, wide in {"without": tiles, "with": {**tiles, "d:8:8/32": WideConfig(64, False, 64, 4, 5)}}.items():
         tuning = Tuning("any", wide_linear=wide)
-        found = {rows: tuning.wide_linear_config("d:8:8", rows, 8, narrow) for rows in (17, 32, 33, 64, 65, 256)}
+        found = {rows: tuning.wide_linear_config("d:8:8", rows) for rows in (17, 32, 33, 64, 65, 256)}
         stages[name] = {rows: config.num_stages for rows, config in found.items() if config is not None}
 
     assert stages["without"] == {17: 4, 32: 4, 33: 4, 64: 4, 65: 3, 256: 3}

@@ -222,26 +222,22 @@ class Tuning:
         """Return the tiles for passes of many rows; the bits stay those of `narrow`."""
         return _with_order_of(narrow, self.wide.get(format, narrow))
 
-    def wide_linear_config(
-        self, shape: str, num_rows: int, num_outputs: int, narrow: LinearConfig
-    ) -> WideConfig | None:
-        """Return the tiles with which one program takes all rows of a pass, if the "format:N:K" has such.
-
-        Tiles by format are for weights whose programs keep a good part of the device busy.
-        """
-        if num_rows > MOST_WIDE_ROWS:
-            return None
+    def wide_linear_config(self, shape: str, num_rows: int) -> WideConfig | None:
+        """Return the tiles with which one program takes all rows of a pass, if the "format:N:K" has such."""
         few = num_rows <= FEW_ROWS
         config = self.wide_linear.get(few_rows_name(shape) if few else shape)
         if num_rows <= FEWER_ROWS:
             config = self.wide_linear.get(few_rows_name(shape, FEWER_ROWS), config)
-        if config is None and not few:
-            config = self.wide_linear.get(shape.partition(":")[0])
-            if config is not None and 4 * narrow.split_k * -(-num_outputs // config.block_n) < self.programs:
-                return None
-        if config is None or (few and num_rows < config.from_rows):
+        return None if config is None or (few and num_rows < config.from_rows) else config
+
+    def wide_format_config(
+        self, format: str, num_rows: int, num_outputs: int, narrow: LinearConfig
+    ) -> WideConfig | None:
+        """Return the same by format, for weights whose programs keep a good part of the device busy."""
+        config = self.wide_linear.get(format) if num_rows > FEW_ROWS else None
+        if config is None or 4 * narrow.split_k * -(-num_outputs // config.block_n) < self.programs:
             return None
-        return replace(config, block_k=min(config.block_k, narrow.block_k))
+        return config
 
     def fitted(self, config: LinearConfig, tile: int, itemsize: float, *, staged_rows: bool = True) -> LinearConfig:
         """Return the configuration with as many stages as fit beside a token tile; stages change no bits.

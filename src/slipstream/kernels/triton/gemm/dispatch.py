@@ -13,10 +13,17 @@ from slipstream.kernels.triton.gemm.quantize import Codes
 from slipstream.kernels.triton.gemm.small_m_launch import MOST_ROWS, MOST_WHOLE_ROWS, multiply_small_m, rope_fits
 from slipstream.kernels.triton.gemm.split_k import Epilogue, Launch, Rows, multiply, token_tile
 from slipstream.kernels.triton.gemm.split_k_reduce import PartialSums
-from slipstream.kernels.triton.gemm.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces
+from slipstream.kernels.triton.gemm.wide_linear import WideLaunch, fitted, multiply_wide, row_pieces, stream_config
 from slipstream.kernels.triton.norm import SQUARED
 from slipstream.kernels.triton.rope import RopeWrite
-from slipstream.kernels.triton.tuning import CHAIN_ROWS, LinearConfig, Tuning, has_fp8
+from slipstream.kernels.triton.tuning import (
+    CHAIN_ROWS,
+    MOST_WIDE_ROWS,
+    LinearConfig,
+    Tuning,
+    WideConfig,
+    has_fp8,
+)
 from slipstream.quant.packed import PackedWeight
 from slipstream.quant.scheme import by_row
 
@@ -191,9 +198,8 @@ class Products:
 
     def _make_wide_launch(self, shape: WeightShape, kind: str, num_rows: int, silu: bool) -> WideLaunch | None:
         """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
-        narrow = self._narrow(shape)
-        wide = self._tuning.wide_linear_config(shape.key, num_rows, shape.outputs, narrow)
-        if wide is None or shape.itemsize > 2:
+        narrow, wide = self._narrow(shape), self._wide_config(shape, num_rows, silu)
+        if wide is None:
             return None
         pieces = row_pieces(num_rows)
         wide = fitted(wide, pieces, kind, silu, self._tuning.shared_bytes)
@@ -244,7 +250,19 @@ class Products:
         """Tell whether `small_m` multiplies so few rows; not if the weight has tiles with which a program takes all."""
         if not self._tuning.weights_first or num_rows > MOST_ROWS:
             return False
-        return self._tuning.wide_linear_config(shape.key, num_rows, shape.outputs, self._narrow(shape)) is None
+        return self._wide_config(shape, num_rows, silu=False) is None
+
+    def _wide_config(self, shape: WeightShape, num_rows: int, silu: bool) -> WideConfig | None:
+        """Return the tiles with which one program takes all rows: a configuration's, or by arithmetic."""
+        if num_rows > MOST_WIDE_ROWS or shape.itemsize > 2:
+            return None
+        tuning, narrow = self._tuning, self._narrow(shape)
+        config = (
+            tuning.wide_linear_config(shape.key, num_rows)
+            or stream_config(shape.format, (shape.outputs, shape.inputs), num_rows, silu, narrow, tuning)
+            or tuning.wide_format_config(shape.format, num_rows, shape.outputs, narrow)
+        )
+        return None if config is None else replace(config, block_k=min(config.block_k, narrow.block_k))
 
     def _make_narrow(self, shape: WeightShape) -> LinearConfig:
         """Return the configuration that fixes the order of a weight's columns."""

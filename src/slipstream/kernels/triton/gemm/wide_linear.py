@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from slipstream.kernels.triton.gemm.split_k import Epilogue
 from slipstream.kernels.triton.gemm.wide_tiles import wide_kernel
 from slipstream.kernels.triton.launch import launch_options
-from slipstream.kernels.triton.tuning import WideConfig
+from slipstream.kernels.triton.tuning import FEW_ROWS, LinearConfig, Tuning, WideConfig
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,41 @@ def row_pieces(num_rows: int) -> tuple[int, int]:
     each = -(-num_rows // -(-num_rows // 256))
     tiles = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64))
     return next((tile for tile in tiles if each <= sum(tile)), (128, 128))
+
+
+def stream_config(
+    format: str, weight_shape: tuple[int, int], num_rows: int, silu: bool, narrow: LinearConfig, tuning: Tuning
+) -> WideConfig | None:
+    """Return tiles of `wide_streams` by arithmetic, for any weight [N, K] that no configuration names.
+
+    Programs have 64 weight rows, or 128 (a pair that shares its loads of the rows) where enough programs are left, and
+    as many stages as fit; where there are more programs than SMs, as fit twice. None: other GPUs, short columns, which
+    end before a ring pays, and weights whose programs would leave half of the SMs idle.
+    """
+    (num_outputs, num_inputs), fp8 = weight_shape, format == "fp8"
+    num_sms, splits = tuning.programs // 2, narrow.split_k
+    programs = -(-num_outputs // 64) * splits
+    if tuning.architecture != "sm_90" or format not in _STREAMED_FROM or num_rows < _STREAMED_FROM[format]:
+        return None
+    if num_inputs < _LEAST_COLUMNS or programs * 2 < num_sms:
+        return None
+    many = num_rows > FEW_ROWS
+    head = splits == 1 and not silu and programs >= 8 * num_sms
+    pair = silu or (many and not fp8 and programs * 4 >= num_sms * 6)
+    block_n = 128 if head else 64
+    programs = -(-num_outputs // (block_n * (1 + pair))) * splits
+    shared = programs > num_sms and not head
+    block_k = min(128 if fp8 else 64, narrow.block_k)
+    step_bytes = (block_n * (1 + pair) + sum(row_pieces(num_rows))) * block_k * (1 if fp8 else 2)
+    return WideConfig(
+        block_n, pair, block_k, 8 if head else 4, max(tuning.shared_bytes // (1 + shared) // step_bytes, 1),
+        tma=True, later=splits > 1, together=fp8, stream=True, at_once=shared and many,
+    )  # fmt: skip
+
+
+_STREAMED_FROM = {"dense": 9, "fp8": 17}
+"""Rows from which a format's weights are streamed where no configuration says otherwise; below it is `small_m`."""
+_LEAST_COLUMNS = 1024
 
 
 def fitted(config: WideConfig, pieces: tuple[int, int], kind: str, silu: bool, shared_bytes: int) -> WideConfig:
