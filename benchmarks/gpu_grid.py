@@ -30,12 +30,12 @@ from gpu_models import LLAMA_8B, SMOLLM_135M, TINY, random_draft, random_target
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.rank import ExpertCount, rank_kernels
-from slipstream.engine.rank_models import build_draft, build_target, rank_of
 from slipstream.executors.cuda_graph.executor import GraphExecutor
 from slipstream.executors.cuda_graph.menu import StepMenu
 from slipstream.executors.cuda_graph.step import StepKind
 from slipstream.kernels import Ops, select
+from slipstream.measure.rank import ExpertCount, rank_kernels
+from slipstream.measure.rank_models import build_draft, build_target, rank_of
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.moe import Router
 from slipstream.models.target import Target

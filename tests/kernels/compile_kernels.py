@@ -22,7 +22,6 @@ from triton._C.libtriton import ir
 from triton.compiler import ASTSource, CompilationError, make_backend
 
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
-from slipstream.engine.rank_models import build_target, rank_of
 from slipstream.kernels import KV_FP8, RowSampling, SampleRows, SamplingState, Sight
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import Ending
@@ -31,6 +30,7 @@ from slipstream.kernels.training.triton_variants import variants as training_var
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.record import META, Recorded, recording, target_of
 from slipstream.kernels.triton.tuning import has_fp8, read_tuning
+from slipstream.measure.rank_models import build_target, rank_of
 from slipstream.models.fused.survey import Workload, hollow_target, hollow_weight, meta_context
 
 LLAMA = ModelSpec("LlamaForCausalLM", 128256, 4096, 14336, 2, 32, 8, 128, 1e-5, RopeSpec(5e5, 128), 16384, False)

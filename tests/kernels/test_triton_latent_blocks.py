@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from slipstream.checkpoint.spec import RoutingSpec
-from slipstream.engine.rank_models import build_target, rank_of
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton.moe.tiles import MoeOptions
 from slipstream.kernels.triton.ops import TritonOps
+from slipstream.measure.rank_models import build_target, rank_of
 from slipstream.models.context import KvCache, QueryTokens, paged_context
 from slipstream.models.fused.mla import MlaBlocks
 

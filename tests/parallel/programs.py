@@ -9,11 +9,11 @@ import torch
 from slipstream.checkpoint.reader import CheckpointReader
 from slipstream.engine.build import build_engine, build_other_rank
 from slipstream.engine.config import EngineConfig
-from slipstream.executors.channel import Leader, connect
 from slipstream.executors.distributed import follow
 from slipstream.kernels import RowSampling, select
 from slipstream.models.load import load_draft, load_target
 from slipstream.models.parallel import Ranks
+from slipstream.ranks.channel import Leader, connect
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 

@@ -7,9 +7,9 @@ import threading
 import pytest
 from torch.distributed import TCPStore
 
-from slipstream.engine.hosts import Hosts, accept_ranks, peer_address, reach_first
 from slipstream.errors import ConfigError
 from slipstream.models.topology import Topology
+from slipstream.ranks.hosts import Hosts, accept_ranks, peer_address, reach_first
 
 TWO = Topology(tp=2)
 

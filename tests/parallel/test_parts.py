@@ -14,7 +14,6 @@ from slipstream.checkpoint.config import model_spec
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.span import Span
 from slipstream.checkpoint.spec import RopeSpec
-from slipstream.engine.launch import take_seat
 from slipstream.errors import ConfigError
 from slipstream.models.load import load_draft, load_target
 from slipstream.models.parallel import Ranks
@@ -23,6 +22,7 @@ from slipstream.quant.load import packed_part, packed_weight, read_scheme
 from slipstream.quant.plan import QuantizeOptions, plan_quantize
 from slipstream.quant.quantize import quantize
 from slipstream.quant.scheme import SCHEMES, dequantize, scheme_named
+from slipstream.ranks.launch import take_seat
 from tiny import tiny_target
 
 FORMS = [*((name, None, "quark") for name in SCHEMES), ("int4", 32, "quark"), ("int4", 32, "compressed-tensors")]

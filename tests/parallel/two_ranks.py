@@ -5,8 +5,8 @@ import sys
 
 import torch
 
-from slipstream.engine.launch import Seat, leave, take_seat
 from slipstream.models.topology import Topology
+from slipstream.ranks.launch import Seat, leave, take_seat
 
 
 def follow(reason: str, seat: Seat) -> None:

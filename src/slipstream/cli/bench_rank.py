@@ -10,7 +10,7 @@ import typer
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.engine.rank import StepFigures
+    from slipstream.measure.rank import StepFigures
 
 
 class _Defaults(NamedTuple):
@@ -67,8 +67,8 @@ def rank(
     """
     import torch
 
-    from slipstream.engine.rank import Rank, rank_kernels
-    from slipstream.engine.rank_models import rank_of
+    from slipstream.measure.rank import Rank, rank_kernels
+    from slipstream.measure.rank_models import rank_of
     from slipstream.records.store import check_writable
 
     usual = _Defaults(2, "1,2", "64,256") if tiny else _Defaults(8, "1,2,8,40", "1024,10240")

@@ -119,8 +119,8 @@ def serve(
         serve_elsewhere(context)
         return
     from slipstream.engine.config import EngineConfig
-    from slipstream.engine.hosts import Hosts
     from slipstream.engine.loading import LoadOptions
+    from slipstream.ranks.hosts import Hosts
     from slipstream.serve import flags
     from slipstream.serve.config import ServeConfig
     from slipstream.serve.fixed_sampling import fixed_sampling as prescribed

@@ -35,9 +35,6 @@ def tune(
         raise ConfigError("There is no GPU here to tune for: run `slipstream tune` on the machine that has it.")
     from slipstream.checkpoint.config import model_spec
     from slipstream.checkpoint.reader import open_checkpoint
-    from slipstream.engine.rank import measured_ms
-    from slipstream.engine.tune import Search, Subject
-    from slipstream.engine.tune import tune as find_tiles
     from slipstream.kernels.triton.tuning import (
         architecture_of,
         check_architecture,
@@ -45,6 +42,9 @@ def tune(
         tuned_file,
         write_tuned,
     )
+    from slipstream.measure.rank import measured_ms
+    from slipstream.measure.tune import Search, Subject
+    from slipstream.measure.tune import tune as find_tiles
 
     console, began = Console(markup=False), time.monotonic()
     where = torch.device(device)

@@ -10,7 +10,6 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import kv_dtypes
 from slipstream.errors import ConfigError
-from slipstream.executors.channel import Follower, Leader
 from slipstream.executors.cuda_graph.executor import GraphExecutor
 from slipstream.executors.distributed import LeadingExecutor, Told
 from slipstream.executors.eager import EagerExecutor
@@ -23,6 +22,7 @@ from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers
 from slipstream.models.target import Target
+from slipstream.ranks.channel import Follower, Leader
 from slipstream.speculation.borrowed import Borrowers, Lender
 from slipstream.speculation.controller import ChainController
 from slipstream.speculation.copying import Copier

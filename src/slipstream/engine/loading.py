@@ -25,8 +25,6 @@ from slipstream.engine.build import (
 )
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.hosts import Hosts
-from slipstream.engine.launch import Seat, leave, run_other, take_seat
 from slipstream.engine.memory import (
     DEFAULT_FRACTION,
     explained_out_of_memory,
@@ -36,7 +34,6 @@ from slipstream.engine.memory import (
     weight_bytes,
 )
 from slipstream.errors import ConfigError
-from slipstream.executors.channel import Follower, Leader
 from slipstream.executors.distributed import follow
 from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
@@ -45,6 +42,9 @@ from slipstream.models.packing import quantize_linears
 from slipstream.models.split import check_draft_split, check_target_split
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
+from slipstream.ranks.channel import Follower, Leader
+from slipstream.ranks.hosts import Hosts
+from slipstream.ranks.launch import Seat, leave, run_other, take_seat
 from slipstream.speculation.tree import TreeShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

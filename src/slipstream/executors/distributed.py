@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import RankLostError
-from slipstream.executors.channel import Follower, Leader
 from slipstream.executors.eager import EagerExecutor
 from slipstream.executors.interface import Joined, StepCosts, StepInput, StepOutput
+from slipstream.ranks.channel import Follower, Leader
 from slipstream.speculation.drafter import Drafter
 from slipstream.speculation.tree import TreeShape
 

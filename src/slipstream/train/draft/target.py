@@ -1,6 +1,6 @@
 """The target as training sees it: the precision it runs in, and one split over several processes.
 
-The ranks of a split target are those of the engine that wrote the data (`slipstream.engine.launch`): after it they wait
+The ranks of a split target are those of the engine that wrote the data (`slipstream.ranks.launch`): after it they wait
 for calls, and a pass over packed rows is one more kind of call. The draft is whole, on the first rank alone.
 """
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from slipstream.checkpoint.source import TensorSource
 from slipstream.engine.loading import Loaded
 from slipstream.errors import ConfigError
-from slipstream.executors.channel import Leader
 from slipstream.executors.eager import EagerExecutor
 from slipstream.kernels.training.loss import product_f32
 from slipstream.kernels.training.ops import train_ops
@@ -24,6 +23,7 @@ from slipstream.models.layers import Embedding, Linear
 from slipstream.models.load import load_target
 from slipstream.models.moe import Experts
 from slipstream.models.target import Hidden, Target
+from slipstream.ranks.channel import Leader
 from slipstream.train.draft.packing import PackedContext
 
 TARGET_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

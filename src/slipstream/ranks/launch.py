@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it, but not to type checkers
 
-from slipstream.engine.hosts import (
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.models.parallel import ALONE, Ranks
+from slipstream.models.topology import Topology
+from slipstream.ranks.channel import Follower, Leader, connect
+from slipstream.ranks.hosts import (
     Hosts,
     accept_ranks,
     gloo_at,
@@ -25,10 +29,6 @@ from slipstream.engine.hosts import (
     probe_connections,
     reach_first,
 )
-from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.executors.channel import Follower, Leader, connect
-from slipstream.models.parallel import ALONE, Ranks
-from slipstream.models.topology import Topology
 
 logger = logging.getLogger(__name__)
 

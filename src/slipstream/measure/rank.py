@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slipstream.engine.rank_models import RankModel, build_draft, build_target
 from slipstream.errors import ConfigError
 from slipstream.kernels import KernelChoice, Ops
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.measure.rank_models import RankModel, build_draft, build_target
 from slipstream.models.context import KvCache, KvShape, PagedContext, QueryTokens, paged_context
 from slipstream.models.moe import Experts, Router
 

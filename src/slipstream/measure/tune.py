@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.spec import ModelSpec
-from slipstream.engine.rank_models import build_target
 from slipstream.kernels.triton.gemm.dispatch import WeightShape, shape_of_weight
 from slipstream.kernels.triton.launch import compiling_ahead
 from slipstream.kernels.triton.ops import TritonOps
@@ -26,6 +25,7 @@ from slipstream.kernels.triton.tuning import (
     WideConfig,
     few_rows_name,
 )
+from slipstream.measure.rank_models import build_target
 from slipstream.models.context import KvCache, QueryTokens, paged_context
 from slipstream.models.layers import Linear
 from slipstream.quant.packed import PackedWeight

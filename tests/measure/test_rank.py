@@ -7,9 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from slipstream.cli.bench import app
-from slipstream.engine.rank_models import MODELS, build_target, random_experts, rank_of
 from slipstream.errors import ConfigError, KernelError
 from slipstream.kernels import select
+from slipstream.measure.rank_models import MODELS, build_target, random_experts, rank_of
 from slipstream.quant.formats.nibbles import unpack_signed
 from slipstream.quant.scheme import dequantize
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from interpreted import DEVICE
 from slipstream.checkpoint.spec import ModelSpec, RopeSpec
 from slipstream.cli.main import app
-from slipstream.engine.tune import PASSES, Rows, Search, Subject, candidates, tune
 from slipstream.kernels.triton.gemm.dispatch import WeightShape
 from slipstream.kernels.triton.tuning import read_tuning
+from slipstream.measure.tune import PASSES, Rows, Search, Subject, candidates, tune
 
 SPEC = ModelSpec("LlamaForCausalLM", 90, 32, 48, 1, 2, 1, 16, 1e-5, RopeSpec(10000.0, 16), 256, False)
 SHIPPED = small_tuning()
