@@ -9,7 +9,8 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
+
+import torch
 
 from slipstream.checkpoint.embedded import embedded_model
 from slipstream.checkpoint.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from slipstream.serve.app import build_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import set_up_logs
 from slipstream.serve.server import avoid_pauses, server_for
+from slipstream.speculation.drafter import NoDrafter
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 
@@ -53,7 +55,7 @@ class FakeEngine:
         self.vocab_size = 131072
         self.simulated_acceptance: tuple[float, ...] = ()
         self.stats = EngineStats()
-        self.drafter = SimpleNamespace(shape=None, max_nodes=1)
+        self.drafter = NoDrafter(torch.device("cpu"))
         self.num_waiting, self.page_usage = 0, 0.0
         self._tokens = tokenizer.encode(TEXT, False)
         self._num_together, self._period_s, self._tokens_per_step = num_together, period_s, tokens_per_step

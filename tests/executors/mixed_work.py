@@ -54,11 +54,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request: tokens with their log probabilities, and the prompt's."""
+    """What came of a request: tokens with their log probabilities, the prompt's, and how much of it was cached."""
 
     tokens: tuple[tuple[int, TokenLogprob | None], ...] = ()
     prompt: tuple[TokenLogprob | None, ...] = ()
     reason: FinishReason | None = None
+    num_cached: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -68,7 +69,8 @@ class Answer:
     def followed_by(self, emission: Emission) -> "Answer":
         """Return the answer with what a step added."""
         more = tuple((token.token_id, token.logprob) for token in emission.tokens)
-        return Answer((*self.tokens, *more), emission.prompt_logprobs or self.prompt, emission.finish_reason)
+        scored = emission.prompt_logprobs or self.prompt
+        return Answer((*self.tokens, *more), scored, emission.finish_reason, emission.num_cached)
 
 
 def asks(count: int, vocab: int, seed: int) -> list[Ask]:

@@ -13,7 +13,7 @@ from slipstream.executors.interface import Work
 from slipstream.kernels import TreePaths
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.models.context import KvCache, KvShape, QueryTokens, page_table, paged_context
-from slipstream.speculation.tree import TreeBatch
+from slipstream.speculation.tree import TreeBatch, nodes_to
 
 PAGE, PAGES = 4, 10
 # Node 0 is the root. Children of one node are not neighbours, as EAGLE-2 makes them level by level.
@@ -73,7 +73,7 @@ KINDS = {
 def with_paths(ctx, tree, root):
     """Return a pass's attention as captured steps have it: the keys of each node's path by slot."""
     depth = max(tree.depths)
-    ways = [[*tree.ancestors(node), *[node] * (depth - tree.depths[node])] for node in range(len(tree.tokens))]
+    ways = [[*nodes_to(tree.parents, node), *[node] * (depth - tree.depths[node])] for node in range(len(tree.tokens))]
     paths = TreePaths(torch.tensor([root], dtype=torch.int32, device=DEVICE), ctx.slots_T[torch.tensor(ways)].int())
     every = torch.full_like(ctx.positions_T, -1)
     return replace(ctx.batch, kv_index_T=ctx.positions_T, ancestors_T=every, tree=paths)
@@ -103,7 +103,7 @@ def passes(kind, dtype, text, parents):
     alone = [None] * len(tree.tokens)
     for leaf in (node for node in range(len(tree.tokens)) if node not in tree.parents):
         kv = after_text()
-        for depth, node in enumerate([0, *tree.ancestors(leaf)]):
+        for depth, node in enumerate([0, *nodes_to(tree.parents, leaf)]):
             index = torch.tensor([text - 1 + depth], device=DEVICE)
             queries = QueryTokens([1], index, index, torch.full_like(index, -1))
             alone[node] = kind.run(paged_context(ops, kv, table_RP, queries), [tree.tokens[node]])[0]

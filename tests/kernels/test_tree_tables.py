@@ -10,7 +10,7 @@ from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.reference.trees import kept_path, node_paths, simulated_lengths
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.simulate import simulate, simulated_counts, thresholds
-from slipstream.speculation.tree import TreeBatch
+from slipstream.speculation.tree import TreeBatch, nodes_to
 
 CPU = torch.device("cpu")
 NODES = 9
@@ -58,7 +58,7 @@ def test_paths_lead_from_the_root_to_each_node(given_batch):
     paths = node_paths(trees.parents_RN, depth)
     for row, tree in enumerate(trees.unpack()):
         for node in range(NODES):
-            way = tree.ancestors(node)
+            way = nodes_to(tree.parents, node)
             assert int(paths.depth_RN[row, node]) == len(way)
             assert paths.nodes_RND[row, node].tolist() == way + [node] * (depth - len(way))
             assert paths.on_path_RND[row, node].tolist() == [level < len(way) for level in range(depth)]

@@ -69,8 +69,8 @@ def build_engine(
         return Engine(_executor(runner, drafter, config), config, target.spec)
     leader.send(num_pages)
     split = isinstance(draft, Eagle3Draft) and draft.ranks.size > 1
-    executor = EagerExecutor(runner, drafter, config.max_requests, Told(leader, split))
-    return Engine(LeadingExecutor(executor, leader), config, target.spec)
+    executor = LeadingExecutor(runner, drafter, config.max_requests, Told(leader, split), leader)
+    return Engine(executor, config, target.spec)
 
 
 def build_other_rank(

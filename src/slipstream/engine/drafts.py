@@ -14,6 +14,7 @@ from slipstream.engine.build import borrowers_of
 from slipstream.engine.engine import Engine
 from slipstream.engine.loading import read_draft
 from slipstream.errors import ConfigError
+from slipstream.executors.distributed import LeadingExecutor
 from slipstream.executors.eager import EagerExecutor
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers
@@ -108,7 +109,7 @@ class DraftShelf:
 
     def _parts(self) -> tuple[EagerExecutor, Eagle3Drafter]:
         executor = self._engine.executor
-        if not isinstance(executor, EagerExecutor):
+        if not isinstance(executor, EagerExecutor) or isinstance(executor, LeadingExecutor):
             raise ConfigError("The model is split over several processes, and drafts cannot be exchanged there yet.")
         if not isinstance(executor.drafter, Eagle3Drafter):
             raise ConfigError(

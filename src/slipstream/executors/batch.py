@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.executors.interface import Work
 from slipstream.executors.rows import Row
 from slipstream.models.context import PathTokens, QueryTokens
-from slipstream.speculation.tree import Tree
+from slipstream.speculation.tree import Tree, nodes_to
 
 
 @dataclass(frozen=True)
@@ -83,5 +83,5 @@ def build_batch(planned: Sequence[tuple[Row, Work]], trees: Sequence[Tree], devi
 
 def _moved(tree: Tree, path: range, root: int) -> list[tuple[int, int]]:
     """Return, for nodes that a path's last query sees elsewhere than at their own place, position and place."""
-    nodes = enumerate(tree.ancestors(path[-1]), start=1)
+    nodes = enumerate(nodes_to(tree.parents, path[-1]), start=1)
     return [(root + depth, root + node) for depth, node in nodes if node != depth]

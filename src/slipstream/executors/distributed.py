@@ -6,15 +6,16 @@ trees of a draft that is not split, and what grammars allow.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from slipstream.errors import RankLostError
 from slipstream.executors.eager import EagerExecutor
-from slipstream.executors.interface import Joined, StepCosts, StepInput, StepOutput
+from slipstream.executors.interface import Joined, StepInput
+from slipstream.executors.runner import Runner
 from slipstream.ranks.channel import Follower, Leader
 from slipstream.speculation.drafter import Drafter
 from slipstream.speculation.tree import TreeShape
@@ -54,83 +55,38 @@ def follow(channel: Follower, executor: EagerExecutor) -> None:
             executor.collect()
 
 
-class LeadingExecutor:
-    """The executors of all ranks, as the engine sees them. A call that fails anywhere ends the group."""
+class LeadingExecutor(EagerExecutor):
+    """The first rank's executor: it announces a call before it runs it. One that fails anywhere ends the group."""
 
-    def __init__(self, executor: EagerExecutor, leader: Leader) -> None:
-        self._own = executor
+    def __init__(self, runner: Runner, drafter: Drafter, num_rows: int, shared: "Told", leader: Leader) -> None:
+        super().__init__(runner, drafter, num_rows, shared)
         self._leader = leader
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's part of the target lives."""
-        return self._own.device
-
-    @property
-    def drafter(self) -> Drafter:
-        """What drafts."""
-        return self._own.drafter
-
-    @property
-    def lookahead(self) -> int:
-        """How far this rank's executor runs ahead."""
-        return self._own.lookahead
-
-    @property
-    def in_flight(self) -> int:
-        """Steps not collected yet."""
-        return self._own.in_flight
-
-    def run(self, call: Call, announced: Call | None = None) -> Any:
-        """Announce a call, make it, and return what it gives here (the call's own type)."""
-        self._leader.send(announced or call)
-        try:
-            return call.run(self._own)
-        except Exception as error:
-            raise self._leader.failure(error) from error
 
     def submit(self, step: StepInput) -> None:
         """Run the step on every rank."""
-        self.run(_Step(step), _Step(_without_grammars(step)))
-
-    def collect(self) -> StepOutput:
-        """Return what came of it here."""
-        return self._own.collect()
-
-    def ahead(self, patience_s: float) -> int:
-        """Return 0: every step is announced."""
-        return 0
-
-    def costs(self, num_decoding: int) -> StepCosts | None:
-        """Return what this rank's executor knows."""
-        return self._own.costs(num_decoding)
+        with self._announced(_Step(_without_grammars(step))):
+            super().submit(step)
 
     def reshape(self, shape: TreeShape) -> bool:
-        """Draft trees of another shape."""
-        starts_over: bool = self.run(_Reshape(shape))
-        return starts_over
+        """Draft trees of another shape on every rank."""
+        with self._announced(_Reshape(shape)):
+            return super().reshape(shape)
 
     def reset(self) -> None:
         """Do nothing: a step that fails ends the group."""
-
-    def warm_up(self) -> list[str]:
-        """Make nothing ready."""
-        return []
 
     def when_lost(self, callback: Callable[[RankLostError], None]) -> None:
         """Call back, from another thread, when a rank is lost."""
         self._leader.when_lost(callback)
 
-    def explain(self) -> dict[str, object]:
-        """Say what decides how far is drafted."""
-        return self._own.explain()
-
-    def rest(self) -> StepOutput:
-        """Wait for this rank's device, and tell what was not told yet."""
-        return self._own.rest()
-
-    def hurry(self) -> None:
-        """Do nothing: a call runs one step."""
+    @contextmanager
+    def _announced(self, call: Call) -> Iterator[None]:
+        """Have the other ranks run a call while this one does."""
+        self._leader.send(call)
+        try:
+            yield
+        except Exception as error:
+            raise self._leader.failure(error) from error
 
 
 class Told:

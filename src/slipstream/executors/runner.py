@@ -1,7 +1,7 @@
 """Runs the target: one pass over a batch, logits for the rows that need them, and keys moved to where they stay."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,51 +12,35 @@ from slipstream.models.context import KvCache, page_table, paged_context
 from slipstream.models.target import Hidden, Target
 
 
+@dataclass(eq=False)
 class Runner:
-    """The target, its KV cache and its kernels."""
+    """The target, its KV cache and its kernels.
 
-    def __init__(self, model: Target, kv: KvCache, ops: Ops, captured_layers: tuple[int, ...]) -> None:
-        self._model = model
-        self._kv = kv
-        self._ops = ops
-        self._captured_layers = captured_layers
+    Args:
+        captured_layers: the states each pass keeps for the drafter (k = blocks applied).
+    """
 
-    @property
-    def model(self) -> Target:
-        """The target."""
-        return self._model
-
-    @property
-    def kv(self) -> KvCache:
-        """The target's keys and values."""
-        return self._kv
-
-    @property
-    def ops(self) -> Ops:
-        """The target's kernels."""
-        return self._ops
-
-    @property
-    def captured_layers(self) -> tuple[int, ...]:
-        """The states each pass keeps for the drafter (k = blocks applied)."""
-        return self._captured_layers
+    model: Target
+    kv: KvCache
+    ops: Ops
+    captured_layers: tuple[int, ...]
 
     @property
     def device(self) -> torch.device:
         """Where the target lives."""
-        return self._kv.layers[0].keys_SGd.device
+        return self.kv.layers[0].keys_SGd.device
 
     def forward(self, batch: Batch, pages: Sequence[Sequence[int]]) -> Hidden:
         """Run the target over a batch, writing its keys."""
         table_RP = page_table(pages, batch.token_ids_T.device)
-        queries = batch.queries if self._ops.places_matter else replace(batch.queries, paths=())
-        ctx = paged_context(self._ops, self._kv, table_RP, queries)
-        hidden: Hidden = self._model(batch.token_ids_T, ctx, self._captured_layers)
+        queries = batch.queries if self.ops.places_matter else replace(batch.queries, paths=())
+        ctx = paged_context(self.ops, self.kv, table_RP, queries)
+        hidden: Hidden = self.model(batch.token_ids_T, ctx, self.captured_layers)
         return hidden
 
     def logits(self, hidden: Hidden, rows: Tensor | Sequence[int]) -> Tensor:
         """Return logits of some rows of the pass, in float32, over the whole vocabulary; every rank has them."""
-        return self._model.ranks.join(self._model.logits(hidden.last_TD[rows], self._ops)).float()
+        return self.model.ranks.join(self.model.logits(hidden.last_TD[rows], self.ops)).float()
 
     def keep(self, pages: Sequence[int], root: int, nodes: Sequence[int]) -> None:
         """Move the keys of accepted nodes next to the root's, in path order.
@@ -68,8 +52,8 @@ class Runner:
         moves = [(root + node, root + depth) for depth, node in enumerate(nodes, start=1) if node != depth]
         if not moves:
             return
-        size = self._kv.page_size
+        size = self.kv.page_size
         slots = torch.tensor([[pages[i // size] * size + i % size for i in move] for move in moves])
-        slots = slots.to(self._kv.layers[0].keys_SGd.device)
-        for layer in self._kv.layers:
-            self._ops.move_kv(layer, slots[:, 0], slots[:, 1])
+        slots = slots.to(self.device)
+        for layer in self.kv.layers:
+            self.ops.move_kv(layer, slots[:, 0], slots[:, 1])

@@ -3,6 +3,7 @@
 Shape letters: R requests, N nodes, E emitted tokens at most (a tree's depth + 1).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,18 @@ class Accepted:
     nodes_RE: Tensor
     counts_R: Tensor
 
+    @staticmethod
+    def of(emitted: Sequence[Sequence[int]], paths: Sequence[Sequence[int]], device: torch.device) -> "Accepted":
+        """Return what requests emit, and where each token was chosen."""
+        longest = max(map(len, paths), default=1)
+
+        def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+            rows = [[*row, *[0] * (longest - len(row))] for row in rows]
+            return torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, longest)
+
+        counts_R = torch.tensor([len(path) for path in paths], dtype=torch.int64, device=device)
+        return Accepted(padded(emitted), padded(paths), counts_R)
+
 
 def accept(trees: TreeBatch, chosen_RN: Tensor) -> Accepted:
     """Return the emitted tokens of each request; there is always at least one."""
@@ -37,11 +50,4 @@ def accept(trees: TreeBatch, chosen_RN: Tensor) -> Accepted:
             node = children.get((node, chosen[node]))
         emitted.append([chosen[node] for node in path])
         paths.append(path)
-    longest = max(map(len, paths), default=1)
-
-    def padded(rows: list[list[int]]) -> Tensor:
-        rows = [row + [0] * (longest - len(row)) for row in rows]
-        return torch.tensor(rows, dtype=torch.int64, device=chosen_RN.device).reshape(-1, longest)
-
-    counts_R = torch.tensor([len(path) for path in paths], dtype=torch.int64, device=chosen_RN.device)
-    return Accepted(padded(emitted), padded(paths), counts_R)
+    return Accepted.of(emitted, paths, chosen_RN.device)

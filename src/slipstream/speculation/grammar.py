@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.speculation.tree import Tree, TreeBatch
+from slipstream.speculation.tree import Tree, TreeBatch, nodes_to
 
 
 class GrammarState(Protocol):
@@ -127,11 +127,7 @@ class DraftedAnswer:
 
     def path(self, node: int) -> list[int]:
         """Return the drafted tokens from the root's child down to a node."""
-        path: list[int] = []
-        while node > 0:
-            path.append(self.tokens[node])
-            node = self.parents[node]
-        return path[::-1]
+        return [self.tokens[above] for above in nodes_to(self.parents, node)]
 
 
 @dataclass

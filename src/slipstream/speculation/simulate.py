@@ -55,9 +55,4 @@ def simulate(trees: Sequence[Tree], chosen_RN: Tensor, counts: Sequence[int]) ->
             path.append(tree.parents.index(path[-1]))
         tokens.append([*(tree.tokens[node] for node in path[1:]), row[path[-1]]])
         nodes.append(path)
-    longest = max(map(len, nodes))
-
-    def padded(rows: list[list[int]]) -> Tensor:
-        return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=chosen_RN.device)
-
-    return Accepted(padded(tokens), padded(nodes), torch.tensor([len(path) for path in nodes], device=chosen_RN.device))
+    return Accepted.of(tokens, nodes, chosen_RN.device)

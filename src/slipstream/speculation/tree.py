@@ -220,11 +220,7 @@ class Tree:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the drafted tokens from the root's child down to a node; empty for the root."""
-        tokens = []
-        while node > 0:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tuple(reversed(tokens))
+        return tuple(self.tokens[above] for above in nodes_to(self.parents, node))
 
     def paths(self) -> list[range]:
         """Return the nodes of a tree in preorder as stretches, each of which goes on from node to node.
@@ -234,20 +230,21 @@ class Tree:
         begins = [node for node, parent in enumerate(self.parents) if node == 0 or parent != node - 1]
         return [range(first, end) for first, end in itertools.pairwise([*begins, len(self.tokens)])]
 
-    def ancestors(self, node: int) -> list[int]:
-        """Return the nodes on the way from the root's child to a node, itself included."""
-        nodes = []
-        while node > 0:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]
-
     def nodes_by_depth(self) -> list[int]:
         """Return how many nodes were drafted at each depth, from the root's children on."""
         counts = [0] * max(self.depths)
         for depth in self.depths[1:]:
             counts[depth - 1] += 1
         return counts
+
+
+def nodes_to(parents: Sequence[int], node: int) -> list[int]:
+    """Return the nodes on the way from the root's child to a node, itself included; nothing for the root."""
+    nodes = []
+    while node > 0:
+        nodes.append(node)
+        node = parents[node]
+    return nodes[::-1]
 
 
 def _preorder(parents: Sequence[int]) -> list[int]:
