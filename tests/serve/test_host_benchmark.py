@@ -1,8 +1,7 @@
 """What benchmarks/serve_host.py measures is the server: its engine without a model is served as any other."""
 
-from tiny_server import Running, tiny_tokenizer
-
 from benchmarks.serve_fake_engine import FakeEngine
+from tiny_server import Running, tiny_tokenizer
 
 
 def test_the_fake_engine_gives_all_that_was_asked_for():

@@ -6,7 +6,7 @@ Shape letters: M masks, W = ceil(V / 32) words of a mask, V vocabulary. Bit `t %
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -58,12 +58,17 @@ class DraftingState(Protocol):
 
 def forces_text(state: object) -> bool:
     """Tell whether only one text can follow an answer, as far as its grammar can say so."""
-    if not isinstance(state, DraftingState):
+    if not _drafts(state):
         return False
     try:
         return bool(state.draft((), 1))
     except Exception:  # noqa: BLE001 (a request's own data: its masks fail as well, and end that request only)
         return False
+
+
+def _drafts(state: object) -> TypeGuard[DraftingState]:
+    """Tell whether a state drafts; asked of its class, since Python keeps that answer and looks at each object anew."""
+    return issubclass(type(state), DraftingState)
 
 
 def draft_along(trees: TreeBatch, states: Sequence[object], most: int) -> TreeBatch:
@@ -77,7 +82,7 @@ def draft_along(trees: TreeBatch, states: Sequence[object], most: int) -> TreeBa
     """
     drafting: dict[int, DraftingState] = {}
     for row, state in enumerate(states):
-        if isinstance(state, DraftingState):
+        if _drafts(state):
             drafting[row] = state
     if not drafting:
         return trees
