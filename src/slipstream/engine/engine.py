@@ -26,12 +26,15 @@ _READ_BEFORE = 512
 
 
 class Engine:
-    """Continuous batching over one executor. Not thread-safe: one thread adds, steps and aborts."""
+    """Continuous batching over one executor. Not thread-safe: one thread adds, steps and aborts.
+
+    `config` is what it was built with; token ids lie below `vocab_size`.
+    """
 
     def __init__(self, executor: Executor, config: EngineConfig, spec: ModelSpec) -> None:
-        self._executor = executor
-        self._config = config
-        self._vocab_size = spec.vocab_size
+        self.executor = executor
+        self.config = config
+        self.vocab_size = spec.vocab_size
         drafter = executor.drafter
         needs = draft_needs(drafter)
         self._left: list[Left] = []
@@ -53,24 +56,9 @@ class Engine:
         self.stats = EngineStats()
 
     @property
-    def config(self) -> EngineConfig:
-        """The settings the engine was built with."""
-        return self._config
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids lie below this."""
-        return self._vocab_size
-
-    @property
     def drafter(self) -> Drafter:
         """The drafter in use."""
-        return self._executor.drafter
-
-    @property
-    def executor(self) -> Executor:
-        """What runs the steps."""
-        return self._executor
+        return self.executor.drafter
 
     @property
     def simulated_acceptance(self) -> tuple[float, ...]:
@@ -131,9 +119,9 @@ class Engine:
         """Raise RequestError for what can never run. Reads settings only, so any thread may ask."""
         if not prompt:
             raise RequestError("The prompt is empty; give at least one token (a chat template always does).")
-        if len(prompt) >= self._config.max_context:
+        if len(prompt) >= self.config.max_context:
             raise RequestError(
-                f"The prompt has {len(prompt)} tokens; the context holds {self._config.max_context} and the answer "
+                f"The prompt has {len(prompt)} tokens; the context holds {self.config.max_context} and the answer "
                 "needs at least one. Shorten the prompt or raise max_context (--max-context)."
             )
         if params.grammar is not None and self._simulated:
@@ -143,9 +131,9 @@ class Engine:
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
         ):
-            wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+            wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
             if wrong is not None:
-                raise RequestError(f"{name} has token id {wrong}, out of vocabulary; it has {self._vocab_size} tokens.")
+                raise RequestError(f"{name} has token id {wrong}, out of vocabulary; it has {self.vocab_size} tokens.")
 
     def abort(self, request_id: int) -> bool:
         """End a request now and take its pages back; False if it had ended already."""
@@ -165,28 +153,28 @@ class Engine:
 
     def when_lost(self, callback: Callable[[RankLostError], None]) -> None:
         """Call back, from another thread, when a rank that holds part of the model is lost."""
-        self._executor.when_lost(callback)
+        self.executor.when_lost(callback)
 
     def warm_up(self) -> list[str]:
         """Make ready what traffic can need, before the first request; return what that took, in sentences."""
         with explained_out_of_memory("graphs were captured"):
-            return self._executor.warm_up()
+            return self.executor.warm_up()
 
     def set_tree(self, shape: TreeShape) -> None:
         """Draft trees of another shape from the next step on; ConfigError if this drafter or the cache cannot."""
-        one = self._config.pages_for(self._config.max_context + max(shape.num_nodes - 1, shape.scratch))
+        one = self.config.pages_for(self.config.max_context + max(shape.num_nodes - 1, shape.scratch))
         if one > self._pages.num_pages:
             raise ConfigError(
                 f"{shape}: with its drafted slots one whole context takes {one} pages, and the cache has "
                 f"{self._pages.num_pages}. Choose a smaller tree, or start with more pages."
             )
-        if self._executor.reshape(shape):
+        if self.executor.reshape(shape):
             self._scheduler.start_over()
         self._scheduler.set_needs(draft_needs(self.drafter))
 
     def explain_drafting(self) -> dict[str, object]:
         """Say what decides how far is drafted, and what it knows; nothing where nothing does."""
-        return self._executor.explain()
+        return self.executor.explain()
 
     def simulate_acceptance(self, rates: Sequence[float]) -> None:
         """Keep drafted tokens by these rates from the next step on, whatever the target says; () ends it.
@@ -210,7 +198,7 @@ class Engine:
         """
         started = time.perf_counter() if self._stepped is None or self._idle else self._stepped
         self._idle, self._stepped = False, None
-        executor = self._executor
+        executor = self.executor
         plan = self._scheduler.plan(self._prompt_pace.budget(self._scheduler.running, self.num_waiting))
         with self._ending_on_failure(plan):
             if plan:
@@ -230,20 +218,20 @@ class Engine:
         """Wait until the device has done what the last step left it, and count that; for who has nothing else to do."""
         if self._idle and self._stepped is not None:
             self._settle()  # the last request may have been aborted between two steps
-            self.stats.add_times(self._executor.rest())
+            self.stats.add_times(self.executor.rest())
             self.stats.add_busy(time.perf_counter() - self._stepped, in_flight=0)
             self._stepped = None
 
     def hurry(self) -> None:
         """Let a patient step end soon, because there is something else to do; any thread may ask."""
-        self._executor.hurry()
+        self.executor.hurry()
 
     def _input(self, plan: Sequence[Scheduled], patience_s: float) -> StepInput:
         """Say what changed since the last step, and what this one computes."""
         joined: list[Joined] = []
         pages: dict[int, Sequence[int]] = {}
         work: list[Work] = []
-        ahead = self._executor.ahead(patience_s)
+        ahead = self.executor.ahead(patience_s)
         if ahead and not self._scheduler.reserve_answers(ahead):
             ahead = 0
         for scheduled in plan:
@@ -263,9 +251,9 @@ class Engine:
     def _settle(self) -> None:
         """Let the executor forget the last rows, and drop what is still in flight for them: nobody waits for it."""
         if self._left:
-            self._executor.submit(self._input([], 0.0))
-        while self._executor.in_flight:
-            self.stats.add_times(self._executor.collect())
+            self.executor.submit(self._input([], 0.0))
+        while self.executor.in_flight:
+            self.stats.add_times(self.executor.collect())
 
     def _join(self, request: Request) -> Joined:
         """Give a request a row."""
@@ -284,14 +272,14 @@ class Engine:
             request.seed,
             request.end_tokens,
             request.speculate,
-            min(len(request.prompt) + request.params.max_tokens, self._config.max_context),
+            min(len(request.prompt) + request.params.max_tokens, self.config.max_context),
             computed,
         )
 
     def _leave(self, request: Request) -> None:
         """Take a row back from a request that gives its pages back."""
         if request.row is not None:
-            self._left.append(Left(request.row, request.num_registered * self._config.page_size))
+            self._left.append(Left(request.row, request.num_registered * self.config.page_size))
             self._free_rows.append(request.row)
             del self._by_row[request.row]
             request.row, request.num_pages_sent = None, 0
@@ -321,7 +309,7 @@ class Engine:
         if not row.tokens and row.failure is None:
             self._scheduler.commit(request, row.num_tokens, [])
             return None
-        emission = session.emit(row, self._config.max_context - len(request.tokens), self.stats.acceptance)
+        emission = session.emit(row, self.config.max_context - len(request.tokens), self.stats.acceptance)
         if emission.error is None:
             self._scheduler.commit(request, row.num_tokens, [token.token_id for token in emission.tokens])
         return emission
@@ -340,7 +328,7 @@ class Engine:
                 self._end(request, FinishReason.ERROR)
             self._scheduler.start_over()
             self._left.clear()
-            self._executor.reset()
+            self.executor.reset()
             raise StepError([request.request_id for request in requests], error) from error
 
     def check_invariants(self) -> None:

@@ -67,17 +67,12 @@ class Scheduler:
         self._keeps = keeps
         self._keys = PageKeys(config.page_size, needs.has_kv, two_forms)
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self.running: list[Request] = []  # those that hold pages, oldest first
 
     @property
     def num_waiting(self) -> int:
         """Requests not yet started (or preempted)."""
         return len(self._waiting)
-
-    @property
-    def running(self) -> list[Request]:
-        """Requests that hold pages, oldest first."""
-        return self._running
 
     def set_needs(self, needs: DraftNeeds) -> None:
         """Follow a change of tree shape."""
@@ -90,16 +85,16 @@ class Scheduler:
     def start_computed(self, request: Request) -> None:
         """Start a waiting request with all its tokens but the last taken for committed; RequestError without pages."""
         pages = self._pages.allocate(self._config.pages_for(len(request.tokens) + self._needs.extra_slots))
-        if pages is None or len(self._running) >= self._config.max_requests:
+        if pages is None or len(self.running) >= self._config.max_requests:
             raise RequestError("There is no room to start this request at once; give the engine more pages.")
         self._waiting.remove(request)
         request.pages, request.status = pages, Status.RUNNING
         request.num_committed = request.num_sent = len(request.tokens) - 1
-        self._running.append(request)
+        self.running.append(request)
 
     def start_over(self) -> None:
         """Preempt every running request: the executor will run them another way."""
-        for request in reversed(list(self._running)):
+        for request in reversed(list(self.running)):
             self._preempt(request)
 
     def plan(self, budget: int | None = None) -> list[Scheduled]:
@@ -112,7 +107,7 @@ class Scheduler:
         """
         budget = self._config.max_batch_tokens if budget is None else budget
         planned: list[Scheduled] = []
-        for request in list(self._running):
+        for request in list(self.running):
             if request.status is not Status.RUNNING:  # preempted for an older one in this very loop
                 continue
             if budget <= 0 and not request.decodes:
@@ -121,7 +116,7 @@ class Scheduler:
             if work is not None:
                 planned.append(work)
                 budget -= work.num_tokens
-        while self._waiting and budget > 0 and len(self._running) < self._config.max_requests:
+        while self._waiting and budget > 0 and len(self.running) < self._config.max_requests:
             admitted = self._admit(self._waiting[0], budget)
             if admitted is None:
                 break
@@ -135,13 +130,13 @@ class Scheduler:
         and nothing reserved, if they are not to be had.
         """
         missing = {}
-        for request in self._running:
+        for request in self.running:
             most = min(len(request.prompt) + request.params.max_tokens, self._config.max_context)
             slots = min(len(request.tokens) + num_tokens, most + self._needs.extra_slots)
             missing[request.request_id] = max(0, self._config.pages_for(slots) - len(request.pages))
         if sum(missing.values()) > self._pages.num_available:
             return False
-        for request in self._running:
+        for request in self.running:
             self._reserve(request, missing[request.request_id])
         return True
 
@@ -175,8 +170,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants of queues and pages."""
-        self._pages.check([request.held_pages for request in self._running])
-        for request in self._running:
+        self._pages.check([request.held_pages for request in self.running])
+        for request in self.running:
             assert request.status is Status.RUNNING
             assert request.num_committed <= len(request.pages) * self._config.page_size, "committed past the pages"
             assert request.num_committed < len(request.tokens), "a running request has nothing to compute"
@@ -195,7 +190,7 @@ class Scheduler:
             return None
         missing = self._missing_pages(work)
         while missing > self._pages.num_available:
-            victim = self._running[-1]
+            victim = self.running[-1]
             assert all(work.request is not victim for work in planned), "requests are planned oldest first"
             self._preempt(victim)
             if victim is request:
@@ -219,7 +214,7 @@ class Scheduler:
         request.num_registered = len(cached)
         request.num_cached = request.num_committed
         request.status = Status.RUNNING
-        self._running.append(request)
+        self.running.append(request)
         self._reserve(request, missing)
         return self._sent(work)
 
@@ -269,7 +264,7 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _give_back(self, request: Request) -> None:
-        self._running.remove(request)
+        self.running.remove(request)
         self._leaving(request)
         self._pages.release(request.held_pages)
 
