@@ -128,10 +128,43 @@ def test_a_body_that_is_no_request_is_a_400(client, content):
 
 def test_other_content_types_methods_and_paths_get_their_own_errors(client):
     assert client.post("/v1/completions", content=b"prompt=x").status_code == 415
-    assert client.get("/v1/completions").status_code == 405
     missing = client.get("/v1/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("kind", [{}, {"Content-Type": "application/json"}])
+def test_a_wrong_path_or_method_is_told_as_such_whatever_the_body(client, kind):
+    missing = client.post("/chat/completions", content=b"{}", headers=kind)
+    assert missing.status_code == 404
+    assert "did you mean /v1/chat/completions?" in missing.json()["error"]["message"]
+    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("POST", "/v1/models", "GET")):
+        wrong = client.request(method, path, headers=kind)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, allowed)
+        assert wrong.json()["error"]["message"] == f"{path} takes {allowed}, not {method}."
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/metrics"])
+def test_head_is_get_without_a_body(client, path):
+    head, get = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", [], "The body must be a JSON object."),
+        ("/v1/completions", {**TEXT, "logit_bias": {"a": 1}}, "logit_bias: its names are token ids, and 'a' cannot be"),
+        ("/tokenize", {}, "give either prompt or messages"),
+        ("/generate", {"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature: Input"),
+        ("/generate", {"input_ids": [[]]}, "input_ids is an empty list."),
+    ],
+)
+def test_errors_have_no_words_of_the_program(client, path, body, message):
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
 
 
 JSON = st.recursive(

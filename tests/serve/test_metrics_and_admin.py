@@ -210,6 +210,11 @@ def test_information_routes(client, server):
     assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
     document = client.get("/openapi.json").json()
     assert "/v1/chat/completions" in document["paths"]
+    for operation in (one for path in document["paths"].values() for one in path.values()):
+        assert "default" in operation["responses"] and "422" not in operation["responses"]
+    kinds = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert set(kinds) == {"application/json", "text/event-stream"}
+    assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
     page = client.get("/docs").text
     assert "/v1/chat/completions" in page
     assert "https://" not in page and "http://" not in page

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import difflib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -34,25 +35,36 @@ from slipstream.serve.protocol import ChatRequest, CompletionRequest, Generation
 from slipstream.serve.responses import routes as responses_routes
 from slipstream.serve.service import Service
 from slipstream.serve.sglang import routes as sglang_routes
-from slipstream.serve.stream import Json
+from slipstream.serve.stream import STREAMED, Json
 from slipstream.serve.threads import Threads
 from slipstream.serve.tools.chat import ChatRenderer
 from slipstream.serve.tools.dialect import Dialect
 from slipstream.serve.worker import EngineWorker
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
-    for status, text in (
-        (400, "A field has a wrong value; `error.param` names it."),
-        (401, "The API key is missing or wrong."),
-        (404, "There is no such model."),
-        (413, "The body is too large."),
-        (415, "The body is not JSON."),
-        (429, "Too many answers are under way or waiting; `Retry-After` says when to try again."),
-        (503, "The server is shutting down."),
-        (504, "The answer took too long."),
-    )
+    "default": {
+        "description": "400: a field has a wrong value, which `error.param` names. 401: the key is missing or wrong. "
+        "404: there is no such model or route. 405: the route takes another method. 413: the body is too large. "
+        "415: it is not JSON. 429: too much is under way; `Retry-After` says when to try again. 503: the server is "
+        "shutting down. 504: the answer took too long.",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "error": {
+                            "type": "object",
+                            "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
+                            "required": ["message", "type"],
+                        }
+                    },
+                    "required": ["error"],
+                }
+            }
+        },
+    }
 }
+_MAX_SHOWN_PATH = 256
 
 
 def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started: int) -> FastAPI:
@@ -97,6 +109,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer, config: ServeConfig, started
         version=slipstream.__version__,
         summary="OpenAI-compatible answers, with exact speculative decoding.",
         lifespan=_lifespan(service, learning),
+        responses=_ERRORS,
         docs_url=None,
         redoc_url=None,
         servers=[{"url": config.root_path}] if config.root_path else None,
@@ -152,7 +165,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         whole = _wants(body, wants)
         return AnswerWriter(whole, service.tokenizer, scores[whole.tokens_as_ids], head, simulated)
 
-    @app.post("/v1/chat/completions", responses=_ERRORS, tags=["generation"])
+    @app.post("/v1/chat/completions", responses=STREAMED, tags=["generation"])
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
         jobs = await service.jobs(request, body)
@@ -167,7 +180,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         )
         return await service.generator.respond(request, jobs, writer(request, body, wants), _names(body))
 
-    @app.post("/v1/completions", responses=_ERRORS, tags=["generation"])
+    @app.post("/v1/completions", responses=STREAMED, tags=["generation"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
         jobs = await service.jobs(request, body)
@@ -188,7 +201,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_framework_error(request: Request, error: HTTPException) -> JSONResponse:
-        said = _said(HttpError(error.status_code, str(error.detail)), request)
+        said = _said(HttpError(error.status_code, _sentence(error, request)), request)
         return JSONResponse(said, error.status_code, error.headers)
 
     @app.exception_handler(Exception)  # our mistake: it goes to the log with its traceback, the client is told of it
@@ -200,6 +213,17 @@ def _add_errors(app: FastAPI) -> None:
 
 def _said(error: HttpError, request: Request) -> Json:
     return error.for_path(request.scope["path"], request.state.request_id)
+
+
+def _sentence(error: HTTPException, request: Request) -> str:
+    """Return what is wrong; the framework's own errors, of a wrong path or method, say no more than that."""
+    path = request.scope["path"][:_MAX_SHOWN_PATH]
+    if error.status_code == 404:
+        near = difflib.get_close_matches(path, [getattr(route, "path", "") for route in request.app.routes], 1, 0.8)
+        return f"There is no {path} here; " + (f"did you mean {near[0]}?" if near else "/docs lists what there is.")
+    if error.status_code == 405:
+        return f"{path} takes {(error.headers or {}).get('Allow')}, not {request.method}."
+    return str(error.detail)
 
 
 def _names(body: Generation) -> list[str]:

@@ -16,7 +16,7 @@ from slipstream.serve.errors import HttpError
 MAX_DEPTH = 128  # what llguidance reads of a schema; deeper values end in recursion errors elsewhere
 MAX_PARTS = 1 << 17  # objects, arrays and names: each takes 100 bytes and time under Python's lock
 _NAME_LENGTH = 100  # of a client's own names in messages
-_FORM = re.compile(r"[\[(-]|^(?:str|int|float|bool)$")
+_FORM = re.compile(r"[\[(-]|^(?:str|int|float|bool|[A-Z]\w*)$")
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -36,6 +36,9 @@ class JsonRoute(APIRoute):
         takes_request = "request" in inspect.signature(endpoint).parameters
 
         async def handle(request: Request) -> Response:
+            # A web page may send other types to any server without asking for leave first.
+            if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                raise HttpError(415, "The body must be JSON; send the header 'Content-Type: application/json'.")
             content = await request.body()
             threads = request.app.state.service.threads
             body = await threads.run(len(content), lambda: parse(content, model), holds_lock=True)
@@ -105,13 +108,18 @@ def _invalid(errors: Sequence[Any]) -> HttpError:
     first = errors[0]
     path = _path(first)
     if not path:
-        return HttpError(400, f"the body: {first['msg']}")
+        return HttpError(400, _said(first) if first["type"] == "value_error" else "The body must be a JSON object.")
     # A field of several forms has an error for each; those of the form that was meant go deeper than its type.
     same = [error for error in errors if _path(error)[:1] == path[:1]]
     meant = [error for error in same if not error["type"].endswith("_type")] or same
     where = ".".join(_path(meant[0]))
-    said = "; or: ".join(dict.fromkeys(error["msg"] for error in meant if _path(error) == _path(meant[0])))
+    said = "; or: ".join(dict.fromkeys(_said(error) for error in meant if _path(error) == _path(meant[0])))
     return HttpError(400, f"{where}: {said}", param=path[0])
+
+
+def _said(error: Any) -> str:
+    """Return an error's message, without pydantic's words before one of ours."""
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _path(error: Any) -> list[str]:

@@ -110,7 +110,7 @@ def _add_cache(app: FastAPI, service: Service) -> None:
         return engine.forget_prompts()
 
     @app.get("/flush_cache", include_in_schema=False)
-    @app.post("/flush_cache", tags=["admin"])
+    @app.post("/flush_cache", response_class=PlainTextResponse, tags=["admin"])
     async def flush_cache() -> Response:
         """Drop the cached pages of earlier prompts, if nothing is under way (SGLang's name for it)."""
         if await service.worker.call(forget):

@@ -1,6 +1,7 @@
 """Routes that tell about the server: the playground, models, health, metrics, version and the API's description."""
 
 import importlib.resources
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -17,6 +18,8 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+
+_UNWELL: dict[int | str, dict[str, Any]] = {503: {"description": "No."}}
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -46,20 +49,20 @@ def add_routes(app: FastAPI, service: Service) -> None:
         service.converter.check_model(name)
         return _model(name, service)
 
-    @app.get("/health", tags=["information"])
-    @app.get("/health/ready", tags=["information"])
+    @app.get("/health", responses=_UNWELL, tags=["information"])
+    @app.get("/health/ready", responses=_UNWELL, tags=["information"])
     async def ready() -> Response:
         """Tell whether requests are taken."""
         is_ready = worker.alive and not worker.draining
         return _health("ready" if is_ready else "not ready", is_ready, worker.trouble)
 
-    @app.get("/health/live", tags=["information"])
+    @app.get("/health/live", responses=_UNWELL, tags=["information"])
     @app.get("/ping", include_in_schema=False)
     async def live() -> Response:
         """Tell whether the engine's thread runs; a server that is not live should be restarted."""
         return _health("live" if worker.alive else "dead", worker.alive, worker.trouble)
 
-    @app.get("/metrics", tags=["information"])
+    @app.get("/metrics", response_class=PlainTextResponse, tags=["information"])
     async def metrics() -> Response:
         """Return Prometheus metrics."""
         return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE)

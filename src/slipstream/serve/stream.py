@@ -12,6 +12,10 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, whole or as a stream.", "content": {"text/event-stream": {}}}
+}
+"""How the API's description names the answer of a route that streams."""
 CONNECTION = "connection"
 """Where a request's state has the connection it came by."""
 

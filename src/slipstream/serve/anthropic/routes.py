@@ -7,13 +7,13 @@ from slipstream.serve.anthropic.answer import MessageWriter
 from slipstream.serve.anthropic.request import THEIRS, MessagesRequest, Prompt, chat_of
 from slipstream.serve.errors import HttpError
 from slipstream.serve.service import Service
-from slipstream.serve.stream import Json
+from slipstream.serve.stream import STREAMED, Json
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    @app.post("/v1/messages", tags=["generation"])
+    @app.post("/v1/messages", responses=STREAMED, tags=["generation"])
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a chat as Anthropic's API does."""
         try:

@@ -12,14 +12,14 @@ from slipstream.serve.responses.items import messages_of
 from slipstream.serve.responses.request import THEIRS, ResponsesRequest
 from slipstream.serve.responses.store import ResponseStore
 from slipstream.serve.service import Service
-from slipstream.serve.stream import Json
+from slipstream.serve.stream import STREAMED, Json
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     store = ResponseStore()
 
-    @app.post("/v1/responses", tags=["generation"])
+    @app.post("/v1/responses", responses=STREAMED, tags=["generation"])
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """Answer as OpenAI's Responses API does."""
         caller = request.state.caller

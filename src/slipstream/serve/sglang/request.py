@@ -37,7 +37,7 @@ _OURS = {
     "sampling_seed": "seed",
 }
 # Where a field of ours comes from, for messages; anything else of a completion is a field of sampling_params.
-THEIRS = {"prompt": "text", "logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"} | {
+THEIRS = {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"} | {
     ours: f"sampling_params.{theirs}" for theirs, ours in _OURS.items()
 }
 
@@ -111,6 +111,11 @@ class GenerateRequest(Request):
         return self
 
     @property
+    def source(self) -> str:
+        """The field that has the prompts."""
+        return "text" if self.input_ids is None else "input_ids"
+
+    @property
     def is_batch(self) -> bool:
         """Whether several prompts were sent; the answer is then a list, too."""
         source = self.text if self.input_ids is None else self.input_ids
@@ -121,7 +126,7 @@ class GenerateRequest(Request):
         source = self.text if self.input_ids is None else self.input_ids
         prompts: Sequence[Any] = source if self.is_batch and isinstance(source, list) else [source]
         if not prompts:
-            raise HttpError(400, "text is an empty list.", param="text" if self.input_ids is None else "input_ids")
+            raise HttpError(400, f"{self.source} is an empty list.", param=self.source)
         size = len(prompts)
         samplings = _for_each(self.sampling_params, size, "sampling_params")
         wanted = _for_each(self.return_logprob, size, "return_logprob")

@@ -10,13 +10,14 @@ from slipstream.serve.protocol import CompletionRequest
 from slipstream.serve.service import Service
 from slipstream.serve.sglang.answer import Asked, GenerateWriter
 from slipstream.serve.sglang.request import THEIRS, GenerateRequest
+from slipstream.serve.stream import STREAMED
 from slipstream.serve.ticket import Job
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
-    @app.post("/generate", tags=["generation"])
+    @app.post("/generate", responses=STREAMED, tags=["generation"])
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue a text, or several, as SGLang's own API does."""
         asked: list[Asked] = []
@@ -30,7 +31,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
             try:
                 own = await service.jobs(request, completion, bool(body.require_reasoning))
             except HttpError as error:
-                raise error.renamed(THEIRS, "sampling_params.") from error
+                raise error.renamed({"prompt": body.source, **THEIRS}, "sampling_params.") from error
             jobs += own
             drops = completion.max_tokens == 0
             asked += [Asked(name, completion.logprobs, start, drops) for _ in own]
