@@ -133,6 +133,12 @@ def test_a_list_with_a_prompt_that_cannot_run_runs_none_of_it(llm):
         (lambda llm: llm.stream(["one", "two"]), "Several prompts"),
         (lambda llm: llm.stream("hello", n=2), "n is 2"),
         (lambda llm: SamplingParams(stop="word"), "stop is one string"),
+        (lambda llm: SamplingParams(temperature="hot"), "temperature is 'hot'"),
+        (lambda llm: SamplingParams(stop=None), "stop is None; it holds texts"),
+        (lambda llm: llm.generate("hello", stop=[5]), r"stop is \(5,\); it holds texts"),
+        (lambda llm: llm.generate("hello", stop_token_ids=["a"]), "it holds token ids"),
+        (lambda llm: llm.generate("hello", logit_bias={"a": 1}), "it holds biases by token id"),
+        (lambda llm: llm.generate("hello", logit_bias={1: "a"}), "logit_bias for token 1 is 'a'"),
     ],
 )
 def test_a_request_that_cannot_be_meant_is_answered_with_a_sentence(llm, ask, words):

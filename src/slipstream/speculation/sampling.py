@@ -1,8 +1,8 @@
 """How a request wants its tokens made, checked when built."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from slipstream.errors import RequestError
 from slipstream.speculation.grammar import Grammar
@@ -49,7 +49,7 @@ class SamplingParams:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
+        bounds: tuple[tuple[str, object, int, int], ...] = (
             ("max_tokens", self.max_tokens, 1, 2**31),
             ("min_tokens", self.min_tokens, 0, self.max_tokens),
             ("temperature", self.temperature, 0, 100),
@@ -63,9 +63,10 @@ class SamplingParams:
             ("logprobs", self.logprobs or 0, 0, MAX_TOP_LOGPROBS),
             ("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_TOP_LOGPROBS),
             ("n", self.n, 1, 128),
-        ):
-            if not (math.isfinite(value) and low <= value <= high):
-                raise RequestError(f"{name} is {value}; it must lie between {low} and {high}.")
+        )
+        for name, value, low, high in bounds:
+            if not (isinstance(value, Real) and not value < low and value <= high):
+                raise RequestError(f"{name} is {value!r}; it must lie between {low} and {high}.")
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if self.top_p == 0:
@@ -74,11 +75,20 @@ class SamplingParams:
             raise RequestError("repetition_penalty is 0; it must be above 0 (1 changes nothing).")
         if isinstance(self.stop, str):  # type: ignore[unreachable]  # callers without a type checker get here
             raise RequestError(f"stop is one string, {self.stop!r}; give a tuple of them: stop=({self.stop!r},).")
+        lists: tuple[tuple[str, object, type, str], ...] = (
+            ("stop", self.stop, str, "texts"),
+            ("stop_token_ids", self.stop_token_ids, Integral, "token ids"),
+            ("logit_bias", self.logit_bias, Integral, "biases by token id"),
+        )
+        for name, given, kind, what in lists:
+            if not (isinstance(given, Collection) and all(isinstance(one, kind) for one in given)):
+                raise RequestError(f"{name} is {given!r}; it holds {what}.")
         if any(not text for text in self.stop):
             raise RequestError("stop holds an empty string, which would end every answer at once.")
-        for token, bias in self.logit_bias.items():
-            if not -100 <= bias <= 100:
-                raise RequestError(f"logit_bias for token {token} is {bias}; it must lie between -100 and 100.")
+        biases: Mapping[int, object] = self.logit_bias
+        for token, bias in biases.items():
+            if not (isinstance(bias, Real) and not bias < -100 and bias <= 100):
+                raise RequestError(f"logit_bias for token {token} is {bias!r}; it must lie between -100 and 100.")
 
     @property
     def truncates(self) -> bool:
