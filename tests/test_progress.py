@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from slipstream.cli.progress import Phase, Phases, clock_time
+from slipstream.cli.train_display import Display, bars, results_table
 
 
 class Clock:
@@ -77,3 +78,21 @@ def test_on_a_terminal_bars_come_and_go():
     with Phases(Console(file=file, force_terminal=True, width=80)) as phases:
         phases.start("answers", 4, "answers").advance(1)
     assert "25%" in file.getvalue() and "1 of 4 answers" in file.getvalue()
+
+
+def test_a_training_shows_no_speed_before_there_is_one(monkeypatch):
+    monkeypatch.setattr("slipstream.cli.train_display._EVERY_S", 0.0)
+    file = io.StringIO()
+    Display(bars(Console(file=file, width=80))).features(5725)
+    assert file.getvalue() == "features: 5,725 of 0 tokens\n"
+
+
+def test_results_of_a_training_fit_80_columns():
+    entry = {"acceptance_length": 1.125, "acceptance_length_without_loops": 1.125, "rates": [0.11, 0.01, 0.0]}
+    long = {**entry, "rates": [0.75, 0.5, 0.25, 0.12, 0.06, 0.03]}
+    results = {"held-out": {"texts": 16, "loop_share": 0.0, "chains": {"3": entry, "6": long}}}
+    file = io.StringIO()
+    Console(file=file, width=80).print(results_table("acceptance length", results, {}))
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    assert lines[-2].endswith("75% 50% 25% 12% 6% 3%")
+    assert "held-out" in lines[-3] and lines[-3].endswith("11% 1% 0%")

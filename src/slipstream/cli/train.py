@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from slipstream.cli import options
-from slipstream.cli.train_display import Display, bars
+from slipstream.cli.train_display import Display, bars, results_table
 
 if TYPE_CHECKING:
     import torch
@@ -222,26 +221,8 @@ def _finish(console: Console, record: "RunRecord", state: "TrainState", folder: 
     from slipstream.train.run.output import draw_curves
 
     draw_curves(state.history, folder / "curves.png")
-    table = Table(title=f"acceptance length, greedy chains (step {state.step} of {state.total_steps})")
-    for heading in (
-        "prompts",
-        "texts",
-        "looping",
-        "drafted",
-        "tokens a pass",
-        "before",
-        "without loops",
-        "by position",
-    ):
-        table.add_column(heading, justify="left" if heading in ("prompts", "by position") else "right")
-    for name, result in record.results.items():
-        for chain, entry in result["chains"].items():
-            table.add_row(
-                name, str(result["texts"]), f"{result['loop_share']:.1%}", chain, f"{entry['acceptance_length']:.2f}",
-                _before(record, name, chain),
-                f"{entry['acceptance_length_without_loops']:.2f}", " ".join(f"{rate:.0%}" for rate in entry["rates"]),
-            )  # fmt: skip
-    console.print(table)
+    title = f"acceptance length, greedy chains (step {state.step} of {state.total_steps})"
+    console.print(results_table(title, record.results, record.before))
     for name, result in record.results.items():
         if len(result["by_length"]) > 1:
             lengths = "; ".join(f"{length}: {walks['3']:.2f}" for length, walks in result["by_length"].items())
@@ -249,8 +230,3 @@ def _finish(console: Console, record: "RunRecord", state: "TrainState", folder: 
     console.print(f"draft written to {folder} (weights, config.json, slipstream.json, README.md, curves.png)")
     if not state.finished:
         console.print("The run is not finished; the same command goes on from here.")
-
-
-def _before(record: "RunRecord", name: str, chain: str) -> str:
-    """Show what the draft that training started from has on the same texts."""
-    return f"{record.before[name]['chains'][chain]['acceptance_length']:.2f}" if name in record.before else "-"

@@ -1,12 +1,15 @@
 """What `slipstream train` shows while it works: a bar for every phase, or a line every ten seconds for a log."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from slipstream.cli.tables import narrow_table
 
 if TYPE_CHECKING:
     from slipstream.train.data.conversations import Tally
@@ -102,15 +105,35 @@ class Display:
 
     def _show(self, name: str, what: str, done: tuple[int, int], speed: float, left: float | None) -> None:
         """Move a bar, or print a line if the last was long ago."""
-        pace, rest = f"{speed:,.0f} tokens/s", "" if left is None else f", {_left(left)}"
+        pace = "" if speed == 0 else f"{speed:,.0f} tokens/s"  # nothing is done yet, or all of it was
+        rest = "" if left is None else f", {_left(left)}"
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=done[1], speed="", left="")
         self._bars.update(
             self._tasks[name], completed=min(done), total=done[1], speed=pace, left=rest, description=what
         )
         if not self._bars.console.is_terminal and self._is_due():
-            self.print(f"{what}, {pace}{rest}")
+            self.print(f"{what}{pace and ', '}{pace}{rest}")
             self._said_at = time.monotonic()
+
+
+def results_table(title: str, results: Mapping[str, Any], before: Mapping[str, Any]) -> Table:  # a record's JSON
+    """Return what was measured on each set of prompts, and what the draft that training started from has on them."""
+    numbers = ("texts", "loop-\ning", "chain", "tokens\na pass", "before", "no\nloops")
+    table = narrow_table(title, ("prompts", *numbers, "kept by position"), folding=("prompts", "kept by position"))
+    for name, result in results.items():
+        for chain, entry in result["chains"].items():
+            table.add_row(
+                name,
+                str(result["texts"]),
+                f"{result['loop_share']:.1%}",
+                chain,
+                f"{entry['acceptance_length']:.2f}",
+                f"{before[name]['chains'][chain]['acceptance_length']:.2f}" if name in before else "-",
+                f"{entry['acceptance_length_without_loops']:.2f}",
+                " ".join(f"{rate:.0%}" for rate in entry["rates"]),
+            )
+    return table
 
 
 def _left(seconds: float) -> str:
