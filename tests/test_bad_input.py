@@ -15,7 +15,7 @@ from slipstream.bench.client import Client, ServerError, open_session
 from slipstream.bench.evals.gsm8k import EvalError, load_data
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.cli.main import app, main
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import CheckpointError, ConfigError, RequestError
 from slipstream.records.store import RecordError, check_writable, read_record, write_text
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import HttpError
@@ -43,6 +43,13 @@ def test_sampling_that_cannot_be_is_refused_before_a_model_is_looked_for(verb, m
     result = call(verb, "--max-tokens", 0, *(["hello"] if verb == "generate" else []))
     assert isinstance(result.exception, RequestError)
     assert "max_tokens is 0" in str(result.exception)
+
+
+@pytest.mark.parametrize("line", ["generate hello -m", "inspect", "quantize --scheme fp8 --out out", "serve"])
+def test_an_empty_name_is_not_the_embedded_model(line):
+    result = call(*line.split(), "")
+    assert isinstance(result.exception, CheckpointError)
+    assert "name is empty" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ def resolve(path_or_id: str | Path | None, progress: Progress | None = None) -> 
     """
     if path_or_id is None or is_embedded(path_or_id):
         return embedded_model(progress)
+    if path_or_id == "":
+        raise CheckpointError("The model's name is empty; it is a folder, a .gguf file, a hub id, or 'embedded'.")
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path

@@ -69,7 +69,8 @@ def named_model(model: str | None, model_path: str | None) -> str:
     """Return the model a launch line names, in either way, or the embedded one."""
     if model is not None and model_path is not None:
         raise ConfigError("The model is named twice: as MODEL and with --model-path (--model).")
-    return model or model_path or "embedded"
+    named = model if model is not None else model_path
+    return "embedded" if named is None else named
 
 
 def own_speculation(
