@@ -129,6 +129,12 @@ def test_both_readings_are_logged_and_a_guess_is_a_warning(caplog):
     assert [record.levelname for record in caplog.records if record.levelno >= logging.WARNING] == ["WARNING"]
 
 
+def test_nothing_is_said_of_a_draft_that_slipstream_wrote(caplog):
+    with caplog.at_level(logging.INFO):
+        read({**SPECFORGE, "norm_output": True, "slipstream": {"captured_layers": [4, 5, 6]}})
+    assert not caplog.records
+
+
 def test_speculators_absent_flag_is_read_as_vllm_reads_it_and_other_dialects_as_raw():
     without = {key: value for key, value in SPECULATORS.items() if key != "norm_before_residual"}
     assert read(without).residual == "normed"

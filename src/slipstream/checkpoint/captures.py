@@ -56,8 +56,8 @@ def read_captures(fields: Fields, speculators: bool, target_layers: int | None) 
     ours = fields.nested(OUR_BLOCK)
     if ours.has("captured_layers"):
         raw = _named(ours, "captured_layers")
-        reason = "our own field"
-        return _checked(fields, Captures(raw, ours.name("captured_layers"), "blocks_applied", reason), target_layers)
+        captures = Captures(raw, ours.name("captured_layers"), "blocks_applied", "it is our own field")
+        return _checked(fields, captures, target_layers)
     eagle = fields.nested("eagle_config")
     found = [
         (place, key)
@@ -87,7 +87,18 @@ def read_captures(fields: Fields, speculators: bool, target_layers: int | None) 
         decided = "block_output", "target_layer_ids means that"
     if decided is None:
         decided = _told_by_ids(raw, target_layers) or _guess(fields, raw, at_top=place is fields)
-    return _checked(fields, Captures(raw, place.name(key), *decided), target_layers)
+    captures = Captures(raw, place.name(key), *decided)
+    log.info(
+        "%s: %s = %s read as %s because %s; captured after %s blocks (the other reading: %s)",
+        fields.file,
+        captures.field,
+        list(raw),
+        captures.convention,
+        captures.reason,
+        list(captures.layers),
+        list(canonical(raw, "block_output" if captures.convention == "blocks_applied" else "blocks_applied")),
+    )
+    return _checked(fields, captures, target_layers)
 
 
 def _named(place: Fields, key: str) -> tuple[int, ...]:
@@ -131,16 +142,6 @@ def _guess(fields: Fields, raw: tuple[int, ...], at_top: bool) -> tuple[CaptureC
 
 def _checked(fields: Fields, captures: Captures, target_layers: int | None) -> Captures:
     layers = captures.layers
-    log.info(
-        "%s: %s = %s read as %s because %s; captured after %s blocks (the other reading: %s)",
-        fields.file,
-        captures.field,
-        list(captures.raw),
-        captures.convention,
-        captures.reason,
-        list(layers),
-        list(canonical(captures.raw, "block_output" if captures.convention == "blocks_applied" else "blocks_applied")),
-    )
     if min(layers) < 0 or (target_layers is not None and max(layers) > target_layers):
         limit = "any target" if target_layers is None else f"a target of {target_layers} layers"
         raise fields.error(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.checkpoint.captures import Captures, read_captures
+from slipstream.checkpoint.captures import OUR_BLOCK, Captures, read_captures
 from slipstream.checkpoint.fields import MOST_LAYERS, WIDEST_HEAD, Fields, check_activation, config_file, dtype_name
 from slipstream.checkpoint.files import shown
 from slipstream.checkpoint.moe_config import read_mla
@@ -242,6 +242,8 @@ def _num_features(fields: Fields, num_captured: int | None) -> int:
 def _feedback(fields: Fields) -> Literal["pre_norm", "post_norm"]:
     if not fields.flag("norm_output", False):
         return "pre_norm"
+    if fields.has(OUR_BLOCK):  # written here, where there is one reading
+        return "post_norm"
     log.info(
         "%s: norm_output is true, read as SGLang and vLLM do: a draft step hands on its normed hidden state. "
         "SpecForge's own training hands on the state before the norm; if this draft came from there and "
