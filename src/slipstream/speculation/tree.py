@@ -38,8 +38,10 @@ class TreeShape:
             object.__setattr__(self, "depth", max(len(path) for path in self.paths))
         if not 1 <= self.depth < MAX_NODES:
             raise ConfigError(f"A tree's depth is {self.depth}; it lies between 1 and {MAX_NODES - 1}.")
-        if self.width < 1 or self.budget < 0:
-            raise ConfigError(f"A tree's width is {self.width} and its budget {self.budget}; neither may be less.")
+        if self.width < 1:
+            raise ConfigError(f"A tree's width is {self.width}; it must be at least 1, which is a chain.")
+        if self.budget < 0:
+            raise ConfigError(f"A tree's budget is {self.budget}; it must be at least 0, which checks every candidate.")
         if self.num_nodes > MAX_NODES:
             raise ConfigError(
                 f"The tree would have {self.num_nodes} nodes with its root; at most {MAX_NODES} fit. "
