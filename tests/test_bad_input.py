@@ -176,6 +176,9 @@ def test_an_address_that_is_none_is_said_to_be_none(tmp_path):
     urls = ["--url", "localhost", "--baseline-url", "localhost", "--out", tmp_path / "l.json"]
     result = call("eval", "lossless", "--prompts", tmp_path / "p.jsonl", *urls)
     assert "localhost: is no address of a server" in str(result.exception)
+    urls = ["--url", "http://127.0.0.1:1", "--baseline-url", "http://127.0.0.1:1", "--out", tmp_path / "l.json"]
+    result = call("eval", "lossless", "--prompts", tmp_path / "p.jsonl", *urls)
+    assert str(result.exception) == "http://127.0.0.1:1/v1/models: no answer (Connection refused)."
 
 
 def test_a_server_that_answers_with_no_text_is_said_to():
@@ -198,6 +201,12 @@ def test_a_record_of_no_kind_is_refused(tmp_path):
     (tmp_path / "record.json").write_text('{"kind": []}')
     with pytest.raises(RecordError, match=r"kind \[\] is not a slipstream record"):
         read_record(tmp_path / "record.json")
+
+
+def test_nobody_is_told_to_delete_a_file_that_may_not_be_a_record(tmp_path):
+    (tmp_path / "README.md").write_text("# Words")
+    result = call("report", tmp_path / "README.md")
+    assert "not a readable record" in str(result.exception) and "Delete it" not in str(result.exception)
 
 
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():

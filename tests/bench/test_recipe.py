@@ -11,6 +11,7 @@ from slipstream.bench.inferencex import Unsaid, import_entry, read_master
 from slipstream.bench.plan import build_plan, server_command
 from slipstream.bench.recipe_file import RecipeError, load_recipe
 from slipstream.bench.server_line import read_server_line
+from slipstream.bench.workload import WorkloadError, read_prompts
 from tests.bench.inferencex_entry import KEY, MASTER
 
 GOOD = """
@@ -243,8 +244,15 @@ def test_yaml_written_by_import_is_plain_yaml(master):
     assert yaml.safe_load(text)["traffic"]["requests_per_stream"] == 10
 
 
-def test_shipped_prompts_can_be_read():
-    from slipstream.bench.workload import read_prompts
+def test_prompts_may_be_called_texts_and_other_lines_are_named(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one"}\n{"prompt": "two"}\n')
+    assert read_prompts(path, chat=False) == [("one", ()), ("two", ())]
+    path.write_text('{"text": "one"}\n{"question": "two"}\n')
+    with pytest.raises(WorkloadError, match="line 2: expected an object with 'prompt', 'text' or 'messages'"):
+        read_prompts(path, chat=True)
 
+
+def test_shipped_prompts_can_be_read():
     path = Path(__file__).parents[2] / "recipes/bench/prompts/mixed.jsonl"
     assert len(read_prompts(path, chat=True)) == 32

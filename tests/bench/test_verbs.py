@@ -52,6 +52,7 @@ def test_a_recipe_runs_and_its_report_can_be_read(recipe, tmp_path):
     done = call("bench", "run", recipe, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert "8 points measured, 0 of them invalid; 0 were already there." in done.output
+    assert "━" not in done.output, "bars are for terminals"
     again = call("bench", "run", recipe, "--out", tmp_path / "out")
     assert "0 points measured, 0 of them invalid; 8 were already there." in again.output
     made = call("report", tmp_path / "out", "--out", tmp_path / "page")

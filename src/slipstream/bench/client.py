@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class Client:
                 client._counts_chunks = response.status == 200
                 await response.read()
         except aiohttp.ClientError as error:
-            raise ServerError(f"{url}/v1/completions: no answer ({error}).") from error
+            raise ServerError(f"{url}/v1/completions: no answer ({_reason(error)}).") from error
         return client
 
     async def get_text(self, path: str) -> str:
@@ -78,7 +79,7 @@ class Client:
                     raise ServerError(f"{self.url}{path}: HTTP {response.status}: {text[:200]}")
                 return text
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerError(f"{self.url}{path}: no answer ({error}).") from error
+            raise ServerError(f"{self.url}{path}: no answer ({_reason(error)}).") from error
 
     async def get_json(self, path: str) -> Mapping[str, object]:
         """Fetch a JSON object."""
@@ -93,7 +94,7 @@ class Client:
                     raise ServerError(f"{self.url}{path}: HTTP {response.status}: {text[:200]}")
                 return _object(text, self.url + path)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerError(f"{self.url}{path}: no answer ({error or 'timed out'}).") from error
+            raise ServerError(f"{self.url}{path}: no answer ({_reason(error)}).") from error
 
     async def template(self) -> Template:
         """Learn the token ids of the server's chat template from two prompts with different words in them."""
@@ -246,6 +247,13 @@ def _incomplete(stream: _Stream, prompt: Prompt, sampling: Sampling) -> str | No
     if sampling.ignore_eos and stream.output_tokens != prompt.output_tokens:
         return f"asked for exactly {prompt.output_tokens} tokens with ignore_eos, got {stream.output_tokens}"
     return None
+
+
+def _reason(error: Exception) -> str:
+    """Say why there is no answer; aiohttp's own words of a refused connection name its settings."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or "timed out"
 
 
 def _object(text: str, where: str) -> Mapping[str, object]:

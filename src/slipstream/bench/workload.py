@@ -80,7 +80,7 @@ def file_prompts(workload: Workload, count: int, seed: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path, chat: bool) -> list[tuple[str, tuple[ChatMessage, ...]]]:
-    """Read JSONL with `prompt` or `messages`; with `chat`, a bare prompt becomes a user's message."""
+    """Read JSONL with `prompt` (or `text`) or `messages`; with `chat`, a bare prompt becomes a user's message."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -96,12 +96,13 @@ def read_prompts(path: Path, chat: bool) -> list[tuple[str, tuple[ChatMessage, .
                 if not chat:
                     raise WorkloadError(f"{path}, line {number}: messages need chat_template: true.")
                 entries.append(("", turns))
-            elif chat:
-                entries.append(("", (ChatMessage("user", str(value["prompt"])),)))
-            else:
-                entries.append((str(value["prompt"]), ()))
+                continue
+            text = str(value["prompt"] if "prompt" in value else value["text"])
+            entries.append(("", (ChatMessage("user", text),)) if chat else (text, ()))
         except (json.JSONDecodeError, TypeError, KeyError) as error:
-            raise WorkloadError(f"{path}, line {number}: expected an object with 'prompt' or 'messages'.") from error
+            raise WorkloadError(
+                f"{path}, line {number}: expected an object with 'prompt', 'text' or 'messages'."
+            ) from error
     if not entries:
         raise WorkloadError(f"{path}: holds no prompts.")
     return entries

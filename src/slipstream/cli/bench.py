@@ -131,6 +131,7 @@ def run(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=console,
+        disable=not console.is_terminal,  # a log has the lines
     ) as progress:
         summary = asyncio.run(run_plan(made, RunOptions(folder, url, gsm8k, keep_going, images), _Screen(progress)))
     print(

@@ -97,7 +97,7 @@ def lossless(
     """Compare two servers token for token, greedily and with seeds; exit 1 when they differ.
 
     Example:
-      slipstream eval lossless --url HOST:8000 --baseline-url HOST:8001 --prompts p.jsonl
+      slipstream eval lossless --url http://HOST:8000 --baseline-url http://HOST:8001 --prompts p.jsonl
     """
     from rich.console import Console
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def perplexity(
     url: Annotated[str, typer.Option(help="The server, e.g. http://127.0.0.1:8600.")],
-    texts: Annotated[Path, typer.Option(help="JSONL with 'prompt' on each line: the texts.")],
+    texts: Annotated[Path, typer.Option(help="JSONL with 'text' (or 'prompt') on each line.")],
     baseline_url: Annotated[str | None, typer.Option(help="A server to compare with, text by text.")] = None,
     arm: Annotated[str, typer.Option(help="What to call the server in the record.")] = "server",
     baseline_arm: Annotated[str, typer.Option(help="What to call the other one.")] = "baseline",
@@ -28,7 +28,7 @@ def perplexity(
     format do.
 
     Example:
-      slipstream eval perplexity --url HOST:8000 --baseline-url HOST:8001 --texts t.jsonl
+      slipstream eval perplexity --url http://HOST:8000 --baseline-url http://HOST:8001 --texts t.jsonl
     """
     from rich.console import Console
 

@@ -75,7 +75,10 @@ def read_record(path: Path) -> Record:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RecordError(f"{path}: not a readable record ({error}). Delete it and run the point again.") from error
+        raise RecordError(
+            f"{path}: not a readable record ({error}). Name records or folders of them; one that is damaged is "
+            "measured again once it is moved away."
+        ) from error
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise RecordError(f"{path}: kind {kind!r} is not a slipstream record. It should be one of {', '.join(KINDS)}.")
