@@ -88,6 +88,25 @@ def test_a_tree_that_cannot_be_is_refused_by_the_one_number_that_is_wrong(line, 
     assert words in str(result.exception)
 
 
+@pytest.mark.parametrize("verb", ["generate hello", "train --out draft", "learn folder"])
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "words"),
+    [
+        ("cuda", 0, "torch sees no GPU here"),
+        ("cuda:2", 2, "torch sees 2 GPUs here"),
+        ("cuda:x", 2, r"it is auto, cpu or cuda\[:N\]"),
+        ("mps", 2, r"it is auto, cpu or cuda\[:N\]"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused_by_every_verb(verb, device, num_gpus, words, monkeypatch, target):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    with pytest.raises(ConfigError, match=words):
+        call(
+            *verb.split(), *(["--model", target] if "hello" in verb else []), "--device", device, catch_exceptions=False
+        )
+
+
 def test_a_file_for_the_cache_that_is_not_there_is_refused(tmp_path):
     result = call("cache", "add", tmp_path / "absent.whl")
     assert result.exit_code == 2

@@ -24,6 +24,7 @@ from slipstream.engine.build import (
     paces,
 )
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.device import named_device
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import (
     DEFAULT_FRACTION,
@@ -135,7 +136,7 @@ def load(options: LoadOptions) -> Loaded:
     is another rank (torchrun's, or another host's) this never returns: it serves the first rank until that is done,
     then exits.
     """
-    device = _device(options.device)
+    device = named_device(options.device)
     _check_split(options, device)
     seat = take_seat(options.topology, device, _follow, options, options.hosts)
     if isinstance(seat.channel, Follower):
@@ -343,16 +344,6 @@ def _total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name}, but torch sees no GPU here; run `slipstream doctor`.")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; it is auto, cpu or cuda[:N].")
-    return torch.device(name)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

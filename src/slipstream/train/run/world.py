@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.errors import ConfigError
+from slipstream.engine.device import named_device
 
 # One process makes the data while the others wait, and that may take long.
 _PATIENCE = datetime.timedelta(days=2)
@@ -73,12 +73,7 @@ class World:
 
 def local_device(name: str) -> torch.device:
     """Return the device asked for, "auto" being a GPU if there is one; processes of one machine take a GPU each."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"{name}: is no device; say auto, cpu, or cuda[:N].") from error
+    device = named_device(name)
     if device.type == "cuda" and dist.is_torchelastic_launched():
         device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)
