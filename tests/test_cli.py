@@ -44,6 +44,17 @@ def test_every_verb_explains_itself(verb):
     assert "Usage" in result.output
 
 
+def test_help_names_every_option_whole_in_80_columns():
+    def commands(command, *names):
+        below = getattr(command, "commands", {})
+        return [one for name, sub in below.items() for one in commands(sub, *names, name)] or [(names, command)]
+
+    for names, command in commands(typer.main.get_command(app)):
+        shown = CliRunner().invoke(app, [*names, "--help"], env={"COLUMNS": "80"}, terminal_width=80).output
+        for option in (param for param in command.params if isinstance(param, typer.core.TyperOption)):
+            assert option.opts[0] in shown, f"{' '.join(names)} {option.opts[0]}"
+
+
 def test_help_does_not_load_torch():
     code = "import sys; from slipstream.cli.main import app; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

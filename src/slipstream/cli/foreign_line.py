@@ -1,5 +1,6 @@
 """Commands that also take another program's command line: its flags are settled before our options are read."""
 
+import copy
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,22 @@ class LaunchLine(typer.core.TyperCommand):
         settled = settle(args, own_flags(self), table)
         ctx.meta[_NOTICES] = (*settled.notices, *settle_environment(sorted(os.environ), table.variables))
         return super().parse_args(ctx, list(settled.words))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Show options by our names, and other servers' in their text: in a row they fit no screen of 80 columns.
+
+        Types go for the same reason, but for those that are a choice of words.
+        """
+        shown = copy.copy(self)
+        shown.params = [copy.copy(param) for param in self.params]
+        for param in shown.params:
+            if isinstance(param, typer.core.TyperOption):
+                if others := [*param.opts[1:], *param.secondary_opts[1:]]:
+                    param.help = f"{param.help} The same: {', '.join(others)}."
+                param.opts, param.secondary_opts = param.opts[:1], []
+                if "|" not in (param.display_type_rich(ctx) or ""):
+                    param.metavar = ""
+        super(LaunchLine, shown).format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         """Say what was left aside, in the form the server's own log will have, then run."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to ask; '-' reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="A text file with one prompt a line, answered together.")] = None,
-    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     model: options.Model = "embedded",
     draft: options.Draft = "auto",
     depth: options.AutoDepth = None,

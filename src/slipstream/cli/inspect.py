@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id, or 'embedded'.")] = "embedded",
-    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     target_layers: Annotated[
         int | None, typer.Option(min=1, help="The target's number of layers, to read a draft's captured layers by.")
     ] = None,

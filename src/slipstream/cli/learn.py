@@ -16,7 +16,7 @@ def learn(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of a round.")] = 240,
     fresh_tokens: Annotated[int, typer.Option(min=1, help="Answer tokens, new ones, before a round begins.")] = 6_000,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; half of the cores by default.")] = None,
-    once: Annotated[bool, typer.Option(help="Hold one round on what there is, then end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Hold one round on what there is, then end.")] = False,
     device: options.Device = "auto",
 ) -> None:
     """Adapt a draft to the traffic in a folder; a better one is used by the server that watches it.

@@ -101,7 +101,7 @@ PrefixCache = Annotated[
     typer.Option(
         "--prefix-cache/--no-prefix-cache",
         "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Keep pages of earlier prompts.",
+        help="Keep pages of earlier prompts; --no-prefix-cache keeps none.",
     ),
 ]
 KernelSettings = Annotated[
@@ -193,15 +193,19 @@ AllowSpecialInContent = Annotated[
     ),
 ]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
-LogJson = Annotated[bool, typer.Option(help="Write the log as JSON, one object a line.")]
-LogPrompts = Annotated[bool, typer.Option(help="Write prompts and answers to the log.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Write the log as JSON, one object a line.")]
+LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")]
 Learn = Annotated[
     Path | None,
     typer.Option(help="Keep answers here, as token ids, and have the draft learn from them while serving."),
 ]
 LearnTokens = Annotated[int, typer.Option(min=10_000, help="The most tokens that are kept; the oldest go.")]
 LearnElsewhere = Annotated[
-    bool, typer.Option(help="Start no trainer: `slipstream learn` runs on another machine that shares the folder.")
+    bool,
+    typer.Option(
+        "--learn-elsewhere",
+        help="Start no trainer: `slipstream learn` runs on another machine that shares the folder.",
+    ),
 ]
 ModelPath = Annotated[
     str | None, typer.Option("--model-path", "--model", rich_help_panel=_OTHERS, help="The same as MODEL.")

@@ -44,7 +44,8 @@ def train(
     server_states: Annotated[
         bool,
         typer.Option(
-            help="Have the servers (vLLM) compute the target's states too; only its table and head are loaded here."
+            "--server-states",
+            help="Have the servers (vLLM) compute the target's states too; only its table and head are loaded here.",
         ),
     ] = False,
     recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; recipes/train has the shipped draft's.")] = None,
