@@ -146,6 +146,18 @@ def test_what_cannot_be_honoured_is_refused(launched, line, words):
         launched(line)
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["--api-key", "--admin-api-key", "--served-model-name", "--draft", "--port", "--speculative-config.method"],
+)
+def test_a_flag_that_ends_the_line_without_its_value_is_refused(launched, flag):
+    """`--api-key $UNSET` must not start a server that is open to everybody."""
+    with pytest.raises(ConfigError, match=f"{flag} needs a value"):
+        launched(f"org/target {flag}")
+    with pytest.raises(ConfigError, match=f"{flag} needs a value"):
+        launched(f"org/target {flag} --enable-metrics")
+
+
 @pytest.mark.parametrize(("steps", "topk", "tokens"), [(3, 1, 5), (3, 2, 40), (3, 1, 1)])
 def test_sglang_numbers_that_contradict_each_other_are_refused(launched, steps, topk, tokens):
     with pytest.raises(ConfigError, match="num-draft-tokens"):

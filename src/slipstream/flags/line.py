@@ -150,11 +150,15 @@ class _Line:
         if name in self._own:
             self._take_own(name, attached)
         elif dot and head in self._own:
-            self._put(name, self._values("V", attached)[0])
+            self._put(name, self._needed(name, "V", attached)[0])
         elif dot and flag is not None:
-            self._settle(flag, [f"{key}={value}" for value in self._values("V", attached)])
+            self._settle(flag, [f"{key}={value}" for value in self._needed(name, "V", attached)])
         elif (flag := flag or self._abbreviated(name)) is not None:
-            self._settle(flag, self._values(flag.arity, attached))
+            needed = flag.fate == "mapped" and flag.arity in ("V", "V*")
+            self._settle(
+                flag,
+                self._needed(name, flag.arity, attached) if needed else self._values(flag.arity, attached),
+            )
         elif not self._asks_for_nothing(name):
             self._kept.append(word)
 
@@ -170,7 +174,7 @@ class _Line:
             return
         # Our own lines may name the model last; theirs have named it by then, or do not name it so.
         many = flag is not None and flag.arity == "V*" and own.repeatable and self._model_named
-        for value in self._values("V*" if many else "V", attached):
+        for value in self._needed(name, "V*" if many else "V", attached):
             self._give(name, value, flag)
 
     def _settle(self, flag: Flag, values: list[str]) -> None:
@@ -208,14 +212,26 @@ class _Line:
             meant = value
         self._objects.setdefault(name, {})[key] = meant
 
+    def _needed(self, name: str, arity: str, attached: str | None) -> list[str]:
+        """Return a flag's values; one that came without, as `--api-key $UNSET` does, must not pass for absent."""
+        values = self._values(arity, attached)
+        if not values:
+            raise ConfigError(f"{name} needs a value.")
+        return values
+
     def _values(self, arity: str, attached: str | None) -> list[str]:
         if attached is not None:
             return [attached]
         values: list[str] = []
         most = {"": 0, "V": 1, "V?": 1}.get(arity, len(self._left))
-        while self._left and len(values) < most and (arity == "V" or not _is_flag(self._left[0])):
+        ends = self._is_known if arity == "V" else _is_flag
+        while self._left and len(values) < most and not ends(self._left[0]):
             values.append(self._left.pop(0))
         return values
+
+    def _is_known(self, word: str) -> bool:
+        name = word.partition("=")[0]
+        return name.startswith("--") and (name in self._own or name in self._table.flags)
 
     def _asks_for_nothing(self, name: str) -> bool:
         """Tell whether this is the opposite of a switch that is off unless named."""
