@@ -107,6 +107,18 @@ def test_a_device_that_is_not_here_is_refused_by_every_verb(verb, device, num_gp
         )
 
 
+def test_files_that_a_training_recipe_names_are_looked_for_first(tmp_path, target, monkeypatch):
+    monkeypatch.setattr("slipstream.train.run.phases.open_checkpoint", lambda _: pytest.fail("the target was loaded"))
+    (tmp_path / "here.jsonl").write_text('{"prompt": "hello"}')
+    (tmp_path / "mine.yaml").write_text(
+        "train: {steps: 1}\nfiles: {prompts: [here.jsonl, gone.jsonl], exclude: [away.jsonl]}"
+    )
+    result = call("train", target, "--recipe", tmp_path / "mine.yaml", "--data", tmp_path, "--out", tmp_path / "draft")
+    assert str(result.exception) == (
+        f"{tmp_path}: has no gone.jsonl, away.jsonl, which the recipe names. --data is the folder of its files."
+    )
+
+
 def test_a_file_for_the_cache_that_is_not_there_is_refused(tmp_path):
     result = call("cache", "add", tmp_path / "absent.whl")
     assert result.exit_code == 2

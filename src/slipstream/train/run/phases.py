@@ -101,6 +101,7 @@ class TrainingRun:
         remote: Remote = ALL_HERE,
     ) -> None:
         """Load the target, or split it over `tp` processes, which this one starts, or leave its work to servers."""
+        recipe.files.check(paths.data)
         source = open_checkpoint(target)
         path = getattr(source, "path", source.folder)
         self.name = str(target) if target is not None else EMBEDDED

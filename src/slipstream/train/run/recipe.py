@@ -131,6 +131,15 @@ class Files:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"evaluate names {', '.join(twice)} twice.")
 
+    def check(self, folder: Path) -> None:
+        """Raise unless all of them are in the folder."""
+        evaluated = (item.file for item in self.evaluate)
+        named = (*self.prompts, *self.maths, *self.examples, *self.documents, *self.exclude, *evaluated)
+        if absent := [name for name in dict.fromkeys(named) if not (folder / name).is_file()]:
+            raise ConfigError(
+                f"{folder}: has no {', '.join(absent)}, which the recipe names. --data is the folder of its files."
+            )
+
 
 @dataclass(frozen=True)
 class Recipe:
