@@ -1,5 +1,6 @@
 """What is wrong with a request is a 4xx that names the field, and never a 5xx."""
 
+import gzip
 import json
 
 import pytest
@@ -128,6 +129,9 @@ def test_a_body_that_is_no_request_is_a_400(client, content):
 
 def test_other_content_types_methods_and_paths_get_their_own_errors(client):
     assert client.post("/v1/completions", content=b"prompt=x").status_code == 415
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    refused = client.post("/v1/completions", content=gzip.compress(b"{}"), headers=packed)
+    assert (refused.status_code, "encoded as gzip" in refused.text) == (415, True)
     missing = client.get("/v1/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "not_found_error"

@@ -39,6 +39,8 @@ class JsonRoute(APIRoute):
             # A web page may send other types to any server without asking for leave first.
             if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise HttpError(415, "The body must be JSON; send the header 'Content-Type: application/json'.")
+            if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+                raise HttpError(415, f"The body is encoded as {encoding[:_NAME_LENGTH]}; send it as it is.")
             content = await request.body()
             threads = request.app.state.service.threads
             body = await threads.run(len(content), lambda: parse(content, model), holds_lock=True)
