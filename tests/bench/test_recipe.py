@@ -129,9 +129,11 @@ def test_servers_together_have_their_own_ports_and_arms_take_turns_point_by_poin
 
 
 def test_an_optional_arm_whose_draft_is_not_here_is_left_out_with_a_reason(load):
-    plan = build_plan(load(GOOD, "drafts.bf16.path=/nowhere/draft", "arms.spec.optional=true"))
+    loaded = load(GOOD, "drafts.bf16.path=/nowhere/draft", "arms.spec.optional=true")
+    plan = build_plan(loaded)
     assert plan.skipped_arms == {"spec": "draft org/draft is not at /nowhere/draft"}
     assert {point.key.arm for point in plan.points()} == {"plain"}
+    assert build_plan(loaded, ["plain"]).skipped_arms == {}, "nobody asked for it"
 
 
 UNSAID = Unsaid((0, 1000), draft="amd/kimi-k2.5-eagle3-fp8", draft_precision="fp8", num_steps=6)

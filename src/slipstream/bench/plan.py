@@ -80,8 +80,9 @@ def build_plan(loaded: LoadedRecipe, only_arms: Collection[str] = (), only_workl
         for name in wanted:
             if name not in have:
                 raise RecipeError(f"{loaded.path.name}: no {what} {name!r}; there are {', '.join(have)}.")
-    skipped = {name: why for name, arm in recipe.arms.items() if (why := _absent(recipe, arm))}
-    arms = [name for name in recipe.arms if name not in skipped and (not only_arms or name in only_arms)]
+    chosen = {name: arm for name, arm in recipe.arms.items() if not only_arms or name in only_arms}
+    skipped = {name: why for name, arm in chosen.items() if (why := _absent(recipe, arm))}
+    arms = [name for name in chosen if name not in skipped]
     workloads = [name for name in recipe.workloads if not only_workloads or name in only_workloads]
     blocks: list[Block] = []
     if recipe.schedule.servers == "together":
