@@ -4,19 +4,21 @@ Markers that are tokens of the model are named by their ids, for a grammar's tex
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from slipstream.serve.tools import harmony
+from slipstream.serve.tools import gemma4, harmony
 from slipstream.serve.tools import marked_calls as m
-from slipstream.serve.tools.call_arguments import json_arguments, literal, minimax_arguments
+from slipstream.serve.tools.call_arguments import json_arguments
+from slipstream.serve.tools.element_arguments import element_arguments
 from slipstream.serve.tools.families import Family
+from slipstream.serve.tools.gemma4_arguments import gemma4_arguments
+from slipstream.serve.tools.lark import ANY_TEXT, escaped, literal, spelled
 from slipstream.serve.tools.parser import Tool
-from slipstream.serve.tools.reasoning import END, START, Opening
+from slipstream.serve.tools.reasoning import THINK, Opening, Reasoning
 
 MOST_CALLS = 32  # of one answer: a model that never stops would fill its context with calls
-ANY_TEXT = "/(.|\\n)*/"
 _SPACE = "/[ \\n]{0,4}/"
 
 
@@ -31,6 +33,7 @@ class _Spelling:
         between: comes between two calls.
         closes: comes after the last.
         alone: there is one call an answer, which its end ends.
+        lead: what an answer of nothing but calls may begin with, as Lark has it.
     """
 
     opens: str
@@ -39,6 +42,7 @@ class _Spelling:
     between: str
     closes: str
     alone: bool = False
+    lead: str = ""
 
 
 _HERMES = '{{"name": {quoted}, "arguments": '
@@ -71,6 +75,12 @@ _SPELLINGS = {
     "minimax_m2": _Spelling(
         "<minimax:tool_call>\n", '<invoke name="{name}">\n', "</invoke>\n", "", "</minimax:tool_call>"
     ),
+    "qwen3_coder": _Spelling(
+        "<tool_call>\n", "<function={name}>\n", "</function>\n", "</tool_call>\n<tool_call>\n", "</tool_call>"
+    ),
+    "glm45": _Spelling("<tool_call>", "{name}\n", "", "</tool_call>\n<tool_call>", "</tool_call>", lead="/\\n?/ "),
+    "glm47": _Spelling("<tool_call>", "{name}", "", "</tool_call><tool_call>", "</tool_call>"),
+    "gemma4": _Spelling(gemma4.CALL, "call:{name}{{", "}}", gemma4.CALL_END + gemma4.CALL, gemma4.CALL_END),
     "openai": _Spelling("", harmony.CALL_HEAD, "", "", "", alone=True),
 }
 
@@ -83,16 +93,24 @@ class CallGrammar:
         begins: how the answer begins.
     """
 
-    def __init__(self, family: Family, tools: Sequence[Tool], tokens: Mapping[str, int], begins: Opening) -> None:
+    def __init__(
+        self,
+        family: Family,
+        tools: Sequence[Tool],
+        tokens: Mapping[str, int],
+        begins: Opening,
+        reasoning: Reasoning = THINK,
+    ) -> None:
         self._family = family
         self._tools = tools
         self._tokens = tokens
         self._begins = begins
+        self._reasoning = reasoning
         self._spelling = _SPELLINGS[family.name]
 
     def forced(self, max_calls: int | None) -> str:
         """Return a grammar of reasoning, where there is some, and then calls and nothing else."""
-        return self._thought("calls") + self._calls(max_calls, True, self._spelling.opens)
+        return self._thought(self._spelling.lead + "calls") + self._calls(max_calls, True, self._spelling.opens)
 
     def triggered(self, max_calls: int | None, otherwise: str | None = None) -> str | None:
         """Return a grammar of text, or of calls that follow the schemas of strict tools, perhaps after text.
@@ -125,7 +143,7 @@ class CallGrammar:
 
     def _thought(self, then: str) -> str:
         if not self._family.channels:
-            return thought(self._begins, self._tokens, then)
+            return thought(self._begins, self._tokens, then, self._reasoning)
         return analysis(self._begins, self._tokens, then)
 
     def _calls(self, max_calls: int | None, all_strict: bool, opens: str) -> str:
@@ -140,38 +158,48 @@ class CallGrammar:
             head, tail = spelling.head.format(**names), spelling.tail.format(**names)
             rules.append(f"call{i}: {self._spelled(head)} arguments{i} {self._spelled(tail)}\n")
             schema = tool.parameters if all_strict or tool.strict else None
-            write = minimax_arguments if self._family.name == "minimax_m2" else json_arguments
-            rules.append(write(f"arguments{i}", schema))
+            rules.append(self._arguments(f"arguments{i}", schema))
         return "".join(rules)
 
+    def _arguments(self, rule: str, schema: dict[str, Any] | None) -> str:
+        if self._family.elements is not None:
+            return element_arguments(rule, schema, self._family.elements, self._known)
+        return (
+            gemma4_arguments(rule, schema, self._known)
+            if self._family.name == "gemma4"
+            else json_arguments(rule, schema)
+        )
+
     def _spelled(self, text: str) -> str:
-        known = {marker: self._tokens[marker] for marker in self._family.markers if marker in self._tokens}
-        return spelled(text, known)
+        return spelled(text, self._known)
+
+    @property
+    def _known(self) -> dict[str, int]:
+        """The family's markers that are tokens."""
+        return {marker: self._tokens[marker] for marker in self._family.markers if marker in self._tokens}
 
 
-def spelled(text: str, tokens: Mapping[str, int]) -> str:
-    """Return a text as Lark has it: markers by their ids, where they have some."""
-    parts = re.split(f"({'|'.join(map(re.escape, [*tokens, '{count}']))})", text)
-    written = {"": "", "{count}": "/[0-9]{1,4}/", **{marker: f"<[{token_id}]>" for marker, token_id in tokens.items()}}
-    return " ".join(filter(None, (written.get(part, literal(part)) for part in parts)))
-
-
-def thought(begins: Opening, tokens: Mapping[str, int], then: str, on_channels: bool = False) -> str:
+def thought(
+    begins: Opening, tokens: Mapping[str, int], then: str, reasoning: Reasoning, on_channels: bool = False
+) -> str:
     """Return the rule `start`: reasoning as the answer's beginning has it, and what comes after."""
     if on_channels and begins != "outside":
         head = spelled(f"{harmony.CHANNEL}final{harmony.MESSAGE}", tokens)
         return analysis(begins, tokens, f"{head} {then}")
     if begins == "outside":
         return f"start: {then}\n"
-    if END in tokens:
-        inner = f"thought: {ANY_TEXT} <[{tokens[END]}]> {_SPACE}\n"
+    if (end := tokens.get(reasoning.end)) is not None:
+        inner = f"thought: {ANY_TEXT} <[{end}]> {_SPACE}\n"
     else:
-        inner = f"thought: unmarked {_SPACE}\nunmarked[lazy]: /(.|\\n)*{escaped(END)}/\n"
-    start = f"<[{tokens[START]}]>" if START in tokens else literal(START)
+        inner = f"thought: unmarked {_SPACE}\nunmarked[lazy]: /(.|\\n)*{escaped(reasoning.end)}/\n"
+    is_token = reasoning.start in tokens
+    start = f"<[{tokens[reasoning.start]}]>" if is_token else literal(reasoning.start)
+    if reasoning.label:
+        start += f" {literal(reasoning.label)}"
     if begins == "inside":
         # Models whose template does not open the reasoning open it themselves; as letters, that is a part of any text.
-        return f"start: {start + '? ' if START in tokens else ''}thought {then}\n" + inner
-    return f"start: ({start} thought)? {then}\n" + inner
+        return f"start: {f'({start})? ' if is_token else ''}thought {then}\n" + inner
+    return f"start: ({_SPACE} {start} thought)? {then}\n" + inner
 
 
 def analysis(begins: Opening, tokens: Mapping[str, int], then: str) -> str:
@@ -186,8 +214,3 @@ def analysis(begins: Opening, tokens: Mapping[str, int], then: str) -> str:
     if begins == "inside":
         return f"start: thought {then}\n" + inner
     return f"start: ({spelled(f'{harmony.CHANNEL}analysis{harmony.MESSAGE}', tokens)} thought)? {then}\n" + inner
-
-
-def escaped(text: str) -> str:
-    """Return a text as a part of a regular expression between slashes."""
-    return re.escape(text).replace("/", "\\/")

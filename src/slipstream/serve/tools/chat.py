@@ -13,13 +13,14 @@ from typing import Any
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.errors import RequestError
+from slipstream.serve.tools.gemma4 import THOUGHT, THOUGHT_END
 from slipstream.serve.tools.protocol import arguments_json
 from slipstream.serve.tools.reasoning import END, START
 from slipstream.serve.tools.typescript import sorted_keys, typescript_of
 
 Json = dict[str, Any]  # foreign JSON
 
-_THOUGHTS = (START, END)  # templates look for these in what an assistant said
+_THOUGHTS = (START, END, THOUGHT, THOUGHT_END)  # templates look for these in what an assistant said
 _PROBE = "slipstream"
 _PROBE_CHAT: list[Json] = [
     {"role": "user", "content": "-"},

@@ -15,7 +15,7 @@ from slipstream.serve.tools.families import Family, reasoning_family, tool_famil
 from slipstream.serve.tools.form import AnswerForm
 from slipstream.serve.tools.harmony import MARKERS
 from slipstream.serve.tools.protocol import Choice, Thinking
-from slipstream.serve.tools.reasoning import Opening, Reasoning, going_on, opening
+from slipstream.serve.tools.reasoning import THINK, Opening, Reasoning, going_on, opening
 
 _SWITCHES = ("enable_thinking", "thinking")
 
@@ -65,7 +65,7 @@ class Dialect:
         """
         if self.reasoning is None:
             return "outside"
-        return opening(prompt, self.reasoning) if begun is None else going_on(begun)
+        return opening(prompt, self.reasoning) if begun is None else going_on(begun, self.reasoning)
 
     def check_thinking(self, effort: str | None, thinking: Thinking | None, begins: Opening) -> None:
         """Raise where a client wants no reasoning (which is no hint), and there is some nevertheless.
@@ -95,7 +95,7 @@ class Dialect:
     def constraint(self, wanted: Constraint | None, choice: Choice, begins: Opening) -> Constraint | None:
         """Return what an answer must follow: calls where they are forced, reasoning before what a client wants."""
         if choice.mode != "none" and self.family is not None:
-            calls = CallGrammar(self.family, choice.tools, self.tokens, begins)
+            calls = CallGrammar(self.family, choice.tools, self.tokens, begins, self.reasoning or THINK)
             if choice.mode == "required":
                 return Constraint(GrammarSource("lark", calls.forced(choice.max_calls)), "tools")
             if wanted is not None:
@@ -106,7 +106,7 @@ class Dialect:
                 return None if text is None else Constraint(GrammarSource("lark", text), "tools")
         if wanted is None or begins == "outside":
             return wanted
-        text = thought(begins, self.tokens, "@body", self.channels)
+        text = thought(begins, self.tokens, "@body", self.reasoning or THINK, self.channels)
         return Constraint(GrammarSource("lark", text, body=wanted.source), wanted.field)
 
     def schemas(self, choice: Choice) -> list[Constraint]:

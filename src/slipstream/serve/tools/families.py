@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from slipstream.errors import ConfigError
-from slipstream.serve.tools import harmony, json_calls, marked_calls, minimax
+from slipstream.serve.tools import element_calls, gemma4, harmony, json_calls, marked_calls
+from slipstream.serve.tools.element_calls import Elements
 from slipstream.serve.tools.parser import NewId, Syntax, random_id
 from slipstream.serve.tools.reasoning import END, REASONING, START, Reasoning
 
@@ -15,6 +16,7 @@ class Family:
     Args:
         markers: what begins or ends its parts; in some models these are special tokens.
         channels: whether its answers are messages on channels (`harmony.py`).
+        elements: what its parameters are written as, where they are no JSON but elements.
     """
 
     name: str
@@ -22,6 +24,11 @@ class Family:
     markers: tuple[str, ...]
     new_id: NewId = random_id
     channels: bool = False
+    elements: Elements | None = None
+
+
+def _of_elements(name: str, spelling: Elements) -> Family:
+    return Family(name, element_calls.elements(spelling), spelling.markers, elements=spelling)
 
 
 _KIMI = (
@@ -43,7 +50,11 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family("kimi_k2", marked_calls.kimi_k2, _KIMI),
-        Family("minimax_m2", minimax.minimax_m2, (minimax.SECTION, minimax.SECTION_END)),
+        _of_elements("minimax_m2", element_calls.MINIMAX),
+        _of_elements("qwen3_coder", element_calls.QWEN3_CODER),
+        _of_elements("glm45", element_calls.GLM_ON_LINES),
+        _of_elements("glm47", element_calls.GLM),
+        Family("gemma4", gemma4.gemma4, gemma4.MARKERS),
         Family("hermes", json_calls.hermes, ("<tool_call>", "</tool_call>")),
         Family("llama3_json", json_calls.llama3_json, ("<|python_tag|>",)),
         Family("mistral", json_calls.mistral, _MISTRAL, json_calls.mistral_id),
@@ -62,6 +73,8 @@ _ALIASES = {
     "llama3": "llama3_json",
     "minimax-m2": "minimax_m2",
     "gpt-oss": "openai",
+    "glm": "glm45",
+    "qwen3_xml": "qwen3_coder",
 }
 _REASONING_ALIASES = {
     "qwen3-thinking": "qwen3",
@@ -69,6 +82,7 @@ _REASONING_ALIASES = {
     "minimax": "minimax_m2",
     "minimax-m2": "minimax_m2",
     "gpt-oss": "openai_gptoss",
+    "glm47": "glm45",
 }
 OFF = "none"
 
@@ -106,16 +120,27 @@ def _tools_in(template: str) -> str | None:
     if "[TOOL_CALLS]" in template:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<tool_call>" in template:
-        other = "<function=" in template or "<arg_key>" in template  # Qwen3-Coder, GLM: other syntaxes, same marker
-        return None if other else "hermes"
+        return _behind_tool_call(template)
+    if gemma4.CALL in template and gemma4.CALL_END in template:
+        return "gemma4"
     if "<|python_tag|>" in template or ('"parameters"' in template and "<|eot_id|>" in template):
         return "llama3_json"
     return None if "tools" in template else "hermes"
 
 
+def _behind_tool_call(template: str) -> str:
+    """Return which of the families that share `<tool_call>` a template writes."""
+    if element_calls.GLM.key in template:
+        on_lines = element_calls.GLM.key_end + element_calls.GLM.value not in template
+        return "glm45" if on_lines else "glm47"
+    return "qwen3_coder" if element_calls.QWEN3_CODER.call in template else "hermes"
+
+
 def _reasoning_in(template: str) -> str | None:
     if harmony.CHANNEL in template:
         return "openai_gptoss"
+    if gemma4.THOUGHT in template and gemma4.THOUGHT_END in template:
+        return "gemma4"
     if END not in template and START not in template:
         return None
     if marked_calls.KIMI_CALL in template:
@@ -124,4 +149,4 @@ def _reasoning_in(template: str) -> str | None:
         return "minimax_m2"
     if marked_calls.DEEPSEEK_CALL in template:
         return "deepseek_r1"
-    return "qwen3"
+    return "glm45" if element_calls.GLM.key in template else "qwen3"

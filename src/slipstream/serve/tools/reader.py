@@ -11,6 +11,7 @@ Sink = Callable[[str], None]
 TOKEN_MARK = "\ufdd0"
 """Stands before a marker that came as one special token; text that merely spells it has none (`detokenizer.py`)."""
 _SPACE = " \t\r\n"
+_NO_NAME = _SPACE + TOKEN_MARK + '"<>|{'
 
 
 class Reader:
@@ -107,6 +108,20 @@ class Reader:
             rest = self._text[self._at :]
             self._give(len(rest) - len(rest.lstrip(_SPACE)), parts.append)
             if self._at < len(self._text) or self._ended:
+                return "".join(parts)
+            yield
+
+    def name(self) -> Waiting[str]:
+        """Pass the characters that a function's name may have, and return them."""
+        parts: list[str] = []
+        while True:
+            rest = self._text[self._at :]
+            end = next((place for place, char in enumerate(rest) if char in _NO_NAME), len(rest))
+            self._give(end, parts.append)
+            if end < len(rest):
+                return "".join(parts)
+            if self._ended:
+                self.exhausted = True
                 return "".join(parts)
             yield
 

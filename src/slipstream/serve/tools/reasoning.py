@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.serve.tools import harmony
+from slipstream.serve.tools import gemma4, harmony
+from slipstream.serve.tools.element_calls import GLM, MINIMAX
 from slipstream.serve.tools.marked_calls import KIMI_SECTION
-from slipstream.serve.tools.minimax import SECTION as MINIMAX_SECTION
 from slipstream.serve.tools.parser import Syntax, Writer
 from slipstream.serve.tools.reader import Reader, Sink, Waiting
 
@@ -19,6 +19,9 @@ class Reasoning:
     """How a family of models reasons.
 
     Args:
+        start: begins it.
+        end: ends it.
+        label: stands behind `start`.
         opens: whether an answer begins inside the reasoning where the prompt does not tell.
         padded: whether line breaks at its ends belong to the syntax, since the template writes them itself.
         ended_by: other markers that end it.
@@ -26,6 +29,9 @@ class Reasoning:
     """
 
     opens: bool
+    start: str = START
+    end: str = END
+    label: str = ""
     padded: bool = True
     ended_by: tuple[str, ...] = ()
     channels: bool = False
@@ -33,14 +39,19 @@ class Reasoning:
     @property
     def markers(self) -> tuple[str, ...]:
         """What begins or ends it."""
-        return harmony.MARKERS if self.channels else (START, END, *self.ended_by)
+        return harmony.MARKERS if self.channels else (self.start, self.end, *self.ended_by)
 
 
+THINK = Reasoning(opens=False)
 REASONING: dict[str, Reasoning] = {
     "kimi_k2": Reasoning(opens=True, padded=False, ended_by=(KIMI_SECTION,)),
-    "minimax_m2": Reasoning(opens=True, ended_by=(MINIMAX_SECTION,)),
+    "minimax_m2": Reasoning(opens=True, ended_by=(MINIMAX.section,)),
     "deepseek_r1": Reasoning(opens=True),
-    "qwen3": Reasoning(opens=False),
+    "qwen3": THINK,
+    "glm45": Reasoning(opens=False, ended_by=(GLM.section,)),
+    "gemma4": Reasoning(
+        opens=False, start=gemma4.THOUGHT, end=gemma4.THOUGHT_END, label="thought", ended_by=(gemma4.CALL,)
+    ),
     "openai_gptoss": Reasoning(opens=False, channels=True),
 }
 
@@ -55,14 +66,15 @@ def opening(prompt: str, family: Reasoning) -> Opening:
         channel = harmony.opened(prompt)
         return "either" if channel is None else "inside" if channel == "analysis" else "outside"
     tail = prompt.rstrip()
-    if tail.endswith(END):
+    if tail.endswith(family.end):
         return "outside"
-    return "inside" if tail.endswith(START) or family.opens else "either"
+    return "inside" if tail.endswith(family.start + family.label) or family.opens else "either"
 
 
-def going_on(begun: str) -> Opening:
+def going_on(begun: str, family: Reasoning) -> Opening:
     """Tell where an answer goes on from what there is of it: past its reasoning, unless that is open in it."""
-    return "inside" if START in begun and END not in begun.rpartition(START)[2] else "outside"
+    opened = family.start in begun and family.end not in begun.rpartition(family.start)[2]
+    return "inside" if opened else "outside"
 
 
 def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:
@@ -72,8 +84,9 @@ def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:
         writer.thinking = "inside" if inside else "perhaps"
         reader.mark()
         yield from reader.spaces()
-        if (yield from reader.starts(START)) is not None:
+        if (yield from reader.starts(family.start)) is not None:
             reader.release()
+            yield from reader.starts(family.label)
         else:
             reader.back()
             if not inside:
@@ -82,10 +95,10 @@ def reasoned(family: Reasoning, inside: bool, syntax: Syntax) -> Syntax:
                 return
         writer.thinking = "inside"
         sink = _Unpadded(writer.reasoning) if family.padded else writer.reasoning
-        found = yield from reader.until((END, *family.ended_by), sink)
+        found = yield from reader.until((family.end, *family.ended_by), sink)
         if found is not None:
-            writer.thinking = "closed" if found == END else "over"
-        if found != END and found is not None:
+            writer.thinking = "closed" if found == family.end else "over"
+        if found != family.end and found is not None:
             reader.unread(found)
         if family.padded:
             yield from reader.spaces()
