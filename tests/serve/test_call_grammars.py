@@ -16,6 +16,7 @@ from slipstream.serve.tools.events import Message
 from slipstream.serve.tools.families import FAMILIES
 from slipstream.serve.tools.parser import Tool
 from slipstream.serve.tools.protocol import Choice
+from slipstream.serve.tools.reasoning import REASONING
 
 CITY = {"enum": ["Oslo", "Rome"]}
 SCHEMA = {
@@ -97,7 +98,23 @@ def test_what_is_forced_on_gpt_oss_lies_on_its_channel_behind_its_analysis(token
             assert (state.try_consume_tokens(ids) == len(ids) and state.is_accepting()) == allowed, text
 
 
-def test_minimax_strings_are_texts_that_follow_their_limits() -> None:
+ELEMENTS = {
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="f">\n%s</invoke>\n</minimax:tool_call>',
+        '<parameter name="%s">%s</parameter>\n',
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
+        "<parameter=%s>\n%s\n</parameter>\n",
+    ),
+    "glm45": ("<tool_call>f\n%s</tool_call>", "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n"),
+    "glm47": ("<tool_call>f%s</tool_call>", "<arg_key>%s</arg_key><arg_value>%s</arg_value>"),
+}
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("family", ELEMENTS)
+def test_strings_of_elements_are_texts_that_follow_their_limits(family: str, tokens: bool) -> None:
     properties = {
         "free": {"type": "string"},
         "code": {"type": "string", "pattern": "^[a-c]{2}/?$"},
@@ -105,20 +122,90 @@ def test_minimax_strings_are_texts_that_follow_their_limits() -> None:
         "list": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
     }
     tools = (Tool("f", parameters={"properties": properties, "required": list(properties)}),)
-    tokenizer = tokenizer_of("minimax_m2", True)
-    dialect = Dialect.of(tokenizer, "minimax_m2", "none")
-    grammar = CallGrammar(FAMILIES["minimax_m2"], tools, dialect.tokens, "outside").forced(1)
-    answer = (
-        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="free">a < "b"\n</parameter>\n'
-        '<parameter name="code">ab/</parameter>\n<parameter name="short">%s</parameter>\n'
-        '<parameter name="list">[1, 2]</parameter>\n</invoke>\n</minimax:tool_call>'
+    whole, one = ELEMENTS[family]
+    right = {"free": 'a < "b"\n', "code": "ab/", "short": "abc", "list": "[1, 2]"}
+    answer = whole % "".join(one % pair for pair in right.items())
+    form = accepts(family, tokens, tools, [answer], [answer.replace("abc", "abcd"), answer.replace("[1", '["a"')])
+    assert form == {**right, "list": [1, 2]}
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_gemma_s_values_follow_a_schema_of_any_depth(tokens: bool) -> None:
+    node = {
+        "type": "object",
+        "properties": {"name": {"enum": ["a", "b"]}, "below": {"type": "array", "items": {"$ref": "#/$defs/Node"}}},
+        "required": ["name"],
+    }
+    properties = {
+        "Tree": {"$ref": "#/$defs/Node"},
+        "any": {},
+        "code": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "list": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+    }
+    tools = (Tool("f", parameters={"properties": properties, "$defs": {"Node": node}, "required": ["any", "list"]}),)
+    whole = "<|tool_call>call:f{%s}<tool_call|>"
+    right = 'any:{x:[1.5,<|"|>y<|"|>,true]},code:<|"|>abc<|"|>,list:[1,2],Tree:{below:[{name:<|"|>a<|"|>}],name:<|"|>b<|"|>}'
+    wrong = [
+        right.replace("[1,2]", "[]"),
+        right.replace("[1,2]", "[1,2,3]"),
+        right.replace("abc", "abcd"),
+        right.replace('<|"|>abc<|"|>', "5"),
+        right.replace('<|"|>a<|"|>', '<|"|>c<|"|>'),
+        right.removeprefix('any:{x:[1.5,<|"|>y<|"|>,true]},'),
+        right + ",more:1",
+    ]
+    answers = [whole % "any:null,list:[7]", whole % right]
+    assert accepts("gemma4", tokens, tools, answers, [whole % text for text in wrong]) == {
+        "any": {"x": [1.5, "y", True]},
+        "code": "abc",
+        "list": [1, 2],
+        "Tree": {"below": [{"name": "a"}], "name": "b"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>\n</minimax:tool_call>'),
+        ("glm47", "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("gemma4", "<|tool_call>call:f{x:1}<tool_call|>"),
+    ],
+)  # fmt: skip
+def test_a_tool_that_is_not_strict_beside_one_that_is_takes_any_parameters(family: str, call: str) -> None:
+    tools = (*TOOLS[:1], Tool("f", parameters={"properties": {"y": {"type": "string"}}}))
+    for tokens in (True, False):
+        tokenizer = tokenizer_of(family, tokens)
+        known_tokens = Dialect.of(tokenizer, family, "none").tokens
+        grammar = CallGrammar(FAMILIES[family], tools, known_tokens, "outside").triggered(None)
+        assert accepted(tokenizer, grammar, tokenizer.encode("Now: " + call, add_special=False))
+
+
+def test_gemma_s_thoughts_come_before_forced_calls() -> None:
+    tokenizer = byte_tokenizer(CHATML, (*FAMILIES["gemma4"].markers, *REASONING["gemma4"].markers[:2]))
+    dialect = Dialect.of(tokenizer, "gemma4", "gemma4")
+    call, thought = "<|tool_call>call:clock{}<tool_call|>", "<|channel>thought\nSo < it.\n<channel|>"
+    for begins, right, wrong in (
+        ("either", [call, thought + call], [thought]),
+        ("inside", ["So < it.\n<channel|>" + call], [call]),
+        ("outside", [call], [thought + call]),
+    ):
+        source = dialect.constraint(None, Choice("required", TOOLS), begins).source
+        for text, allowed in (*((text, True) for text in right), *((text, False) for text in wrong)):
+            ids = tokenizer.encode(text, add_special=False)
+            state = compile_grammar(known(tokenizer), source)
+            assert (state.try_consume_tokens(ids) == len(ids) and state.is_accepting()) == allowed, text
+
+
+def accepts(family: str, tokens: bool, tools: tuple[Tool, ...], right: list[str], wrong: list[str]) -> object:
+    """Assert that a forced grammar allows some answers only; returns what arguments the last of them is read as."""
+    tokenizer = tokenizer_of(family, tokens)
+    dialect = Dialect.of(tokenizer, family, "none")
+    grammar = CallGrammar(FAMILIES[family], tools, dialect.tokens, "outside").forced(1)
+    for answer, allowed in (*((text, True) for text in right), *((text, False) for text in wrong)):
+        assert accepted(tokenizer, grammar, tokenizer.encode(answer, add_special=False)) == allowed, answer
+    return json.loads(
+        read(tokenizer, dialect, tokenizer.encode(right[-1], add_special=False), tools).calls[0].arguments
     )
-    assert accepted(tokenizer, grammar, tokenizer.encode(answer % "abc", add_special=False))
-    assert not accepted(tokenizer, grammar, tokenizer.encode(answer % "abcd", add_special=False))
-    form = dialect.form(Choice("required", tools), "outside")
-    message = read(tokenizer, dialect, tokenizer.encode(answer % "abc", add_special=False), form.tools)
-    expected = {"free": 'a < "b"\n', "code": "ab/", "short": "abc", "list": [1, 2]}
-    assert json.loads(message.calls[0].arguments) == expected
 
 
 def tokenizer_of(family: str, tokens: bool) -> Tokenizer:

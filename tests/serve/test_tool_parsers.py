@@ -1,6 +1,7 @@
 """What models write as calls and reasoning, read into events, however the text is cut."""
 
 import dataclasses
+import json
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from slipstream.serve.tools.events import Message
 from slipstream.serve.tools.families import FAMILIES, reasoning_family, tool_family
 from slipstream.serve.tools.form import AnswerForm
 from slipstream.serve.tools.parser import Parser, Tool, Writer
-from slipstream.serve.tools.reasoning import REASONING, opening, reasoned
+from slipstream.serve.tools.reasoning import REASONING, going_on, opening, reasoned
 
 WEATHER = Tool(
     "weather",
@@ -58,6 +59,31 @@ CALLS += [
     ("openai", f'<|channel|>commentary{to}{kind}<|message|>{{"days": 3}}<|call|>', '{"days": 3}')
     for to, kind in ((" to=functions.weather ", "<|constrain|>json"), (" to=weather", ""))
 ]
+GLM_DAYS = "<tool_call>weather{0}<arg_key>days</arg_key>{0}<arg_value>3</arg_value>{0}"
+CALLS += [
+    (family, GLM_DAYS.format(gap) + f'<arg_key>city</arg_key>{gap}<arg_value>a "b" </arg_value>{gap}</tool_call>', read)
+    for family, gap in (("glm45", "\n"), ("glm47", ""))
+    for read in ('{"days": 3, "city": "a \\"b\\" "}',)
+]
+CALLS += [
+    ("glm47", "<tool_call>weather</tool_call>", "{}"),
+    ("glm45", "<tool_call>weather\n</tool_call>", "{}"),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\na <b>\n\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "<parameter=unit>\nnull\n</parameter>\n</function>\n</tool_call>",
+        '{"city": "a <b>\\n", "days": 3, "unit": null}',
+    ),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=days>3</parameter></tool_call>", '{"days": 3}'),
+    ("gemma4", "<|tool_call>call:weather{}<tool_call|>", "{}"),
+    (
+        "gemma4",
+        '<|tool_call>call:weather{city:<|"|>a, {"b"}<|"|>,days:3,more:{list:[1.5,true,<|"|>x<|"|>,[]],<|"|>k<|"|>:null}}'
+        "<tool_call|>",
+        '{"city": "a, {\\"b\\"}", "days": 3, "more": {"list": [1.5, true, "x", []], "k": null}}',
+    ),
+    ("gemma4", "<|tool_call>call:weather{ city: 90210 , unit:null }<tool_call|>", '{"city": "90210", "unit": null}'),
+]
 CALLS.append(("openai", ' to=functions.weather<|channel|>commentary json<|message|>{"days": 3}', '{"days": 3}'))
 NO_CALLS = [
     ("openai", "A message has a <|channel|>, and ends in an"),
@@ -70,6 +96,12 @@ NO_CALLS = [
     ("kimi_k2", "The section is <|tool_calls_section_begin|> and <|tool_call_begin|>."),
     ("deepseek_v3", "The marker is <｜tool▁calls▁begin｜>, then <｜tool▁call▁begin｜>."),
     ("minimax_m2", "A <minimax:tool_call> holds an <invoke>."),
+    ("minimax_m2", '<minimax:tool_call><invoke name="two words"></invoke>.'),
+    ("glm45", "Write <tool_call> and then <tool_call>weather, like that."),
+    ("glm47", '<tool_call>{"name": "weather"}</tool_call>'),
+    ("glm47", "<tool_call>wea"),
+    ("qwen3_coder", "Write <tool_call>, <function=f> and <tool_call><function=two words>."),
+    ("gemma4", "Write <|tool_call>call: or <|tool_call>call:weather and <tool_call|>."),
 ]
 
 
@@ -105,6 +137,61 @@ def test_however_an_answer_is_cut_its_events_joined_are_the_same(family: str) ->
             assert cut(family, text, random.Random(100 * number + attempt)) == expected
 
 
+TYPED = [
+    ("integer", "3", "3"),
+    ("number", "3", "3"),
+    ("number", "NaN", '"NaN"'),
+    ("number", "1e999", '"1e999"'),
+    ("boolean", "True", "true"),
+    ("array", '[1, "a"]', '[1, "a"]'),
+    ("object", '{"a": null}', '{"a": null}'),
+    ("object", "[" * 20_000, json.dumps("[" * 20_000)),
+    ("string", "3", '"3"'),
+    (["string", "null"], "null", "null"),
+    (["string", "integer"], "3", "3"),
+    (["string", "integer"], "three", '"three"'),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), TYPED)
+@pytest.mark.parametrize(
+    ("family", "answer"),
+    [
+        ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">%s</parameter></invoke>'),
+    ],
+)
+def test_a_parameter_s_schema_tells_the_type_of_its_value(kind, text, expected, family, answer) -> None:
+    tools = (Tool("f", parameters={"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": kind}}}),)
+    (call,) = joined(Parser(FAMILIES[family].syntax, Writer(lambda _, i: str(i), tools)), [answer % text]).calls
+    assert call.arguments == f'{{"a": {expected}}}'
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "told"),
+    [
+        ("glm47", "<tool_call>weather<arg_key>city</arg_key><arg_value>Os", '{"city": "Os'),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=city>\nOs\n</para", '{"city": "Os'),
+        ("gemma4", '<|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:1', '{"city": "Oslo"'),
+        ("gemma4", '<|tool_call>call:weather{more:{list:[1,<|"|>a<|', '{"more": {"list": [1, "a'),
+        ("gemma4", "<|tool_call>call:weather{more:[}<tool_call|>", '{"more": ['),
+        ("gemma4", "<|tool_call>call:weather{" + "a:{" * 20_000, "{" + '"a": {' * 20_000),
+    ],
+)
+def test_a_call_that_is_cut_off_is_told_of_as_far_as_it_came(family: str, answer: str, told: str) -> None:
+    (call,) = whole(family, answer).calls
+    assert call.arguments == told
+
+
+def test_calls_follow_one_another_with_text_around_them() -> None:
+    for family in ("minimax_m2", "glm45", "glm47", "qwen3_coder", "gemma4"):
+        calls = [text for name, text, _ in CALLS if name == family]
+        message = whole(family, "First.\n" + "\n".join(calls) + " And then." + "".join(calls))
+        assert len(message.calls) == 2 * len(calls)
+        assert message.content == "First. And then."
+
+
 def test_white_space_before_a_call_belongs_to_the_syntax() -> None:
     message = whole("hermes", "I look it up.\n\n" + CALLS[1][1] + "\n" + CALLS[1][1])
     assert message.content == "I look it up."
@@ -137,6 +224,20 @@ def test_reasoning_ends_at_its_marker_or_where_kimi_s_calls_begin() -> None:
         message = joined(parser, list("I should look." + ending + call))
         assert message.reasoning == "I should look."
         assert [one.name for one in message.calls] == ["weather"]
+
+
+@pytest.mark.parametrize("as_tokens", [True, False])
+@pytest.mark.parametrize("ending", ["\n<channel|>", "\n<|tool_call>call:search{}<tool_call|>", ""])
+def test_gemma_s_thoughts_lie_on_their_channel(ending: str, as_tokens: bool) -> None:
+    answer = "<|channel>thought\nA <b>." + ending
+    markers = {*FAMILIES["gemma4"].markers, *REASONING["gemma4"].markers}
+    for marker in markers if as_tokens else ():
+        answer = answer.replace(marker, "\ufdd0" + marker)
+    form = AnswerForm(FAMILIES["gemma4"], REASONING["gemma4"], tokens=dict.fromkeys(markers if as_tokens else (), 0))
+    for pieces in ([answer], list(answer)):
+        message = joined(form.parser(), pieces)
+        assert (message.reasoning, message.content) == ("A <b>.", "")
+        assert len(message.calls) == ending.count("call:")
 
 
 ANALYSIS = "<|channel|>analysis<|message|>I should look.<|end|>"
@@ -181,6 +282,11 @@ def test_the_prompt_s_end_says_whether_an_answer_begins_inside_the_reasoning() -
     assert opening("...<|im_start|>assistant\n<think>\n\n</think>\n\n", REASONING["deepseek_r1"]) == "outside"
     assert opening("...<|im_start|>assistant\n", REASONING["deepseek_r1"]) == "inside"
     assert opening("...<|im_start|>assistant\n", REASONING["qwen3"]) == "either"
+    gemma4 = REASONING["gemma4"]
+    assert opening("...<turn|>\n<|turn>model\n", gemma4) == "either"
+    assert opening("...<tool_response|><|channel>thought\n", gemma4) == "inside"
+    assert opening("...<|turn>model\n<|channel>thought\n<channel|>", gemma4) == "outside"
+    assert going_on("<|channel>thought\nSo", gemma4) == "inside"
     gpt_oss = REASONING["openai_gptoss"]
     assert opening("...<|end|><|start|>assistant", gpt_oss) == "either"
     assert opening("...<|start|>assistant<|channel|>analysis<|message|>", gpt_oss) == "inside"
@@ -189,8 +295,14 @@ def test_the_prompt_s_end_says_whether_an_answer_begins_inside_the_reasoning() -
 
 def test_families_are_known_by_what_their_templates_write() -> None:
     assert tool_family(None, "{{ tools }}<tool_call>") is FAMILIES["hermes"]
-    assert tool_family(None, "{{ tools }}<tool_call><function=") is None
-    assert tool_family(None, "{{ tools }}<|tool_call>call:name{}<tool_call|><|channel>") is None  # Gemma 4
+    assert tool_family(None, "{{ tools }}<tool_call><function=") is FAMILIES["qwen3_coder"]
+    assert tool_family("qwen3_xml", None) is FAMILIES["qwen3_coder"]
+    assert tool_family(None, "{{ tools }}<tool_call><arg_key>k</arg_key>\n<arg_value>") is FAMILIES["glm45"]
+    assert tool_family(None, "{{ tools }}<tool_call><arg_key>k</arg_key><arg_value>") is FAMILIES["glm47"]
+    assert reasoning_family(None, "<think><arg_key>") is reasoning_family("glm47", None) is REASONING["glm45"]
+    assert tool_family(None, "{{ tools }}<|tool_call>call:name{}<tool_call|><|channel>") is FAMILIES["gemma4"]
+    assert reasoning_family(None, "<|channel>thought\n<channel|>") is REASONING["gemma4"]
+    assert tool_family(None, "{{ tools }}<｜DSML｜function_calls>") is None  # DeepSeek-V3.2
     assert tool_family(None, "{{ messages }}") is FAMILIES["hermes"]
     assert tool_family(None, "{{ tools }}[TOOL_CALLS]") is FAMILIES["mistral"]
     assert tool_family(None, "{{ tools }}<|start|>assistant<|channel|>final") is FAMILIES["openai"]

@@ -9,7 +9,7 @@ from slipstream.serve.grammar_trial import WHITE_SPACE
 Schema = dict[str, Any]  # foreign JSON
 
 _SHAPES = ("type", "anyOf", "oneOf", "allOf", "$ref", "enum", "const")
-_SPACED = {"whitespace_pattern": WHITE_SPACE}
+SPACED = {"whitespace_pattern": WHITE_SPACE}
 
 
 def json_arguments(rule: str, schema: Schema | None) -> str:
@@ -24,7 +24,7 @@ def prepared(schema: Schema | None) -> Schema:
         found["type"] = "object"
     if "$id" in found and all(reference.startswith("#") for reference in _references(found)):
         del found["$id"]  # it says what relative references are relative to, and there are none
-    return {**closed(found), "x-guidance": _SPACED}
+    return {**closed(found), "x-guidance": SPACED}
 
 
 def _references(value: Any) -> list[str]:  # any JSON value

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.serve.closed_schemas import closed
+from slipstream.serve.tools.call_arguments import SPACED
 from slipstream.serve.tools.element_calls import Elements
 from slipstream.serve.tools.lark import literal, spelled, string_up_to, text_up_to
 from slipstream.serve.tools.parameter_values import kinds_of, resolved
@@ -55,4 +57,5 @@ def _value(rule: str, schema: Schema, name: str, spelling: Elements, tokens: Map
     if "string" in kinds_of(schema, name):
         return string_up_to(rule, one, end, tokens)
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return f"{rule}_value {spelled(end, tokens)}", f"{rule}_value: %json {json.dumps({**shared, **one})}\n"
+    inner = {**closed({**shared, **one}), "x-guidance": SPACED}
+    return f"{rule}_value {spelled(end, tokens)}", f"{rule}_value: %json {json.dumps(inner)}\n"

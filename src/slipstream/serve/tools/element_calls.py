@@ -86,6 +86,7 @@ def elements(spelling: Elements) -> Syntax:
                 continue
             reader.release()
             yield from _Call(reader, writer, spelling, name).read()
+            yield from reader.spaces()
             in_section = True
 
     return read

@@ -96,7 +96,8 @@ class _Grammar:
             item = self.add(f"{rule}_item", self._value(f"{rule}_item_of", schema.get("items")))
             return f'"[" {_repeated(item, int(schema.get("minItems", 0)), schema.get("maxItems"))} "]"'
         limited = {key: schema[key] for key in _LIMITS if key in schema}
-        return self.add(f"{rule}_{kind}", f"%json {json.dumps({'type': kind, **limited})}")
+        inner = {"type": kind, **limited, "x-guidance": {"whitespace_flexible": False}}
+        return self.add(f"{rule}_{kind}", f"%json {json.dumps(inner)}")
 
     def _pairs(self, rule: str, values: Any) -> str:  # foreign JSON
         pair = self.add(f"{rule}_pair", f'{_ANY_KEY} ":" {self._value(f"{rule}_pair_of", values)}')
