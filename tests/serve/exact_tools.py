@@ -1,18 +1,19 @@
 """Tools, forced calls, schemas and reasoning give the same tokens with a chain, a tree and no draft.
 
-PYTHONPATH=src:tests:tests/serve python tests/serve/exact_tools.py 300 [kimi | gpt_oss]
+PYTHONPATH=src:tests:tests/serve python tests/serve/exact_tools.py 300 [kimi | gpt_oss | glm45 | glm47 | qwen3_coder | gemma4]
 """
 
+import functools
 import random
 import sys
 from typing import Any
 
-from tool_server import gpt_oss, kimi
+from tool_server import SYNTAXES, gpt_oss, kimi, speaking
 
 from slipstream.speculation.tree import TreeShape
 
 TREES = {"chain": TreeShape.chain(4), "tree": TreeShape(depth=3, width=3, budget=9)}
-SERVERS = {"kimi": kimi, "gpt_oss": gpt_oss}
+SERVERS = {"kimi": kimi, "gpt_oss": gpt_oss, **{name: functools.partial(speaking, name) for name in SYNTAXES}}
 CITY = {"type": "string", "maxLength": 8}
 
 

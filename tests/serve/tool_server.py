@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.serve.tools.families import FAMILIES
+from slipstream.serve.tools.reasoning import REASONING
 from slipstream.speculation.tree import TreeShape
 from tiny import engine_of, follower_draft, tiny_target
 
@@ -39,6 +40,20 @@ GPT_OSS = (
     "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+# How templates write an earlier call `f` of an assistant, whose arguments they take as values.
+_TEXT_OR_JSON = "{{ v if v is string else v | tojson }}"
+SYNTAXES = {
+    "glm45": "\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    f"<arg_value>{_TEXT_OR_JSON}</arg_value>\n{{% endfor %}}</tool_call>",
+    "glm47": "<tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>"
+    f"{_TEXT_OR_JSON}</arg_value>{{% endfor %}}</tool_call>",
+    "qwen3_coder": "\n<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments | items %}<parameter={{ k }}>\n"
+    f"{_TEXT_OR_JSON}\n</parameter>\n{{% endfor %}}</function>\n</tool_call>",
+    "gemma4": '{% macro q(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% elif v is sequence %}[{% for one in v %}'
+    "{{ q(one) }}{% if not loop.last %},{% endif %}{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}"
+    "<|tool_call>call:{{ f.name }}{{ '{' }}{% for k, v in f.arguments | dictsort %}{{ k }}:{{ q(v) }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}<tool_call|>",
+}
 
 
 def byte_tokenizer(template: str, markers: tuple[str, ...] = ()) -> Tokenizer:
@@ -61,6 +76,16 @@ def kimi(tree: TreeShape | None = None) -> Running:
 def gpt_oss(tree: TreeShape | None = None) -> Running:
     """Return a server that writes messages on channels as gpt-oss does."""
     return running(byte_tokenizer(GPT_OSS, FAMILIES["openai"].markers), tree)
+
+
+def speaking(family: str, tree: TreeShape | None = None) -> Running:
+    """Return a server that writes calls in one of `SYNTAXES`, and thoughts as that family does."""
+    reasoning = REASONING[family if family in REASONING else "glm45"]
+    start, end = reasoning.start + reasoning.label, reasoning.end
+    before, _, rest = CHATML.partition("[{{ c.id }}")
+    written = before + "{% set f = c.function %}" + SYNTAXES[family] + rest.partition("]")[2]
+    template = written.replace("{{ opening }}", f"{{% if thinking %}}{start}{{% else %}}{start}{end}{{% endif %}}")
+    return running(byte_tokenizer(template, (*FAMILIES[family].markers, reasoning.start, end)), tree)
 
 
 def running(tokenizer: Tokenizer, tree: TreeShape | None = None, **settings: object) -> Running:
