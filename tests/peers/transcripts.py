@@ -5,9 +5,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.serve.tools import harmony
+from slipstream.serve.tools import gemma4, harmony
 from slipstream.serve.tools import marked_calls as m
 from slipstream.serve.tools.families import FAMILIES
+from slipstream.serve.tools.gemma4_arguments import gemma4_written
 from slipstream.serve.tools.reasoning import END, START
 
 Json = dict[str, Any]
@@ -53,12 +54,23 @@ _STRINGS = (
 )
 
 
-_MARKED = sorted(name for name, family in FAMILIES.items() if not family.channels)
+TYPED = ("glm45", "glm47", "qwen3_coder", "gemma4")
+"""Those whose values a schema gives a type."""
+_MARKED = sorted(name for name, family in FAMILIES.items() if not family.channels and name not in TYPED)
 _NEXT = f"{harmony.START}assistant"
 _HEADS = {
     "call": harmony.CALL_HEAD,
     "call, address first": " to=functions.{name}" + harmony.CALL_HEAD.replace(" to=functions.{name}", ""),
     "call, nothing constrained": f"{harmony.CHANNEL}commentary to=functions.{{name}} json{harmony.MESSAGE}",
+}
+_ELEMENTS = {
+    "minimax_m2": ('<invoke name="{}">\n{}</invoke>\n', '<parameter name="{}">{}</parameter>\n'),
+    "glm45": ("<tool_call>{}\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
+    "glm47": ("<tool_call>{}{}</tool_call>", "<arg_key>{}</arg_key><arg_value>{}</arg_value>"),
+    "qwen3_coder": (
+        "<tool_call>\n<function={}>\n{}</function>\n</tool_call>",
+        "<parameter={}>\n{}\n</parameter>\n",
+    ),
 }
 
 
@@ -94,7 +106,16 @@ def transcript(seed: int) -> Transcript:
     chance = random.Random(seed)
     if chance.random() < 0.2:
         return _reasoning(chance)
-    family = chance.choice(_MARKED)
+    return _called(chance.choice(_MARKED), chance)
+
+
+def typed_transcript(seed: int) -> Transcript:
+    """Return one of many in the syntaxes of `TYPED`."""
+    chance = random.Random(seed)
+    return _called(chance.choice(TYPED), chance)
+
+
+def _called(family: str, chance: random.Random) -> Transcript:
     shape = chance.choices(("calls", "text and calls", "text", "cut off"), (4, 4, 2, 2))[0]
     calls = _calls(family, chance) if shape != "text" else ""
     before = "" if shape == "calls" else _prose(chance, family)
@@ -178,7 +199,12 @@ def _calls(family: str, chance: random.Random) -> str:
         )
         return m.DEEPSEEK_SECTION + inside + m.DEEPSEEK_SECTION_END
     if family == "minimax_m2":
-        return _minimax(names, values)
+        return _in_elements(family, names, values, "<minimax:tool_call>\n{}</minimax:tool_call>", "")
+    if family in _ELEMENTS:
+        return _in_elements(family, names, values, "{}", "\n" if family != "glm47" else "")
+    if family == "gemma4":
+        pairs = [(name, gemma4_written(value)) for name, value in zip(names, values, strict=True)]
+        return "".join(f"{gemma4.CALL}call:{name}{text}{gemma4.CALL_END}" for name, text in pairs)
     if family == "mistral_v11":
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for name, text in pairs)
     if family == "mistral":
@@ -188,15 +214,16 @@ def _calls(family: str, chance: random.Random) -> str:
     return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {text}}}\n</tool_call>' for n, text in pairs)
 
 
-def _minimax(names: list[str], values: list[Json]) -> str:
+def _in_elements(family: str, names: list[str], values: list[Json], section: str, between: str) -> str:
+    call, element = _ELEMENTS[family]
+    escapes = family == "minimax_m2"
     parts = []
     for name, value in zip(names, values, strict=True):
-        inside = "".join(
-            f'<parameter name="{key}">{one if isinstance(one, str) else json.dumps(one)}</parameter>\n'
-            for key, one in value.items()
-        )
-        parts.append(f'<invoke name="{name}">\n{inside}</invoke>\n')
-    return "<minimax:tool_call>\n" + "".join(parts) + "</minimax:tool_call>"
+        texts = {
+            key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=escapes) for key, one in value.items()
+        }
+        parts.append(call.format(name, "".join(element.format(key, text) for key, text in texts.items())))
+    return section.format(between.join(parts))
 
 
 def _arguments(chance: random.Random, plain: bool) -> Json:
