@@ -100,7 +100,7 @@ NO_CALLS = [
     ("glm45", "Write <tool_call> and then <tool_call>weather, like that."),
     ("glm47", '<tool_call>{"name": "weather"}</tool_call>'),
     ("glm47", "<tool_call>wea"),
-    ("qwen3_coder", "Write <tool_call>, <function=f> and <tool_call><function=two words>."),
+    ("qwen3_coder", "Write <tool_call>, <function=weather and <tool_call><function=two words>."),
     ("gemma4", "Write <|tool_call>call: or <|tool_call>call:weather and <tool_call|>."),
 ]
 
@@ -182,6 +182,16 @@ def test_a_parameter_s_schema_tells_the_type_of_its_value(kind, text, expected, 
 def test_a_call_that_is_cut_off_is_told_of_as_far_as_it_came(family: str, answer: str, told: str) -> None:
     (call,) = whole(family, answer).calls
     assert call.arguments == told
+
+
+def test_qwen_s_calls_may_lack_their_section_s_beginning_if_the_tool_is_known_and_not_strict() -> None:
+    bare = "So:\n\n<function=%s>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+    tools = (*TOOLS, Tool("sure", strict=True))
+    for name, num_calls in (("weather", 1), ("sure", 0), ("unknown", 0)):
+        parser = Parser(FAMILIES["qwen3_coder"].syntax, Writer(lambda _, i: str(i), tools))
+        message = joined(parser, list(bare % name))
+        assert [call.arguments for call in message.calls] == ['{"city": "Oslo"}'] * num_calls
+        assert message.content == ("So:" if num_calls else bare % name)
 
 
 def test_calls_follow_one_another_with_text_around_them() -> None:

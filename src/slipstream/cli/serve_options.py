@@ -175,14 +175,15 @@ DrainTimeout = Annotated[float, typer.Option(help="Seconds answers may go on aft
 ToolCallParser = Annotated[
     str | None,
     typer.Option(
-        help="How the model writes tool calls: kimi_k2, minimax_m2, hermes, llama3_json, mistral, mistral_v11, "
-        "deepseek_v3, deepseek_v31, openai (gpt-oss) or none. Its chat template tells, by default.",
+        help="How the model writes tool calls: kimi_k2, minimax_m2, qwen3_coder, glm45, glm47, gemma4, hermes, "
+        "llama3_json, mistral, mistral_v11, deepseek_v3, deepseek_v31, openai (gpt-oss) or none. Its chat template tells, by default.",
     ),
 ]
 ReasoningParser = Annotated[
     str | None,
     typer.Option(
-        help="How the model marks its reasoning: kimi_k2, minimax_m2, deepseek_r1, qwen3, openai_gptoss or none. "
+        help="How the model marks its reasoning: kimi_k2, minimax_m2, deepseek_r1, qwen3, glm45, gemma4, "
+        "openai_gptoss or none. "
         "Its chat template tells, by default.",
     ),
 ]

@@ -24,6 +24,7 @@ class Elements:
         between: what the family writes between `key_end` and `value`.
         after: what it writes behind `value_end`.
         padded: a value lies between two line breaks that are not its own.
+        bare: the family's models forget to begin the section at times.
     """
 
     section: str
@@ -38,6 +39,7 @@ class Elements:
     between: str = ""
     after: str = ""
     padded: bool = False
+    bare: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -52,7 +54,7 @@ MINIMAX = Elements(
 )  # fmt: skip
 QWEN3_CODER = Elements(
     "<tool_call>", "</tool_call>", "<function=", ">", "</function>",
-    "<parameter=", ">", "", "</parameter>", after="\n", padded=True,
+    "<parameter=", ">", "", "</parameter>", after="\n", padded=True, bare=True,
 )  # fmt: skip
 GLM = Elements(
     "<tool_call>", "</tool_call>", "", "", "</tool_call>",
@@ -65,13 +67,18 @@ GLM_ON_LINES = Elements(
 
 
 def elements(spelling: Elements) -> Syntax:
-    """Return the syntax of answers with such calls in sections among text."""
+    """Return the syntax of answers with such calls in sections among text.
+
+    A bare call outside a section must be of a tool that was offered, and is not strict: no grammar watches over it.
+    """
 
     def read(reader: Reader, writer: Writer) -> Waiting[None]:
         within = tuple(filter(None, (spelling.section_end, spelling.section, spelling.call)))
+        outside = (spelling.section, spelling.call) if spelling.bare else (spelling.section,)
+        lax = {tool.name for tool in writer.tools if not tool.strict}
         in_section = False
         while True:
-            expected = within if in_section else (spelling.section,)
+            expected = within if in_section else outside
             marker = yield from reader.until(expected, writer.content, keep_partial=not in_section)
             if marker is None:
                 return
@@ -80,7 +87,8 @@ def elements(spelling: Elements) -> Syntax:
                 continue
             reader.mark()
             name = yield from _name(reader, spelling, begun=marker == spelling.call)
-            if name is None:
+            is_bare = not in_section and marker == spelling.call
+            if name is None or (is_bare and name not in lax):
                 reader.back()
                 no_call(reader, writer, marker)
                 continue
