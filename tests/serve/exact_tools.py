@@ -1,6 +1,6 @@
 """Tools, forced calls, schemas and reasoning give the same tokens with a chain, a tree and no draft.
 
-PYTHONPATH=src:tests:tests/serve python tests/serve/exact_tools.py 300 [kimi | gpt_oss | glm45 | glm47 | qwen3_coder | gemma4]
+PYTHONPATH=src:tests:tests/serve python tests/serve/exact_tools.py 300 [FAMILY]: kimi, gpt_oss, glm45, ...
 """
 
 import functools

@@ -144,7 +144,10 @@ def test_gemma_s_values_follow_a_schema_of_any_depth(tokens: bool) -> None:
     }
     tools = (Tool("f", parameters={"properties": properties, "$defs": {"Node": node}, "required": ["any", "list"]}),)
     whole = "<|tool_call>call:f{%s}<tool_call|>"
-    right = 'any:{x:[1.5,<|"|>y<|"|>,true]},code:<|"|>abc<|"|>,list:[1,2],Tree:{below:[{name:<|"|>a<|"|>}],name:<|"|>b<|"|>}'
+    right = (
+        'any:{x:[1.5,<|"|>y<|"|>,true]},code:<|"|>abc<|"|>,list:[1,2],'
+        'Tree:{below:[{name:<|"|>a<|"|>}],name:<|"|>b<|"|>}'
+    )
     wrong = [
         right.replace("[1,2]", "[]"),
         right.replace("[1,2]", "[1,2,3]"),
@@ -166,11 +169,11 @@ def test_gemma_s_values_follow_a_schema_of_any_depth(tokens: bool) -> None:
 @pytest.mark.parametrize(
     ("family", "call"),
     [
-        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>\n</minimax:tool_call>'),
+        ("minimax_m2", ELEMENTS["minimax_m2"][0] % '<parameter name="x">1</parameter>\n'),
         ("glm47", "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
         ("gemma4", "<|tool_call>call:f{x:1}<tool_call|>"),
     ],
-)  # fmt: skip
+)
 def test_a_tool_that_is_not_strict_beside_one_that_is_takes_any_parameters(family: str, call: str) -> None:
     tools = (*TOOLS[:1], Tool("f", parameters={"properties": {"y": {"type": "string"}}}))
     for tokens in (True, False):

@@ -78,8 +78,8 @@ CALLS += [
     ("gemma4", "<|tool_call>call:weather{}<tool_call|>", "{}"),
     (
         "gemma4",
-        '<|tool_call>call:weather{city:<|"|>a, {"b"}<|"|>,days:3,more:{list:[1.5,true,<|"|>x<|"|>,[]],<|"|>k<|"|>:null}}'
-        "<tool_call|>",
+        '<|tool_call>call:weather{city:<|"|>a, {"b"}<|"|>,days:3,'
+        'more:{list:[1.5,true,<|"|>x<|"|>,[]],<|"|>k<|"|>:null}}<tool_call|>',
         '{"city": "a, {\\"b\\"}", "days": 3, "more": {"list": [1.5, true, "x", []], "k": null}}',
     ),
     ("gemma4", "<|tool_call>call:weather{ city: 90210 , unit:null }<tool_call|>", '{"city": "90210", "unit": null}'),

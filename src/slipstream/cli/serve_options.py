@@ -176,7 +176,8 @@ ToolCallParser = Annotated[
     str | None,
     typer.Option(
         help="How the model writes tool calls: kimi_k2, minimax_m2, qwen3_coder, glm45, glm47, gemma4, hermes, "
-        "llama3_json, mistral, mistral_v11, deepseek_v3, deepseek_v31, openai (gpt-oss) or none. Its chat template tells, by default.",
+        "llama3_json, mistral, mistral_v11, deepseek_v3, deepseek_v31, openai (gpt-oss) or none. "
+        "Its chat template tells, by default.",
     ),
 ]
 ReasoningParser = Annotated[
