@@ -14,6 +14,7 @@ from slipstream.serve.tools.call_grammar import CallGrammar
 from slipstream.serve.tools.dialect import Dialect
 from slipstream.serve.tools.events import Message
 from slipstream.serve.tools.families import FAMILIES
+from slipstream.serve.tools.gemma4_arguments import gemma4_arguments
 from slipstream.serve.tools.parser import Tool
 from slipstream.serve.tools.protocol import Choice
 from slipstream.serve.tools.reasoning import REASONING
@@ -164,6 +165,12 @@ def test_gemma_s_values_follow_a_schema_of_any_depth(tokens: bool) -> None:
         "list": [1, 2],
         "Tree": {"below": [{"name": "a"}], "name": "b"},
     }
+
+
+def test_a_long_chain_of_references_is_followed_in_gemma_s_grammar() -> None:
+    chain: dict[str, object] = {f"n{i}": {"properties": {"a": {"$ref": f"#/$defs/n{i + 1}"}}} for i in range(1500)}
+    schema = {"properties": {"x": {"$ref": "#/$defs/n0"}}, "$defs": {**chain, "n1500": {"const": "the end"}}}
+    assert "the end" in gemma4_arguments("arguments", schema, {})
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,14 @@ class _Grammar:
         self._rules: dict[str, str] = {}
         self._more = ""
         self._references: dict[str, str] = {}
+        self._pending: list[str] = []
 
     def text(self) -> str:
-        """Return the rules."""
+        """Return the rules, those that references stand for included."""
+        while self._pending:  # one after another: a chain of them may be long
+            reference = self._pending.pop()
+            name = self._references[reference]
+            self.add(name, self._value(f"{name}_of", resolved({"$ref": reference}, self._root)))
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items()) + self._more
 
     def add(self, rule: str, body: str) -> str:
@@ -69,8 +74,8 @@ class _Grammar:
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if isinstance(reference, str):
             if reference not in self._references:
-                self._references[reference] = name = f"{self._prefix}_ref{len(self._references)}"
-                self.add(name, self._value(f"{name}_of", resolved(schema, self._root)))
+                self._references[reference] = f"{self._prefix}_ref{len(self._references)}"
+                self._pending.append(reference)
             return self._references[reference]
         if not isinstance(schema, dict):
             return self._any()
