@@ -192,6 +192,10 @@ def test_qwen_s_calls_may_lack_their_section_s_beginning_if_the_tool_is_known_an
         message = joined(parser, list(bare % name))
         assert [call.arguments for call in message.calls] == ['{"city": "Oslo"}'] * num_calls
         assert message.content == ("So:" if num_calls else bare % name)
+    parser = Parser(FAMILIES["qwen3_coder"].syntax, Writer(lambda _, i: str(i), tools))
+    unended = (bare % "weather").removesuffix("</tool_call>")
+    message = joined(parser, [unended + (bare % "sure").removeprefix("So:")])
+    assert [call.name for call in message.calls] == ["weather"]
 
 
 def test_calls_follow_one_another_with_text_around_them() -> None:

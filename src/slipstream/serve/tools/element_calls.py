@@ -69,25 +69,25 @@ GLM_ON_LINES = Elements(
 def elements(spelling: Elements) -> Syntax:
     """Return the syntax of answers with such calls in sections among text.
 
-    A bare call outside a section must be of a tool that was offered, and is not strict: no grammar watches over it.
+    Where no section was begun, a call must be of a tool that was offered and is not strict: no grammar watches over it.
     """
 
     def read(reader: Reader, writer: Writer) -> Waiting[None]:
         within = tuple(filter(None, (spelling.section_end, spelling.section, spelling.call)))
         outside = (spelling.section, spelling.call) if spelling.bare else (spelling.section,)
         lax = {tool.name for tool in writer.tools if not tool.strict}
-        in_section = False
+        in_section = is_bare = False
         while True:
             expected = within if in_section else outside
             marker = yield from reader.until(expected, writer.content, keep_partial=not in_section)
             if marker is None:
                 return
             if marker == spelling.section_end:
-                in_section = False
+                in_section = is_bare = False
                 continue
             reader.mark()
             name = yield from _name(reader, spelling, begun=marker == spelling.call)
-            is_bare = not in_section and marker == spelling.call
+            is_bare = marker == spelling.call and (is_bare or not in_section)
             if name is None or (is_bare and name not in lax):
                 reader.back()
                 no_call(reader, writer, marker)
