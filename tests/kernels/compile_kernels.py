@@ -27,17 +27,21 @@ from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import Ending
 from slipstream.kernels.training.triton_variants import Variant
 from slipstream.kernels.training.triton_variants import variants as training_variants
+from slipstream.kernels.trees import Children, Growth, GrowthRows, TreeNodes, TreeOutcome
 from slipstream.kernels.triton.ops import TritonOps
 from slipstream.kernels.triton.record import META, Recorded, recording, target_of
 from slipstream.kernels.triton.tuning import has_fp8, read_tuning
 from slipstream.measure.rank_models import build_target, rank_of
 from slipstream.models.fused.survey import Workload, hollow_target, hollow_weight, meta_context
+from slipstream.speculation.grow import grow, plan_of
+from slipstream.speculation.tree import TreeShape
 
 LLAMA = ModelSpec("LlamaForCausalLM", 128256, 4096, 14336, 2, 32, 8, 128, 1e-5, RopeSpec(5e5, 128), 16384, False)
 SMOLLM = ModelSpec("LlamaForCausalLM", 49152, 576, 1536, 2, 9, 3, 64, 1e-5, RopeSpec(1e5, 64), 8192, True)
 QWEN = replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm="head", intermediate_size=12288, vocab_size=151936)
 FORMATS = ("w8a8_int8", "w4a8", "int4_per_channel", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act")
 EXPERTS = ("w4a8", "int4_group", "int4_fp8", "mxfp4", "mxfp4_act", "fp8_block", "dense")
+TREES = (TreeShape(depth=5, width=8, budget=63), TreeShape(paths=((0,), (1,), (0, 0), (0, 1), (1, 0))))
 COUNTS = ("T", "M", "num_rows", "num_pairs", "num_pieces", "num_splits", "num_requests", "num_tokens", "num_tiles")
 MATRIX = {  # what a product looks like in each assembly
     "bf16": (r"wgmma\S*bf16|mma\.sync\S*bf16", r"v_mfma_f32_\d+x\d+x\d+\S*b?f16"),
@@ -97,7 +101,7 @@ def _run(ops, target, workload) -> None:
 
 
 def _chosen(ops: TritonOps) -> Iterator[None]:
-    """Draft, choose and accept over a batch of 8 chains."""
+    """Draft, choose and accept over a batch of 8 chains, and of 8 trees of either kind."""
 
     def empty(*shape, dtype=torch.int64):
         return torch.empty(*shape, dtype=dtype, device=META)
@@ -116,8 +120,32 @@ def _chosen(ops: TritonOps) -> Iterator[None]:
                      empty(8, 256, dtype=torch.int32))  # fmt: skip
     yield ops.place_chains(rows, ChainPlaces.allocate(8, 4, META), 16)
     kv = meta_context(ops, hollow_target(LLAMA, ops), Workload(8, 4)).kv
-    yield ops.move_paths(kv.layers[0], empty(8, 5), empty(8, 5))
+    yield ops.move_paths(kv.layers, empty(8, 5), empty(8, 5))
     yield ops.accept_chains(rows, empty(8, 4), empty(8, 4), empty(3), ChainOutcome.allocate(8, 4, META))
+    grown = GrowthRows(rows.pages_RP, *(empty(8) for _ in range(2)), rows.temperature_R, rows.seed_R)
+    for shape in TREES:
+        growth = Growth.start(plan_of(shape, META), grown, 16)
+        nodes = TreeNodes.allocate(empty(8, shape.num_nodes), empty(8, shape.num_nodes), shape.depth)
+        yield ops.plant_trees(growth, *grow(growth, _Drafted(), ops), nodes)
+        outcome = TreeOutcome.allocate(8, shape.depth, META)
+        yield ops.accept_trees(rows, nodes, empty(8, shape.num_nodes), empty(shape.depth), outcome)
+
+
+class _Drafted:
+    """Names children of 8 rows that nothing is known of."""
+
+    feedback_LH = torch.empty(8, 4096, dtype=torch.bfloat16, device=META)
+
+    def root_children(self, count):
+        return self._of(1, count)
+
+    def children(self, level, count):
+        self.feedback_LH = level.hidden_LH
+        return self._of(level.ids_RW.shape[1], count)
+
+    def _of(self, width, count):
+        tokens = torch.empty(8, width, count, dtype=torch.int64, device=META)
+        return Children(torch.empty_like(tokens, dtype=torch.float32), tokens)
 
 
 def recorded(architecture: str, few: bool) -> list[Recorded]:

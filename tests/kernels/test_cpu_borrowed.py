@@ -7,15 +7,16 @@ from cpu_samples import packed_weight
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.errors import KernelError
-from slipstream.kernels import Borrowed, ChainStart, Cut
+from slipstream.kernels import Borrowed, ChainStart, Cut, Growth, step_ops
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.reference.trees import kept_candidates
 from slipstream.models.context import KvCache
 from slipstream.models.packing import quantize_linears
 from slipstream.quant.scheme import dequantize
 from slipstream.speculation.drafter import DraftView
-from slipstream.speculation.grow import growth
-from slipstream.speculation.levels import LevelRows, Levels, LevelsStart
+from slipstream.speculation.grow import grow, plan_of
+from slipstream.speculation.levels import Levels, LevelsStart, growth_rows
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 from tiny import follower_draft, knowing_half, stammering_target, tiny_draft, tiny_target
@@ -107,9 +108,10 @@ def test_a_chain_scores_borrowed_tokens_among_all(cpu_ops, counts, width, temper
         DraftView(row, [0] * (length + 1), pages[row], temperature, row + 3, 9) for row, length in enumerate(lengths)
     ]
     held = [own if own is not None and own.count else None for own in borrowed]
-    rows, start = LevelRows.of(views, hidden_RD.device), LevelsStart(hidden_RD, logits_RV, held)
+    rows, start = growth_rows(views, hidden_RD.device), LevelsStart(hidden_RD, logits_RV, held)
     levels = Levels(draft, cache(), reference, rows, start)
-    expected = growth(TreeShape.chain(depth), hidden_RD.device)(levels)
+    growth = Growth.start(plan_of(TreeShape.chain(depth), CPU), rows, 4)
+    expected = kept_candidates(growth, *grow(growth, levels, step_ops(reference)))
     assert torch.equal(tokens_RK, expected.tokens_RC)
     torch.testing.assert_close(scores_RK, expected.scores_RC, rtol=1e-4, atol=1e-4)
     assert bool((tokens_RK % 2).any()) == any(counts)

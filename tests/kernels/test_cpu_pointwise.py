@@ -72,7 +72,7 @@ def test_the_best_entries_for_drafting_match_the_reference(cpu_ops, generator, v
     logits = torch.randn(3, vocab, generator=generator) * 3
     ids = torch.randperm(50000, generator=generator)[:vocab]
     rows = RowSampling(torch.tensor([0.0, 0.8, 1.3]), torch.tensor([1, -5, 2**40]), torch.tensor([0, 7, 2**33 + 1]))
-    scores, entries = cpu_ops.top_k(logits, ids, rows, k)
-    expected_scores, expected_entries = REFERENCE.top_k(logits, ids, rows, k)
-    assert torch.equal(entries, expected_entries)
+    scores, tokens = cpu_ops.top_k(logits, ids, rows, k)
+    expected_scores, expected_tokens = REFERENCE.top_k(logits, ids, rows, k)
+    assert torch.equal(tokens, expected_tokens)
     assert torch.allclose(scores, expected_scores, rtol=1e-5, atol=1e-4)

@@ -4,10 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.chains import ChainOutcome, ChainRows
-from slipstream.kernels.reference.chains import TorchChains
+from slipstream.kernels.chains import ChainRows
+from slipstream.kernels.reference.bookkeeping import TorchBookkeeping
 from slipstream.kernels.reference.ops import ReferenceOps
-from slipstream.kernels.reference.trees import kept_path, node_paths, simulated_lengths
+from slipstream.kernels.reference.trees import node_paths
+from slipstream.kernels.trees import TreeNodes, TreeOutcome
 from slipstream.speculation.accept import Accepted, accept
 from slipstream.speculation.simulate import simulate, simulated_counts, thresholds
 from slipstream.speculation.tree import TreeBatch, nodes_to
@@ -36,13 +37,15 @@ def settled(trees: TreeBatch, chosen_RN: torch.Tensor, depth: int, rates: tuple[
     rows = ChainRows(zeros_R + 4, zeros_R + 7, zeros_R + 1, zeros_R.float(), torch.arange(count), zeros_R + 99,
                      torch.zeros(count, 1, dtype=torch.int32))  # fmt: skip
     limits = torch.tensor(thresholds(rates) if rates else [-1] * depth)
-    simulated_R = simulated_lengths(rows.seed_R, rows.committed_R, limits)
+    nodes = TreeNodes.allocate(trees.tokens_RN, torch.zeros_like(trees.tokens_RN), depth)
     paths = node_paths(trees.parents_RN, depth)
-    kept = kept_path(trees.tokens_RN, trees.parents_RN, paths, chosen_RN, simulated_R)
-    outcome = ChainOutcome.allocate(count, depth + 1, CPU)
-    nothing = torch.full((depth,), -1)
-    TorchChains(ReferenceOps(CPU)).accept_chains(rows, kept.chain_RE, kept.chosen_RE, nothing, outcome)
-    return Accepted(outcome.out_RE[:, 1:], kept.nodes_RE, outcome.out_RE[:, 0])
+    for field, values in (("parents", trees.parents_RN), ("depth", paths.depth_RN)):
+        getattr(nodes, f"{field}_RN").copy_(values)
+    nodes.nodes_RND.copy_(paths.nodes_RND)
+    outcome = TreeOutcome.allocate(count, depth, CPU)
+    TorchBookkeeping(ReferenceOps(CPU)).accept_trees(rows, nodes, chosen_RN, limits, outcome)
+    path_RE = outcome.node_L.view(count, depth + 1) - torch.arange(count)[:, None] * NODES
+    return Accepted(outcome.chain.out_RE[:, 1:], path_RE, outcome.out_RX[:, 0])
 
 
 def said(accepted: Accepted) -> list[list[tuple[int, int]]]:

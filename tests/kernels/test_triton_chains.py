@@ -10,7 +10,7 @@ from interpreted import DEVICE
 from slipstream.executors.cuda_graph.state import Loaded, StepModels
 from slipstream.executors.cuda_graph.step import Step, StepKind
 from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, step_ops
-from slipstream.kernels.reference.chains import TorchChains
+from slipstream.kernels.reference.bookkeeping import TorchBookkeeping
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton import speculative
 from slipstream.models.context import KvCache
@@ -19,7 +19,7 @@ from step_parts import buffers_of, run_step
 from tiny import tiny_draft, tiny_target
 
 OPS = triton_ops()
-TORCH = TorchChains(ReferenceOps(DEVICE))
+TORCH = TorchBookkeeping(ReferenceOps(DEVICE))
 PAGE_SIZE = 4
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32))
 
@@ -121,7 +121,7 @@ def test_a_program_that_takes_several_blocks_finds_what_one_for_each_finds(warm,
 
 
 def test_a_backend_without_such_kernels_leaves_them_to_torch():
-    assert isinstance(step_ops(ReferenceOps(DEVICE)), TorchChains)
+    assert isinstance(step_ops(ReferenceOps(DEVICE)), TorchBookkeeping)
     assert step_ops(OPS) is OPS
 
 
@@ -129,7 +129,7 @@ class WithoutChains:
     """The Triton kernels, with a step's bookkeeping left to torch."""
 
     def __getattr__(self, name):
-        if name in ("place_chains", "propose", "accept_chains"):
+        if name in ("place_chains", "propose", "accept_chains", "expand_level", "plant_trees", "accept_trees"):
             raise AttributeError(name)
         return getattr(OPS, name)
 

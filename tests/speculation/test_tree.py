@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.speculation.grow import Children, growth
+from slipstream.kernels import Candidates, Children, Growth, GrowthRows, LevelNodes, select, step_ops
+from slipstream.kernels.reference.trees import kept_candidates
+from slipstream.speculation.grow import grow, plan_of
 from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape, relative_bits
 
 CPU = torch.device("cpu")
@@ -75,6 +77,8 @@ def test_impossible_shapes_are_refused(settings):
 class ScriptedGrower:
     """A grower whose scores depend only on a node's path."""
 
+    feedback_LH = None
+
     def __init__(self, vocab: int, seed: int) -> None:
         self._vocab, self._seed = vocab, seed
         self._level: list[tuple[int, ...]] = [()]
@@ -86,14 +90,21 @@ class ScriptedGrower:
     def root_children(self, count: int) -> Children:
         return self._best(count)
 
-    def children(self, tokens_RW: torch.Tensor, parents_RW: torch.Tensor, count: int) -> Children:
-        pairs = zip(tokens_RW[0].tolist(), parents_RW[0].tolist(), strict=True)
+    def children(self, level: LevelNodes, count: int) -> Children:
+        pairs = zip(level.tokens_RW[0].tolist(), level.parents_RW[0].tolist(), strict=True)
         self._level = [(*self._level[parent], entry) for entry, parent in pairs]
         return self._best(count)
 
     def _best(self, count: int) -> Children:
         best = torch.stack([self.scores(path) for path in self._level])[None].topk(count, dim=-1)
         return Children(best.values, best.indices)
+
+
+def grown(shape: TreeShape, grower: ScriptedGrower) -> Candidates:
+    zero_R = torch.zeros(1, dtype=torch.int64)
+    rows = GrowthRows(torch.zeros(1, 64, dtype=torch.int32), zero_R, zero_R, zero_R.float(), zero_R)
+    growth = Growth.start(plan_of(shape, CPU), rows, 4)
+    return kept_candidates(growth, *grow(growth, grower, step_ops(select(CPU, "reference"))))
 
 
 def paths_of(candidates) -> list[tuple[int, ...]]:
@@ -110,7 +121,7 @@ def test_a_dynamic_tree_is_the_best_of_what_was_expanded(depth, width, budget, s
         return
     grower = ScriptedGrower(11, seed)
     scores = grower.scores
-    candidates = growth(TreeShape(depth=depth, width=width, budget=budget), CPU)(grower)
+    candidates = grown(TreeShape(depth=depth, width=width, budget=budget), grower)
     # The same by hand: expand `width` nodes a level, keep every child tried, then the best of all.
     made: list[tuple[float, tuple[int, ...]]] = []
     beam = [(0.0, ())]
@@ -131,7 +142,7 @@ def test_a_static_tree_takes_the_ranks_it_names():
     grower = ScriptedGrower(11, 3)
     scores = grower.scores
     shape = TreeShape(paths=((1,), (0,), (0, 2), (0, 0), (0, 2, 1)))
-    paths = set(paths_of(growth(shape, CPU)(grower)))
+    paths = set(paths_of(grown(shape, grower)))
     rank = {}
     for named in sorted(shape.paths, key=len):
         above = rank.get(named[:-1], ())

@@ -9,7 +9,8 @@ import torch
 
 from slipstream.errors import KernelError
 from slipstream.kernels.attention_batch import AttentionBatch, KvLayer, TreePaths
-from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows, StepOps
+from slipstream.kernels.bookkeeping import StepOps
+from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.ops import (
     Borrowed,
@@ -23,7 +24,7 @@ from slipstream.kernels.ops import (
     Sight,
     sight_of,
 )
-from slipstream.kernels.reference.chains import TorchChains
+from slipstream.kernels.reference.bookkeeping import TorchBookkeeping
 from slipstream.kernels.reference.kv_fp8 import FP8 as KV_FP8
 from slipstream.kernels.reference.kv_fp8 import keys_and_values
 from slipstream.kernels.reference.ops import ReferenceOps
@@ -41,17 +42,29 @@ from slipstream.kernels.rounds import (
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.kernels.texts import CopiedRun, CopyText, Learned, TextOps
 from slipstream.kernels.threads import torch_threads
+from slipstream.kernels.trees import (
+    Candidates,
+    Children,
+    Growth,
+    GrowthPlan,
+    GrowthRows,
+    LevelNodes,
+    TreeNodes,
+    TreeOutcome,
+)
 
 __all__ = [
     "KERNEL_CHOICES",
     "KV_FP8",
     "AttentionBatch",
     "Borrowed",
+    "Candidates",
     "ChainOps",
     "ChainOutcome",
     "ChainPlaces",
     "ChainRows",
     "ChainStart",
+    "Children",
     "CompiledOps",
     "CopiedRun",
     "CopyText",
@@ -59,10 +72,14 @@ __all__ = [
     "Cut",
     "Ending",
     "Follower",
+    "Growth",
+    "GrowthPlan",
+    "GrowthRows",
     "Hurry",
     "KernelChoice",
     "KvLayer",
     "Learned",
+    "LevelNodes",
     "MaskFiller",
     "Onward",
     "Ops",
@@ -78,6 +95,8 @@ __all__ = [
     "StepOps",
     "TextOps",
     "TokenMasks",
+    "TreeNodes",
+    "TreeOutcome",
     "TreePaths",
     "keys_and_values",
     "one_pool",
@@ -141,7 +160,7 @@ def _triton(device: torch.device, choice: KernelChoice, tiles: Mapping[str, int]
 
 def step_ops(ops: Ops) -> StepOps:
     """Return what does a step's bookkeeping beside a backend: the backend itself, or torch."""
-    return ops if isinstance(ops, StepOps) else TorchChains(ops)
+    return ops if isinstance(ops, StepOps) else TorchBookkeeping(ops)
 
 
 def one_pool(ops: Ops) -> AbstractContextManager[None]:

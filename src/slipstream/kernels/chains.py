@@ -1,17 +1,13 @@
-"""The bookkeeping of a step as operations on tensors: where chains lie, what is drafted next, what is accepted.
+"""The chains of a step as tensors: the rows of a batch, where their nodes lie, what came of them.
 
-Shape letters: R rows, N nodes of a row's chain (the root and what is drafted behind it), P pages of a row, V draft
-vocabulary, K = N - 1 drafted tokens, E = N + 1 values handed out per row.
+Shape letters: R rows, N nodes of a row's chain (the root and what is drafted behind it), P pages of a row, E = N + 1
+values handed out per row.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-
-from slipstream.kernels.attention_batch import KvLayer
-from slipstream.kernels.ops import RowSampling
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,6 @@ class ChainPlaces:
         chain_RN: the tokens; `place_chains` writes the roots, the drafts follow.
         index_RN: the nodes' places among their rows' keys.
         position_RN: the position of the token each node foretells; also how many keys there are up to the node.
-        temperature_RN: the row's, for each of its nodes; the seed likewise.
         index_NR: as `index_RN`, node by node, for the passes over one node of every row; the next two likewise.
         kv_lens_NR: `position_NR` as int32.
     """
@@ -49,8 +44,6 @@ class ChainPlaces:
     index_RN: Tensor
     slots_RN: Tensor
     position_RN: Tensor
-    temperature_RN: Tensor
-    seed_RN: Tensor
     index_NR: Tensor
     slots_NR: Tensor
     position_NR: Tensor
@@ -69,8 +62,6 @@ class ChainPlaces:
             index_RN=empty(torch.int64, *by_row),
             slots_RN=empty(torch.int64, *by_row),
             position_RN=empty(torch.int64, *by_row),
-            temperature_RN=empty(torch.float32, *by_row),
-            seed_RN=empty(torch.int64, *by_row),
             index_NR=empty(torch.int64, *by_node),
             slots_NR=empty(torch.int64, *by_node),
             position_NR=empty(torch.int64, *by_node),
@@ -80,14 +71,14 @@ class ChainPlaces:
 
 @dataclass(frozen=True)
 class ChainOutcome:
-    """What a step came to; contiguous, int64 unless said, written by `accept_chains`.
+    """What a step came to; contiguous but for `out_RE`, int64 unless said, written by `accept_chains`.
 
     Args:
         emitted_RN: the tokens each row emits; those past its last mean nothing.
         last_R: the last accepted node of each row, among the R * N nodes.
         last_index_R: that node's place among its row's keys.
         last_keys_R: int32, how many keys there are up to it.
-        out_RE: how many tokens each row emits, then the tokens.
+        out_RE: how many tokens each row emits, then the tokens; the rows may lie apart.
     """
 
     emitted_RN: Tensor
@@ -103,35 +94,3 @@ class ChainOutcome:
         out_RE = torch.zeros(num_rows, num_nodes + 1, dtype=torch.int64, device=device)
         last_R, index_R = (torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(2))
         return ChainOutcome(emitted_RN, last_R, index_R, torch.zeros_like(last_R, dtype=torch.int32), out_RE)
-
-
-@runtime_checkable
-class StepOps(Protocol):
-    """A backend that does a step's bookkeeping in a kernel or two, specified by `reference.chains.TorchChains`."""
-
-    def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
-        """Write where the next nodes lie; a row not in use starts over, so that it never leaves its first page."""
-        ...
-
-    def propose(self, logits_RV: Tensor, token_ids_V: Tensor, sampling: RowSampling, out_R: Tensor) -> Tensor:
-        """Return the token drafted for each row, int64 and contiguous, and write it to `out_R` too.
-
-        It is the best entry of the perturbed logits, whose entry i is token `token_ids_V[i]`.
-        """
-        ...
-
-    def accept_chains(
-        self, rows: ChainRows, chain_RN: Tensor, chosen_RN: Tensor, thresholds_K: Tensor, outcome: ChainOutcome
-    ) -> None:
-        """Keep what agrees of each chain, write what came of it, and move roots and committed ends on.
-
-        Drafted tokens are kept up to the first that is not the target's token before it. Where the target's token after
-        the last one kept is below 0, nothing could be chosen: the row emits what was kept, and goes on from there; the
-        outcome says -1 after it. Where thresholds are not negative (int64 [K], falling), as many are kept as a 32-bit
-        number of the row's seed and position lies below, whatever the target says; a first one below 0 is the rule.
-        """
-        ...
-
-    def move_paths(self, layer: KvLayer, from_RD: Tensor, to_RD: Tensor) -> None:
-        """Copy slots to slots as `Ops.move_kv` does, for every row of a batch; rows in use share no slot."""
-        ...

@@ -207,7 +207,7 @@ class Ops(Protocol):
         ...
 
     def top_k(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: "RowSampling", k: int) -> tuple[Tensor, Tensor]:
-        """Return the k best entries of each row of perturbed logits: log-probabilities [L, k] and entries, best first.
+        """Return the k best of each row of perturbed logits, best first: log-probabilities and tokens, both [L, k].
 
         The log-probabilities are of the softmax over the perturbed row. For drafting, which only proposes: a backend
         may round the noise of the rule.

@@ -3,7 +3,8 @@
 Serving passes a `PagedContext`; training passes its own context with the same attributes. The models cannot tell.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -56,17 +57,23 @@ class KvCache:
     def allocate(
         shape: "KvShape", num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> "KvCache":
-        """Reserve room for `num_pages` pages in every layer; FP8 has room for its scales, too."""
+        """Reserve room for `num_pages` pages in every layer; FP8 has room for its scales, too.
+
+        Layers of one shape lie in one allocation, so that a kernel can reach all of them.
+        """
+        num_slots, shared = num_pages * page_size, shape.value_view is not None
+        parts: dict[tuple[int, int], Iterator[tuple[Tensor, Tensor]]] = {}
+        for heads, count in Counter(shape.layers).items():
+            keys_NSGd = torch.zeros(count, num_slots, *heads, dtype=dtype, device=device)
+            values_NSGd = keys_NSGd[..., : shape.value_view] if shared else torch.zeros_like(keys_NSGd)
+            parts[heads] = zip(keys_NSGd, values_NSGd, strict=True)
 
         def layer(num_kv_heads: int, head_dim: int) -> KvLayer:
-            size = (num_pages * page_size, num_kv_heads, head_dim)
-            keys_SGd = torch.zeros(size, dtype=dtype, device=device)
-            shared = shape.value_view is not None
-            values_SGd = keys_SGd[..., : shape.value_view] if shared else torch.zeros_like(keys_SGd)
+            keys_SGd, values_SGd = next(parts[num_kv_heads, head_dim])
             if dtype != KV_FP8:
                 return KvLayer(keys_SGd, values_SGd)
             # A GPU's programs take a head each, and copy its scales by TMA: they lie side by side there.
-            by_head = size[1::-1] if device.type != "cpu" else size[:2]
+            by_head = (num_kv_heads, num_slots) if device.type != "cpu" else (num_slots, num_kv_heads)
             scales = [torch.zeros(by_head, dtype=torch.uint8, device=device) for _ in range(1 if shared else 2)]
             scales = [part.T for part in scales] if device.type != "cpu" else scales
             return KvLayer(keys_SGd, values_SGd, (scales[0], scales[-1]))
@@ -247,24 +254,22 @@ def paged_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, queries: QueryTo
     return PagedContext(ops, queries.positions_T.contiguous(), slots_T, batch, kv, queries.prompt_rows)
 
 
-def level_context(
-    ops: Ops, kv: KvCache, page_table_RP: Tensor, index_RW: Tensor, position_RW: Tensor, ancestors_RW: Tensor
-) -> PagedContext:
-    """Lay out a pass over as many query tokens of every request, without asking the host anything."""
-    (num_requests, width), page_size = index_RW.shape, kv.page_size
-    column_RW = index_RW // page_size
-    slots_RW = page_table_RP.gather(1, column_RW).long() * page_size + index_RW % page_size
+def masks_context(ops: Ops, kv: KvCache, page_table_RP: Tensor, index_RM: Tensor) -> PagedContext:
+    """Lay out a pass over as many tokens of every request, each of which sees all before it, with no look at values."""
+    (num_requests, count), page_size = index_RM.shape, kv.page_size
+    slots_RM = page_table_RP.gather(1, index_RM // page_size).long() * page_size + index_RM % page_size
+    index_T = index_RM.flatten()
     batch = AttentionBatch(
-        query_starts_R1=torch.arange(num_requests + 1, dtype=torch.int32, device=index_RW.device) * width,
-        kv_lens_R=(index_RW[:, -1] + 1).int(),
+        query_starts_R1=torch.arange(num_requests + 1, dtype=torch.int32, device=index_T.device) * count,
+        kv_lens_R=(index_RM[:, -1] + 1).int(),
         page_table_RP=page_table_RP,
-        kv_index_T=index_RW.flatten(),
-        ancestors_T=ancestors_RW.flatten(),
+        kv_index_T=index_T,
+        ancestors_T=torch.full_like(index_T, -1),
         page_size=page_size,
-        max_queries=width,
+        max_queries=count,
         max_keys=page_table_RP.shape[1] * page_size,
     )
-    return PagedContext(ops, position_RW.flatten().contiguous(), slots_RW.flatten(), batch, kv)
+    return PagedContext(ops, index_T, slots_RM.flatten(), batch, kv)
 
 
 def _batch_by_path(page_table_RP: Tensor, queries: QueryTokens, page_size: int) -> AttentionBatch:

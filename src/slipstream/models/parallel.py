@@ -85,7 +85,7 @@ class Ranks:
         entries_LK = torch.cat(self._all(best.indices + first), dim=-1)
         total_L1 = torch.stack(self._all(perturbed_LW.logsumexp(-1))).logsumexp(0)[:, None]
         merged = values_LK.topk(k, dim=-1)
-        return TopK(merged.values - total_L1, entries_LK.gather(-1, merged.indices))
+        return TopK(merged.values - total_L1, token_ids_V[entries_LK.gather(-1, merged.indices)])
 
     def _all(self, x: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in the order of ranks."""
@@ -99,10 +99,10 @@ ALONE = Ranks()
 
 
 class TopK(NamedTuple):
-    """The best entries of rows, best first: log-probabilities and entries."""
+    """The best of rows, best first: log-probabilities and tokens."""
 
     scores_LK: Tensor
-    entries_LK: Tensor
+    tokens_LK: Tensor
 
 
 def _share(total: int, index: int, count: int) -> Span:

@@ -33,13 +33,13 @@ class StepRows:
 
 
 class ChainPasses:
-    """Contexts of passes over chains of one length."""
+    """Contexts of passes over chains of one length; what they come to goes to `outcome`, if that is given."""
 
-    def __init__(self, models: StepModels, rows: StepRows, num_nodes: int) -> None:
+    def __init__(self, models: StepModels, rows: StepRows, num_nodes: int, outcome: ChainOutcome | None = None) -> None:
         device, num_rows = models.device, len(rows.slot_R)
         self._models, self._rows = models, rows
         self.places = ChainPlaces.allocate(num_rows, num_nodes, device)
-        self.outcome = ChainOutcome.allocate(num_rows, num_nodes, device)
+        self.outcome = outcome or ChainOutcome.allocate(num_rows, num_nodes, device)
         rows_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self.one_each_R1, self.starts_R1 = rows_R1, rows_R1 * num_nodes
         self.ones_L = torch.full((num_rows * num_nodes,), -1, dtype=torch.int64, device=device)

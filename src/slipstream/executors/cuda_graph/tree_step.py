@@ -16,12 +16,21 @@ from torch import Tensor
 from slipstream.executors.cuda_graph.passes import ChainPasses, StepRows
 from slipstream.executors.cuda_graph.state import StepModels
 from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
-from slipstream.kernels import Sampled, SampleRows, TokenMasks, TreePaths, step_ops
-from slipstream.kernels.reference.trees import kept_path, node_paths, simulated_lengths
+from slipstream.kernels import (
+    Growth,
+    GrowthRows,
+    Sampled,
+    SampleRows,
+    TokenMasks,
+    TreeNodes,
+    TreeOutcome,
+    TreePaths,
+    step_ops,
+)
 from slipstream.models.context import KvCache, PagedContext
 from slipstream.models.target import Hidden
-from slipstream.speculation.grow import growth
-from slipstream.speculation.levels import LevelRows, LevelsStart, levels_of
+from slipstream.speculation.grow import grow, plan_of
+from slipstream.speculation.levels import LevelsStart, levels_of
 from slipstream.speculation.tree import Tree, relative_bits
 
 
@@ -33,29 +42,25 @@ class TreeStep:
 
     def __init__(self, models: StepModels, buffers: StepBuffers, kind: StepKind) -> None:
         assert kind.tree is not None, "chains have steps of their own"
-        device, num_nodes = models.device, kind.num_drafted + 1
-        self._models, self._buffers, self.kind, self._shape = models, buffers, kind, kind.tree
-        self._chains = step_ops(models.ops)
+        device, num_nodes, depth = models.device, kind.num_drafted + 1, kind.tree.depth
+        self._models, self._buffers, self.kind = models, buffers, kind
+        self._books = step_ops(models.ops)
         self._rows = StepRows.of(buffers.state, kind.num_rows, -(-kind.max_keys // models.target_kv.page_size))
-        self._nodes = ChainPasses(models, self._rows, num_nodes)
-        self._kept = ChainPasses(models, self._rows, kind.tree.depth + 1)
-        self._grow = growth(kind.tree, device)
+        self._passes = ChainPasses(models, self._rows, num_nodes)
+        places, self._outcome = self._passes.places, TreeOutcome.allocate(kind.num_rows, depth, device)
+        self._nodes = TreeNodes.allocate(places.chain_RN, places.slots_RN, depth)
+        self._kept = ChainPasses(models, self._rows, depth + 1, self._outcome.chain)
+        self._plan = plan_of(kind.tree, device)
         self._masks = TokenMasks(buffers.masks.words_MW, buffers.masks.row_L[: kind.num_rows * num_nodes])
-        self._thresholds_K = buffers.thresholds_K[: kind.tree.depth]
-        self._nothing_simulated_D = torch.full((kind.tree.depth,), -1, dtype=torch.int64, device=device)
-        self.chain_RN = self._nodes.places.chain_RN
-        self.parents_RN = torch.full_like(self.chain_RN, -1)
-        self._paths = node_paths(self.parents_RN, kind.tree.depth)
-        num_out = 1 + 2 * (kind.tree.depth + 1) + kind.tree.depth
-        self.out_RE = torch.zeros(kind.num_rows, num_out, dtype=torch.int64, device=device)
-        self._node_RE = torch.zeros(kind.num_rows, kind.tree.depth + 1, dtype=torch.int64, device=device)
+        self._thresholds_K = buffers.thresholds_K[:depth]
+        self.chain_RN, self.out_RE = places.chain_RN, self._outcome.out_RX
         self.hidden: Hidden | None = None
         self.sampled: Sampled | None = None
 
     @property
     def drafted(self) -> tuple[Tensor, ...]:
         """What the host needs to know of the nodes, for `tree`."""
-        return self.chain_RN, self.parents_RN
+        return self.chain_RN, self._nodes.parents_RN
 
     @staticmethod
     def tree(drafted: Sequence[Tensor], place: int) -> Tree:
@@ -65,18 +70,17 @@ class TreeStep:
 
     def draft(self) -> None:
         """Place the nodes and grow a tree behind the root of each row."""
-        models, rows, page_size = self._models, self._rows.chains, self._models.target_kv.page_size
+        models, rows, places = self._models, self._rows.chains, self._passes.places
+        page_size = models.target_kv.page_size
         assert models.draft is not None and models.draft_kv is not None, "trees are drafted by a draft"
-        self._chains.place_chains(rows, self._nodes.places, page_size)
-        self._chains.place_chains(rows, self._kept.places, page_size)
-        level_rows = LevelRows(rows.pages_RP, rows.committed_R, rows.temperature_R, rows.seed_R)
+        self._books.place_chains(rows, places, page_size)
+        self._books.place_chains(rows, self._kept.places, page_size)
+        grown_rows = GrowthRows(rows.pages_RP, rows.committed_R, places.position_NR[0], rows.temperature_R, rows.seed_R)
         start = LevelsStart(self._rows.feedback_RD, self._rows.logits_RV)
-        depth = self._shape.depth
-        grown = self._grow(levels_of(models.draft, models.draft_kv, models.ops, level_rows, start, depth))
-        self.chain_RN[:, 1:] = grown.tokens_RC
-        self.parents_RN[:, 1:] = grown.parents_RC + 1
-        for kept, found in zip(self._paths, node_paths(self.parents_RN, self._shape.depth), strict=True):
-            kept.copy_(found)
+        depth = len(self._plan.widths) + 1
+        levels = levels_of(models.draft, models.draft_kv, models.ops, grown_rows, start, depth)
+        growth = Growth.start(self._plan, grown_rows, page_size)
+        self._books.plant_trees(growth, *grow(growth, levels, self._books), self._nodes)
 
     def verify(self) -> None:
         """Run the target over roots and trees."""
@@ -85,66 +89,39 @@ class TreeStep:
 
     def choose(self) -> None:
         """Let the target choose at every node along its own path, keep the path that agrees, and move its keys."""
-        models, sampling, rows, paths = self._models, self._buffers.sampling, self._rows.chains, self._paths
+        models, sampling, rows, nodes = self._models, self._buffers.sampling, self._rows.chains, self._nodes
         assert self.hidden is not None, "the target ran"
-        tokens_RN, outcome = self.chain_RN, self._kept.outcome
-        path_LD = torch.where(paths.on_path_RND, _along(tokens_RN, paths.nodes_RND), -1).flatten(0, 1)
-        slot_L = self._rows.slot_R.repeat_interleave(tokens_RN.shape[1], output_size=tokens_RN.numel())
-        at = SampleRows(slot_L, (rows.committed_R[:, None] + 1 + paths.depth_RN).flatten(), path_LD)
+        slot_L = self._rows.slot_R.repeat_interleave(nodes.tokens_RN.shape[1], output_size=nodes.tokens_RN.numel())
+        at = SampleRows(slot_L, nodes.foretold_RN.flatten(), nodes.path_RND.flatten(0, 1))
         logits_LV = models.target.ranks.join(models.target.logits(self.hidden.last_TD, models.ops))
         self.sampled = models.ops.sample(logits_LV, at, sampling, self._masks)
-        chosen_RN = self.sampled.tokens_L.view_as(tokens_RN)
-        simulated_R = simulated_lengths(rows.seed_R, rows.committed_R, self._thresholds_K)
-        simulated_R = torch.where(rows.committed_R < rows.drafts_until_R, simulated_R, 0)
-        kept = kept_path(tokens_RN, self.parents_RN, paths, chosen_RN, simulated_R)
-        self._node_RE.copy_(kept.nodes_RE)
-        chosen_RE, none_D = kept.chosen_RE, self._nothing_simulated_D
-        self._chains.accept_chains(rows, kept.chain_RE, chosen_RE, none_D, outcome)
-        models.ops.count(sampling, self._rows.slot_R, outcome.emitted_RN, outcome.out_RE[:, 0])
-        self._move_keys()
-        level_D = torch.arange(1, self._shape.depth + 1, device=tokens_RN.device)
-        by_depth_RD = (paths.depth_RN[..., None] == level_D).sum(1)
-        self.out_RE.copy_(torch.cat([outcome.out_RE, kept.nodes_RE, by_depth_RD], 1))
+        chosen_RN = self.sampled.tokens_L.view_as(nodes.tokens_RN)
+        self._books.accept_trees(rows, nodes, chosen_RN, self._thresholds_K, self._outcome)
+        models.ops.count(sampling, self._rows.slot_R, self._outcome.chain.emitted_RN, self.out_RE[:, 0])
+        to_RD = self._kept.places.slots_RN[:, 1:]  # what is not kept stays where it is
+        self._books.move_paths(models.target_kv.layers, self._outcome.from_RD, to_RD)
 
     def extend(self) -> None:
         """Run the draft over the path that was kept with the target's true states."""
         assert self.hidden is not None, "the target ran"
-        first_R1 = torch.arange(0, self.chain_RN.numel(), self.chain_RN.shape[1], device=self.chain_RN.device)[:, None]
-        node_L = (first_R1 + self._node_RE).flatten()
-        self._kept.extend([state_TD.index_select(0, node_L) for state_TD in self.hidden.captured])
+        self._kept.extend([state_TD.index_select(0, self._outcome.node_L) for state_TD in self.hidden.captured])
 
     def context(self, kv: KvCache) -> PagedContext:
         """Return the context of a pass of the target over every node of every row."""
-        rows, places, paths, ops = self._rows.chains, self._nodes.places, self._paths, self._models.ops
-        position_L = (rows.committed_R[:, None] + paths.depth_RN).flatten()
-        batch = self._nodes.context(kv).batch
+        nodes, ops = self._nodes, self._models.ops
+        position_L, slots_L = nodes.position_RN.flatten(), nodes.slots_RN.flatten()
+        batch = self._passes.context(kv).batch
         if ops.places_matter:
-            slots_LD = _along(places.slots_RN, paths.nodes_RND).flatten(0, 1).int()
-            tree = TreePaths(rows.committed_R.int(), slots_LD)
+            tree = TreePaths(nodes.root_R, nodes.slots_RND.flatten(0, 1))
             batch = replace(batch, kv_lens_R=self._kept.places.kv_lens_NR[-1], kv_index_T=position_L, tree=tree)
         else:
             batch = replace(batch, ancestors_T=relative_bits(self._sees_RNN()).flatten())
-        return PagedContext(ops, position_L, places.slots_RN.flatten(), batch, kv)
+        return PagedContext(ops, position_L, slots_L, batch, kv)
 
     def _sees_RNN(self) -> Tensor:
         """Return which nodes each node sees: those of its path, the root and itself."""
         node_N = torch.arange(self.chain_RN.shape[1], device=self.chain_RN.device)
-        return (self._paths.nodes_RND[..., None] == node_N).any(2) | (node_N == 0)
-
-    def _move_keys(self) -> None:
-        """Move the keys of the path that is kept next to the root's; what is not kept stays where it is."""
-        models, slots_RN = self._models, self._nodes.places.slots_RN
-        node_RD = self._node_RE[:, 1:]
-        level_D = torch.arange(1, node_RD.shape[1] + 1, device=node_RD.device)
-        from_RD = slots_RN.gather(1, torch.where(node_RD > 0, node_RD, level_D))
-        to_RD = self._kept.places.slots_RN[:, 1:]
-        for layer in models.target_kv.layers:
-            self._chains.move_paths(layer, from_RD, to_RD)
-
-
-def _along(values_RN: Tensor, nodes_RND: Tensor) -> Tensor:
-    """Return what the nodes on each node's path have, [R, N, D]."""
-    return values_RN[:, None].expand(-1, values_RN.shape[1], -1).gather(2, nodes_RND)
+        return (self._nodes.nodes_RND[..., None] == node_N).any(2) | (node_N == 0)
 
 
 def make_step(models: StepModels, buffers: StepBuffers, kind: StepKind) -> "Step | TreeStep":

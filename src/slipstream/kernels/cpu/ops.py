@@ -323,7 +323,7 @@ class CpuOps:
         return out_LV
 
     def top_k(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int) -> tuple[Tensor, Tensor]:
-        """Find the best entries of perturbed logits, the noise within 1e-5 of the rule's."""
+        """Find the best of perturbed logits, the noise within 1e-5 of the rule's."""
         logits, ids = logits_LV.float().contiguous(), token_ids_V.contiguous()
         rows = (
             sampling.temperature_L.float().contiguous(),
@@ -345,7 +345,7 @@ class CpuOps:
                 entries_LK.data_ptr(),
             )
         )
-        return scores_LK, entries_LK
+        return scores_LK, token_ids_V[entries_LK]
 
     def _multiply(self, x_TD: Tensor, weight: Any, shape_ND: Sequence[int]) -> Tensor:
         """`weight` is a ctypes structure, which mypy cannot pass through byref."""

@@ -184,4 +184,4 @@ class ReferenceOps:
         """Perturb, take the log-softmax, keep the best."""
         perturbed_LV = self.perturb(logits_LV, token_ids_V, sampling)
         best = torch.log_softmax(perturbed_LV, dim=-1).topk(k, dim=-1)
-        return best.values, best.indices
+        return best.values, token_ids_V[best.indices]

@@ -3,6 +3,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,16 +49,16 @@ def take_rows(rows_L: Tensor, q_THd: Tensor, residual_TD: Tensor, dependent: boo
 
 @triton.jit
 def move_kernel(
-    k_ptr, v_ptr, from_ptr, to_ptr, from_stride, to_stride, slot_stride, width, depth,
+    k_ptr, v_ptr, from_ptr, to_ptr, from_stride, to_stride, layer_stride, slot_stride, width, depth,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Move some columns of a row's slots, all of which are read before any is written.
+    """Move some columns of a row's slots in a layer, all of which are read before any is written.
 
     Args:
         APART: values are not a view of the keys.
     """
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * layer_stride
     level = tl.arange(0, DEPTH)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = level < depth
@@ -64,8 +66,8 @@ def move_kernel(
     given = tl.load(to_ptr + row * to_stride + level, mask=there, other=0)
     moves = there & (taken != given)
     mask = moves[:, None] & (column < width)[None, :]
-    taken_at = taken[:, None] * slot_stride + column[None, :]
-    given_at = given[:, None] * slot_stride + column[None, :]
+    taken_at = first + taken[:, None] * slot_stride + column[None, :]
+    given_at = first + given[:, None] * slot_stride + column[None, :]
     keys = tl.load(k_ptr + taken_at, mask=mask)
     if APART:
         values = tl.load(v_ptr + taken_at, mask=mask)
@@ -75,14 +77,31 @@ def move_kernel(
         tl.store(v_ptr + given_at, values, mask=mask)
 
 
-def move_paths(layer: KvLayer, from_RD: Tensor, to_RD: Tensor, dependent: bool) -> None:
-    """Copy slots to slots in every row; a slot stays where it is told to move to itself."""
-    keys, values = layer.keys_SGd, layer.values_SGd
+def move_paths(layers: Sequence[KvLayer], from_RD: Tensor, to_RD: Tensor, dependent: bool) -> None:
+    """Copy slots to slots in every row; a slot stays where it is told to move to itself.
+
+    Layers that lie evenly apart in one allocation (`KvCache.allocate`) take one launch.
+    """
+    keys, values = _as_one([layer.keys_SGd for layer in layers]), _as_one([layer.values_SGd for layer in layers])
+    if keys is None or values is None:
+        for layer in layers:
+            move_paths([layer], from_RD, to_RD, dependent)
+        return
     apart = keys.data_ptr() != values.data_ptr()
     assert not apart or keys.stride() == values.stride(), "keys and values lie alike"
-    (num_rows, depth), width = from_RD.shape, keys.shape[1] * keys.shape[2]
-    move_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
-        keys, values, from_RD, to_RD, from_RD.stride(0), to_RD.stride(0), keys.stride(0), width, depth,
+    (num_rows, depth), width = from_RD.shape, keys.shape[2] * keys.shape[3]
+    move_kernel[(num_rows, triton.cdiv(width, _BLOCK), len(layers))](
+        keys, values, from_RD, to_RD, from_RD.stride(0), to_RD.stride(0), *keys.stride()[:2], width, depth,
         DEPTH=triton.next_power_of_2(depth), BLOCK=_BLOCK, APART=apart, PDL=dependent, num_warps=4,
         **launch_options(dependent),
     )  # fmt: skip
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie evenly apart in one allocation as one tensor of them all; None for others."""
+    first, at = parts[0], [part.storage_offset() for part in parts]
+    step = at[-1] - at[-2] if len(parts) > 1 else 0
+    alike = {(part.untyped_storage().data_ptr(), part.shape, part.stride()) for part in parts}
+    if len(alike) > 1 or at != [at[0] + number * step for number in range(len(parts))]:
+        return None
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))

@@ -17,7 +17,8 @@ from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import Layer, RowSampling, Sight
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
-from slipstream.kernels.triton import norm, sampling, speculative
+from slipstream.kernels.trees import Children, Growth, LevelNodes, TreeNodes, TreeOutcome
+from slipstream.kernels.triton import norm, sampling, speculative, trees
 from slipstream.kernels.triton.attention.dispatch import AttentionLaunch, attention
 from slipstream.kernels.triton.attention.prefill import windowed_attention
 from slipstream.kernels.triton.copies import move_paths
@@ -227,12 +228,12 @@ class TritonOps:
         return speculative.perturb(_unit_stride(logits_LV), token_ids_V, sampling, self._dependent)
 
     def top_k(self, logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int) -> tuple[Tensor, Tensor]:
-        """Find the best entries of perturbed logits."""
+        """Find the best of perturbed logits."""
         if not 0 < k <= min(speculative.MAX_K, logits_LV.shape[1]):
             best = torch.log_softmax(self.perturb(logits_LV, token_ids_V, sampling), dim=-1).topk(k, dim=-1)
-            return best.values, best.indices
-        scores_LK, entries_LK = speculative.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
-        return scores_LK, entries_LK.zero_() if self._compiling else entries_LK
+            return best.values, token_ids_V[best.indices]
+        scores_LK, tokens_LK = speculative.top_k(_unit_stride(logits_LV), token_ids_V, sampling, k, self._dependent)
+        return scores_LK, tokens_LK.zero_() if self._compiling else tokens_LK
 
     def place_chains(self, rows: ChainRows, places: ChainPlaces, page_size: int) -> None:
         """Write where a step's nodes lie."""
@@ -250,12 +251,29 @@ class TritonOps:
         tokens_RN = (chain_RN.contiguous(), chosen_RN.contiguous())
         speculative.accept_chains(rows, tokens_RN, thresholds_K, outcome, self._dependent)
 
-    def move_paths(self, layer: KvLayer, from_RD: Tensor, to_RD: Tensor) -> None:
-        """Copy slots to slots; scales of FP8 take a pass of their own."""
-        if layer.scales is not None:
+    def expand_level(
+        self, growth: Growth, above: LevelNodes | None, children: Children, feedback_LH: Tensor | None
+    ) -> LevelNodes:
+        """Note a level's candidates, and return those that the draft is run on next."""
+        level = trees.expand_level(growth, above, children, feedback_LH, self._dependent)
+        return replace(level, tokens_RW=level.tokens_RW.zero_()) if self._compiling else level
+
+    def plant_trees(self, growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
+        """Keep what the plan says of all candidates, and write the nodes."""
+        trees.plant_trees(growth, above, children, nodes, self._dependent)
+
+    def accept_trees(
+        self, rows: ChainRows, nodes: TreeNodes, chosen_RN: Tensor, thresholds_K: Tensor, outcome: TreeOutcome
+    ) -> None:
+        """Keep of each tree the path that agrees, write what came of it, and move the rows on."""
+        trees.accept_trees(rows, nodes, chosen_RN.contiguous(), thresholds_K, outcome, self._dependent)
+
+    def move_paths(self, layers: Sequence[KvLayer], from_RD: Tensor, to_RD: Tensor) -> None:
+        """Copy slots to slots in every layer; scales of FP8 take a pass of their own."""
+        if layers[0].scales is None:
+            move_paths(layers, from_RD, to_RD, self._dependent)
+        for layer in layers if layers[0].scales is not None else ():
             self._reference.move_kv(layer, from_RD.flatten(), to_RD.flatten())
-        else:
-            move_paths(layer, from_RD, to_RD, self._dependent)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

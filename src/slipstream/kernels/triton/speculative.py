@@ -5,7 +5,7 @@ noise is that of `slipstream.kernels.reference.noise`: Philox4x32-10, and logari
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202, PLR0913
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
 import torch
 import triton
@@ -133,12 +133,12 @@ def _best_of_block_kernel(
 
 @triton.jit
 def _best_of_all_kernel(
-    value_ptr, entry_ptr, sums_ptr, ids_ptr, out_value_ptr, out_entry_ptr, copy_ptr, num_blocks, copy_stride,
-    BLOCKS: tl.constexpr, K: tl.constexpr, SUMS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    value_ptr, entry_ptr, sums_ptr, ids_ptr, out_value_ptr, out_token_ptr, copy_ptr, num_blocks, copy_stride,
+    BLOCKS: tl.constexpr, K: tl.constexpr, SUMS: tl.constexpr, COPY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pick the K best of the blocks' best of a row; with SUMS also their log-probabilities.
+    """Store the tokens of the K best of the blocks' best of a row; with SUMS also their log-probabilities.
 
-    With TOKENS the best one's token is stored in the place of its entry, and once more at `copy_ptr`.
+    With COPY a token is stored once more.
     """
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -155,12 +155,10 @@ def _best_of_all_kernel(
     for k in tl.static_range(K):
         best = tl.max(value, 0)
         chosen = tl.min(tl.where((value == best) & real, entry, 2147483647), 0)
-        if TOKENS:
-            token = tl.load(ids_ptr + chosen, mask=chosen < 2147483647, other=0)  # no entry is best where all are NaN
+        token = tl.load(ids_ptr + chosen, mask=chosen < 2147483647, other=0)  # no entry is best where all are NaN
+        tl.store(out_token_ptr + row * K + k, token)
+        if COPY:
             tl.store(copy_ptr + row * copy_stride, token)
-            tl.store(out_entry_ptr + row * K + k, token)
-        else:
-            tl.store(out_entry_ptr + row * K + k, chosen.to(tl.int64))
         if SUMS:
             tl.store(out_value_ptr + row * K + k, best - log_total)
         if K > 1:
@@ -182,7 +180,7 @@ def _perturb_kernel(
 def top_k(
     logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int, dependent: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entries [L, k] of the best of each perturbed row; k is at most MAX_K."""
+    """Return log-probabilities and tokens [L, k] of the best of each perturbed row; k is at most MAX_K."""
     return _best(logits_LV, token_ids_V, sampling, k, None, dependent)
 
 
@@ -206,7 +204,7 @@ def _best(
     logits_LV: Tensor, token_ids_V: Tensor, sampling: RowSampling, k: int, tokens_L: Tensor | None,
     dependent: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return scores and entries of each row's best; where `tokens_L` takes the best one's token, tokens for entries."""
+    """Return scores and tokens of each row's best; scores mean nothing where `tokens_L` takes the best one's token."""
     num_rows, vocab = logits_LV.shape
     with_sums = tokens_L is None
     device, num_blocks = logits_LV.device, triton.cdiv(vocab, _BLOCK)
@@ -232,7 +230,7 @@ def _best(
         )  # fmt: skip
     _best_of_all_kernel[(num_rows,)](
         values, entries, sums, token_ids_V, scores_LK, best_LK, copies, num_blocks, copies.stride(0),
-        BLOCKS=triton.next_power_of_2(num_blocks * k), K=k, SUMS=with_sums, TOKENS=tokens_L is not None, PDL=dependent,
+        BLOCKS=triton.next_power_of_2(num_blocks * k), K=k, SUMS=with_sums, COPY=tokens_L is not None, PDL=dependent,
         num_warps=4, **launch_options(dependent),
     )  # fmt: skip
     return scores_LK, best_LK
@@ -240,9 +238,9 @@ def _best(
 
 @triton.jit
 def _place_kernel(
-    committed_ptr, root_ptr, active_ptr, temperature_ptr, seed_ptr, pages_ptr, chain_ptr, index_ptr, slots_ptr,
-    position_ptr, temperatures_ptr, seeds_ptr, node_index_ptr, node_slots_ptr, node_position_ptr, kv_lens_ptr,
-    num_nodes, page_size, pages_stride, NODES: tl.constexpr, PDL: tl.constexpr,
+    committed_ptr, root_ptr, active_ptr, pages_ptr, chain_ptr, index_ptr, slots_ptr, position_ptr, node_index_ptr,
+    node_slots_ptr, node_position_ptr, kv_lens_ptr, num_nodes, page_size, pages_stride,
+    NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write one row's places, by row and by node."""
     wait_for_inputs(PDL)
@@ -259,8 +257,6 @@ def _place_kernel(
     tl.store(index_ptr + by_row, index, mask=real)
     tl.store(slots_ptr + by_row, slot, mask=real)
     tl.store(position_ptr + by_row, index + 1, mask=real)
-    tl.store(temperatures_ptr + by_row, tl.zeros([NODES], tl.float32) + tl.load(temperature_ptr + row), mask=real)
-    tl.store(seeds_ptr + by_row, tl.zeros([NODES], tl.int64) + tl.load(seed_ptr + row), mask=real)
     tl.store(node_index_ptr + by_node, index, mask=real)
     tl.store(node_slots_ptr + by_node, slot, mask=real)
     tl.store(node_position_ptr + by_node, index + 1, mask=real)
@@ -277,9 +273,43 @@ def _scattered(seed, position):
 
 
 @triton.jit
+def below_thresholds(thresholds_ptr, seed_ptr, row, committed, at, real):
+    """Return whether acceptance is simulated, and how many thresholds the row's number lies below."""
+    threshold = tl.load(thresholds_ptr + at, mask=real, other=-1)
+    word = _scattered(tl.load(seed_ptr + row), committed + 1)
+    return tl.max(threshold, 0) >= 0, tl.sum((word < threshold).to(tl.int32), 0)
+
+
+@triton.jit
+def settle(
+    committed_ptr, root_ptr, active_ptr, emitted_ptr, last_ptr, last_index_ptr, last_keys_ptr, out_ptr,
+    row, committed, emitted, accepted, node, num_nodes,
+):  # fmt: skip
+    """Write what a row emits, as `StepOps.accept_chains` says, and move the row on.
+
+    Args:
+        out_ptr: where the row's count and tokens go.
+        emitted: the drafted tokens that are accepted, and the target's after them, at [node].
+    """
+    real = node < num_nodes
+    last = tl.sum(tl.where(node == accepted, emitted, 0), 0)
+    kept = tl.sum(tl.where(node == accepted - 1, emitted, 0), 0)
+    before = tl.where(accepted > 0, kept, tl.load(root_ptr + row))
+    count = (accepted + (last >= 0).to(tl.int32)).to(tl.int64) * tl.load(active_ptr + row)
+    tl.store(root_ptr + row, tl.where(last >= 0, last, before))
+    tl.store(committed_ptr + row, committed + count)
+    tl.store(last_ptr + row, (row * num_nodes + accepted).to(tl.int64))
+    tl.store(last_index_ptr + row, committed + accepted)
+    tl.store(last_keys_ptr + row, (committed + accepted + 1).to(tl.int32))
+    tl.store(emitted_ptr + row * num_nodes + node, tl.maximum(emitted, 0), mask=real)
+    tl.store(out_ptr, count)
+    tl.store(out_ptr + 1 + node, emitted, mask=real)
+
+
+@triton.jit
 def _accept_kernel(
     committed_ptr, root_ptr, active_ptr, seed_ptr, until_ptr, chain_ptr, chosen_ptr, thresholds_ptr, emitted_ptr,
-    last_ptr, last_index_ptr, last_keys_ptr, out_ptr, num_nodes, NODES: tl.constexpr, PDL: tl.constexpr,
+    last_ptr, last_index_ptr, last_keys_ptr, out_ptr, num_nodes, out_stride, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Accept one row's chain, and move the row on."""
     wait_for_inputs(PDL)
@@ -291,33 +321,23 @@ def _accept_kernel(
     drafted = tl.load(chain_ptr + row * num_nodes + node + 1, mask=drafts, other=0)
     accepted = tl.min(tl.where((emitted == drafted) & drafts, num_nodes, node), 0)
     if NODES > 1:
-        threshold = tl.load(thresholds_ptr + node, mask=drafts, other=-1)
-        simulates = tl.max(threshold, 0) >= 0
-        below = tl.sum((_scattered(tl.load(seed_ptr + row), committed + 1) < threshold).to(tl.int32), 0)
+        simulates, below = below_thresholds(thresholds_ptr, seed_ptr, row, committed, node, drafts)
         accepted = tl.where(simulates, below, accepted)
     accepted = tl.where(committed < tl.load(until_ptr + row), accepted, 0)
     emitted = tl.where(node < accepted, drafted, emitted)
-    last = tl.sum(tl.where(node == accepted, emitted, 0), 0)
-    kept = tl.sum(tl.where(node == accepted - 1, emitted, 0), 0)
-    before = tl.where(accepted > 0, kept, tl.load(root_ptr + row))
-    count = (accepted + (last >= 0).to(tl.int32)).to(tl.int64) * tl.load(active_ptr + row)
-    tl.store(root_ptr + row, tl.where(last >= 0, last, before))
-    tl.store(committed_ptr + row, committed + count)
-    tl.store(last_ptr + row, (row * num_nodes + accepted).to(tl.int64))
-    tl.store(last_index_ptr + row, committed + accepted)
-    tl.store(last_keys_ptr + row, (committed + accepted + 1).to(tl.int32))
-    tl.store(emitted_ptr + row * num_nodes + node, tl.maximum(emitted, 0), mask=real)
-    tl.store(out_ptr + row * (num_nodes + 1), count)
-    tl.store(out_ptr + row * (num_nodes + 1) + 1 + node, emitted, mask=real)
+    settle(
+        committed_ptr, root_ptr, active_ptr, emitted_ptr, last_ptr, last_index_ptr, last_keys_ptr,
+        out_ptr + row * out_stride, row, committed, emitted, accepted, node, num_nodes,
+    )  # fmt: skip
 
 
 def place_chains(rows: ChainRows, places: ChainPlaces, page_size: int, dependent: bool) -> None:
     """Write where the next nodes lie."""
     num_rows, num_nodes = places.chain_RN.shape
     _place_kernel[(num_rows,)](
-        rows.committed_R, rows.root_R, rows.active_R, rows.temperature_R, rows.seed_R, rows.pages_RP, places.chain_RN,
-        places.index_RN, places.slots_RN, places.position_RN, places.temperature_RN, places.seed_RN, places.index_NR,
-        places.slots_NR, places.position_NR, places.kv_lens_NR, num_nodes, page_size, rows.pages_RP.stride(0),
+        rows.committed_R, rows.root_R, rows.active_R, rows.pages_RP, places.chain_RN, places.index_RN, places.slots_RN,
+        places.position_RN, places.index_NR, places.slots_NR, places.position_NR, places.kv_lens_NR, num_nodes,
+        page_size, rows.pages_RP.stride(0),
         NODES=triton.next_power_of_2(num_nodes), PDL=dependent, num_warps=1, **launch_options(dependent),
     )  # fmt: skip
 
@@ -331,5 +351,6 @@ def accept_chains(
     _accept_kernel[(num_rows,)](
         rows.committed_R, rows.root_R, rows.active_R, rows.seed_R, rows.drafts_until_R, *tokens_RN, thresholds_K,
         outcome.emitted_RN, outcome.last_R, outcome.last_index_R, outcome.last_keys_R, outcome.out_RE, num_nodes,
-        NODES=triton.next_power_of_2(num_nodes), PDL=dependent, num_warps=1, **launch_options(dependent),
+        outcome.out_RE.stride(0), NODES=triton.next_power_of_2(num_nodes), PDL=dependent, num_warps=1,
+        **launch_options(dependent),
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""A step's bookkeeping with torch alone: the specification of `slipstream.kernels.chains.StepOps`."""
+"""A step's bookkeeping with torch alone: the specification of `slipstream.kernels.bookkeeping.StepOps`."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -7,9 +9,11 @@ from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import Ops, RowSampling
 from slipstream.kernels.reference.noise import scattered
+from slipstream.kernels.reference.trees import NodePaths, expand_level, kept_path, plant_trees, simulated_lengths
+from slipstream.kernels.trees import Children, Growth, LevelNodes, TreeNodes, TreeOutcome
 
 
-class TorchChains:
+class TorchBookkeeping:
     """Does the bookkeeping one small operation at a time, beside any backend."""
 
     def __init__(self, ops: Ops) -> None:
@@ -26,8 +30,6 @@ class TorchChains:
         places.index_RN.copy_(index_RN)
         places.slots_RN.copy_(slots_RN)
         places.position_RN.copy_(index_RN + 1)
-        places.temperature_RN.copy_(rows.temperature_R[:, None])
-        places.seed_RN.copy_(rows.seed_R[:, None])
         places.index_NR.copy_(index_RN.t())
         places.slots_NR.copy_(slots_RN.t())
         places.position_NR.copy_(index_RN.t() + 1)
@@ -35,8 +37,7 @@ class TorchChains:
 
     def propose(self, logits_RV: Tensor, token_ids_V: Tensor, sampling: RowSampling, out_R: Tensor) -> Tensor:
         """Return the token drafted for each row, and write it to `out_R` too."""
-        _, entries_R1 = self._ops.top_k(logits_RV, token_ids_V, sampling, 1)
-        token_R = token_ids_V[entries_R1[:, 0]]
+        token_R = self._ops.top_k(logits_RV, token_ids_V, sampling, 1)[1][:, 0]
         out_R.copy_(token_R)
         return token_R
 
@@ -68,6 +69,35 @@ class TorchChains:
         outcome.out_RE[:, 0] = counts_R
         outcome.out_RE[:, 1:] = emitted_RN
 
-    def move_paths(self, layer: KvLayer, from_RD: Tensor, to_RD: Tensor) -> None:
-        """Copy slots to slots."""
-        self._ops.move_kv(layer, from_RD.flatten(), to_RD.flatten())
+    def expand_level(
+        self, growth: Growth, above: LevelNodes | None, children: Children, feedback_LH: Tensor | None
+    ) -> LevelNodes:
+        """Note a level's candidates, and return those that the draft is run on next."""
+        return expand_level(growth, above, children, feedback_LH)
+
+    def plant_trees(self, growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
+        """Keep what the plan says, and write the nodes."""
+        plant_trees(growth, above, children, nodes)
+
+    def accept_trees(
+        self, rows: ChainRows, nodes: TreeNodes, chosen_RN: Tensor, thresholds_K: Tensor, outcome: TreeOutcome
+    ) -> None:
+        """Keep of each tree the path that agrees, write what came of it, and move roots and committed ends on."""
+        tokens_RN, (num_rows, depth), device = nodes.tokens_RN, outcome.from_RD.shape, chosen_RN.device
+        level_D = torch.arange(1, depth + 1, device=device)
+        paths = NodePaths(nodes.depth_RN, nodes.nodes_RND, nodes.depth_RN[..., None] >= level_D)
+        simulated_R = simulated_lengths(rows.seed_R, rows.committed_R, thresholds_K)
+        simulated_R = torch.where(rows.committed_R < rows.drafts_until_R, simulated_R, 0)
+        kept = kept_path(tokens_RN, nodes.parents_RN, paths, chosen_RN, simulated_R)
+        self.accept_chains(rows, kept.chain_RE, kept.chosen_RE, torch.full_like(level_D, -1), outcome.chain)
+        by_depth_RD = (nodes.depth_RN[..., None] == level_D).sum(1)
+        outcome.out_RX[:, 2 + depth :] = torch.cat([kept.nodes_RE, by_depth_RD], 1)
+        first_R1 = torch.arange(num_rows, device=device)[:, None] * tokens_RN.shape[1]
+        outcome.node_L.copy_((first_R1 + kept.nodes_RE).flatten())
+        node_RD = kept.nodes_RE[:, 1:]
+        outcome.from_RD.copy_(nodes.slots_RN.gather(1, torch.where(node_RD > 0, node_RD, level_D)))
+
+    def move_paths(self, layers: Sequence[KvLayer], from_RD: Tensor, to_RD: Tensor) -> None:
+        """Copy slots to slots in every layer."""
+        for layer in layers:
+            self._ops.move_kv(layer, from_RD.flatten(), to_RD.flatten())
