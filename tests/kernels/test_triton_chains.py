@@ -8,13 +8,15 @@ from triton_samples import numbers, triton_ops
 
 from interpreted import DEVICE
 from slipstream.executors.cuda_graph.state import Loaded, StepModels
-from slipstream.executors.cuda_graph.step import Step, StepKind
+from slipstream.executors.cuda_graph.step import StepKind
+from slipstream.executors.cuda_graph.tree_step import make_step
 from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, step_ops
 from slipstream.kernels.reference.bookkeeping import TorchBookkeeping
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton import speculative
 from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
+from slipstream.speculation.tree import TreeShape
 from step_parts import buffers_of, run_step
 from tiny import tiny_draft, tiny_target
 
@@ -134,8 +136,11 @@ class WithoutChains:
         return getattr(OPS, name)
 
 
-@pytest.mark.parametrize(("num_drafted", "simulated"), [(0, ()), (1, ()), (2, (0.9, 0.5))])
-def test_steps_come_to_the_same_whoever_keeps_their_books(num_drafted, simulated):
+@pytest.mark.parametrize(
+    ("num_drafted", "simulated", "tree"),
+    [(0, (), None), (2, (0.9, 0.5), None), (4, (0.9,) * 4, TreeShape(depth=2, width=2, budget=4))],
+)
+def test_steps_come_to_the_same_whoever_keeps_their_books(num_drafted, simulated, tree):
     target = tiny_target(num_layers=1).to(DEVICE)
     draft = tiny_draft(target, feedback="post_norm").to(DEVICE)
     outs, states = [], []
@@ -145,7 +150,7 @@ def test_steps_come_to_the_same_whoever_keeps_their_books(num_drafted, simulated
         buffers = buffers_of(models, 2, 6, num_drafted + 1, simulated)
         buffers.state.load(0, Loaded(3, 0, -5, 100, 0, 0.8), range(5, 11))
         buffers.sampling.load(0, SamplingParams(temperature=0.8), -5, (1, 2), (), ())
-        step = Step(models, buffers, StepKind(2, num_drafted, 24))
+        step = make_step(models, buffers, StepKind(2, num_drafted, 24, tree=tree))
         emitted = []
         for _ in range(2):
             run_step(step)
