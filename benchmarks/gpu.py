@@ -259,7 +259,7 @@ def point(
             end_requests(engine, requests)
     if profiled:
         print(
-            f"  {what}, batch {batch}, context {context}, kernels of a step:\n{report(kernel_shares(engine))}",
+            f"  {what}, batch {batch}, context {context}, kernels of a step:\n{report(kernel_shares(engine.step))}",
             flush=True,
         )
     measured = min(found, key=lambda one: one.step_ms)

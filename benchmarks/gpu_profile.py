@@ -5,13 +5,11 @@ The time from one kernel's end to the next one's is that kernel's here: these ad
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-from slipstream.engine.engine import Engine
 
 STEPS = 8
 
@@ -25,12 +23,12 @@ class KernelShare:
     microseconds: float
 
 
-def kernel_shares(engine: Engine) -> list[KernelShare]:
-    """Profile some steps of an engine whose requests are all decoding; the dearest kernel comes first."""
+def kernel_shares(step: Callable[[], object]) -> list[KernelShare]:
+    """Profile some steps; the dearest kernel comes first."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(STEPS):
-            engine.step()
+            step()
         torch.cuda.synchronize()
     spans = [
         (event.name, event.time_range.start, event.time_range.end)

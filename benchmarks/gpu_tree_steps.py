@@ -1,21 +1,23 @@
-"""What captured steps with trees cost on a GPU, beside one node and a chain of 3.
+"""What captured steps with trees cost on a GPU, beside one node and a chain of 3, and whether that is within bounds.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gpu_tree_steps.py --contexts 1024,10240
+    PYTHONPATH=src:benchmarks python benchmarks/gpu_tree_steps.py --profile
 
 Llama-8B's shape with random weights, one request whose context is taken for computed. Each part of a step is launched
-alone and timed by events; the target's pass over 16 and 32 nodes is compared with that over one.
+alone and timed by events; the target's pass over 16 and 32 nodes is compared with that over one. Prints a table, the
+kernels of a pass over 16 nodes and of a cycle of 64, and which bounds are met; exit status 1 if any is not.
 """
 
 import argparse
-import itertools
-import json
+import math
+import statistics
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 
+from gpu_measure import time_ms
 from gpu_models import LLAMA_8B, TINY, random_draft, random_target
+from gpu_profile import kernel_shares, report
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -33,96 +35,92 @@ TREES = {
 }
 
 
+BOUNDS = {("16 nodes", "pass"): 1.2, ("32 nodes", "pass"): 1.3, ("64 nodes", "cycle"): 6.5}
+"""Of a pass beside that over one node, and of a cycle, in milliseconds, with the shortest context."""
+HEADER = (
+    "| keys | step | draft | verify | choose | extend | cycle, ms | beside 1 node |\n|---|---|---|---|---|---|---|---|"
+)
+
+
 def kinds(max_keys: int) -> dict[str, StepKind]:
     """Return the kinds of steps for one row."""
     trees = {name: StepKind(1, shape.num_nodes - 1, max_keys, tree=shape) for name, shape in TREES.items()}
     return {"1 node": StepKind(1, 0, max_keys, notes=True), "chain of 3": StepKind(1, 3, max_keys), **trees}
 
 
-def seconds(function: Callable[[], None], repeats: int) -> float:
-    """Return the median time of a launch, by events."""
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        function()
-        return time.perf_counter() - started
-    for _ in range(3):
-        function()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        function()
-        mark.record()
-    torch.cuda.synchronize()
-    taken = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
-    return taken[len(taken) // 2] / 1e3
-
-
-def measure(engine: Engine, context: int, repeats: int) -> None:
-    """Print what each part of each kind of step takes with so many keys."""
-    executor = engine.executor
+def measure(engine: Engine, context: int, args: argparse.Namespace) -> dict[str, str]:
+    """Print a row for each kind of step with so many keys; return what is bounded, with a word on the bound."""
+    executor, device = engine.executor, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert isinstance(executor, GraphExecutor)
-    prepared = executor._prepared
     request = engine.add_computed([5] * context, SamplingParams(max_tokens=600, ignore_eos=True), 0)
     for _ in range(2):
         engine.step()
-    alone = 0.0
-    for name, kind in kinds(prepared.max_keys(context + 600)).items():
-        launches = prepared.step(kind)
-        state = executor._state.saved()
-        parts = {"draft": launches.draft, "verify": launches.verify, "choose": launches.choose}
-        if kind.num_drafted:
-            parts["extend"] = launches.extend
-        found = {}
-        for part, launch in parts.items():
-            found[part] = seconds(launch, repeats)
+    alone, judged = 0.0, {}
+    for name, kind in kinds(executor._prepared.max_keys(context + 600)).items():
+        launches, state, found = executor._prepared.step(kind), executor._state.saved(), []
+        for launch in launches.parts():
+            found.append(statistics.median(time_ms(launch, device, args.repeats)))
             executor._state.restore(state)
             launches.draft()
-        alone = alone or found["verify"]
-        told = {part: round(taken * 1e3, 3) for part, taken in found.items()}
-        print(json.dumps({
-            "context": context, "step": name, **told, "cycle_ms": round(sum(found.values()) * 1e3, 3),
-            "verify_beside_1": round(found["verify"] / alone, 3),
-        }), flush=True)  # fmt: skip
+        verify, cycle = found[1], sum(found)
+        alone = alone or verify
+        told = " | ".join(f"{taken:.3f}" for taken in (*found, cycle))
+        print(f"| {context} | {name} | {told} | {verify / alone:.3f}x |", flush=True)
+        for what, value in (("pass", verify / alone), ("cycle", cycle)):
+            most = BOUNDS.get((name, what), math.inf)
+            if most < math.inf and (what == "pass" or context == min(map(int, args.contexts.split(",")))):
+                judged[f"{name}, {context} keys, {what}:"] = (
+                    f"{value:.3f} of {most}, {'met' if value <= most else 'MISSED'}"
+                )
+        profiled = {"16 nodes": [launches.verify], "64 nodes": launches.parts()}.get(name)
+        if args.profile and profiled and device.type == "cuda":
+            print(report(kernel_shares(lambda parts=profiled: [part() for part in parts])), flush=True)
+            executor._state.restore(state)
     engine.abort(request)
     while engine.has_work:
         engine.step()
+    return judged
+
+
+def engine_for(contexts: list[int], args: argparse.Namespace, device: torch.device) -> Engine:
+    """Return an engine for one request, the kernels of all its steps compiled."""
+    target = random_target(TINY if args.tiny else LLAMA_8B, torch.bfloat16, device)
+    draft, room = random_draft(target, min(32000, target.spec.vocab_size)), max(contexts) + 800
+    config = EngineConfig(
+        max_context=room, max_requests=1, num_pages=2 * (room // 16 + 40), prefix_cache=False, cuda_graphs="on"
+    )
+    engine = build_engine(target, draft, TREES["64 nodes"], config, select(device))
+    executor = engine.executor
+    assert isinstance(executor, GraphExecutor)
+    prepared, ops = executor._prepared, executor.runner.ops
+    wanted = [kind for context in contexts for kind in kinds(prepared.max_keys(context + 600)).values()]
+    if device.type == "cuda" and isinstance(ops, CompiledOps):
+        with prepared._nobody_there(), ops.compiling():
+            for kind in dict.fromkeys(wanted):
+                step = make_step(executor._models, executor._buffers, kind)
+                for part in (step.draft, step.verify, step.choose, *([step.extend] if kind.num_drafted else [])):
+                    part()
+    return engine
 
 
 def main() -> int:
-    """Measure."""
+    """Measure; exit status 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", default="1024,10240")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="kernels of 16 nodes' pass and 64 nodes' cycle, too")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     device, contexts = torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.contexts.split(",")
-    started = time.perf_counter()
+    started, judged = time.perf_counter(), dict[str, str]()
     with torch.inference_mode():
-        target = random_target(TINY if args.tiny else LLAMA_8B, torch.bfloat16, device)
-        draft = random_draft(target, min(32000, target.spec.vocab_size))
-        room = max(map(int, contexts)) + 800
-        config = EngineConfig(
-            max_context=room, max_requests=1, num_pages=2 * (room // 16 + 40), prefix_cache=False, cuda_graphs="on"
-        )
-        engine = build_engine(target, draft, TREES["64 nodes"], config, select(device))
-        executor = engine.executor
-        assert isinstance(executor, GraphExecutor)
-        prepared, ops = executor._prepared, executor.runner.ops
-        wanted = [kind for c in contexts for kind in kinds(prepared.max_keys(int(c) + 600)).values()]
-        if device.type == "cuda" and isinstance(ops, CompiledOps):
-            with prepared._nobody_there(), ops.compiling():
-                for kind in dict.fromkeys(wanted):
-                    step = make_step(executor._models, executor._buffers, kind)
-                    step.draft()
-                    step.verify()
-                    step.choose()
-                    if kind.num_drafted:
-                        step.extend()
-        print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
+        engine = engine_for(list(map(int, contexts)), args, device)
+        print(f"ready after {time.perf_counter() - started:.0f} s\n\n{HEADER}", flush=True)
         for context in contexts:
-            measure(engine, int(context), args.repeats)
+            judged |= measure(engine, int(context), args)
+    print("\n" + "\n".join(f"{what} {said}" for what, said in judged.items()))
     print(f"{time.perf_counter() - started:.0f} s")
-    return 0
+    return int(any("MISSED" in said for said in judged.values()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Speculative decoding's own kernels: a draft's best tokens, where nodes of chains lie, and what is accepted of them.
 
-A draft's best k tokens are found in two stages, by block of the vocabulary and by row, after temperature and noise. The
-noise is that of `slipstream.kernels.reference.noise`: Philox4x32-10, and logarithms in float64.
+A draft's best k tokens are found in two stages, by block of the vocabulary and by row, after temperature and noise.
+Trees have kernels of their own (`trees`).
 """
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import RowSampling
 from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
+from slipstream.kernels.triton.sampling_tokens import exact_noise
 
 MAX_K = 16
 """More than so many entries of a row are found by torch."""
@@ -22,29 +23,6 @@ _BLOCK = 2048
 _MANY_BLOCKS = 2048
 """From so many blocks of all rows on, a program takes `_TAKEN` of them: there are programs enough for the device."""
 _TAKEN = 4
-
-
-@triton.jit
-def _gumbel(seed, position, token):
-    """Return float32 noise for tokens [n] of one seed and position."""
-    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
-    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    c0 = (token >> 2).to(tl.uint32)
-    c1 = tl.zeros_like(c0) + (position & 0xFFFFFFFF).to(tl.uint32)
-    c2 = tl.zeros_like(c0)
-    c3 = tl.zeros_like(c0)
-    a = tl.full(c0.shape, 0xD2511F53, tl.uint32)
-    b = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
-    for _ in tl.static_range(10):
-        high0, low0 = tl.umulhi(c0, a), c0 * a
-        high1, low1 = tl.umulhi(c2, b), c2 * b
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 = k0 + tl.full([], 0x9E3779B9, tl.uint32)
-        k1 = k1 + tl.full([], 0xBB67AE85, tl.uint32)
-    lane = token & 3
-    word = tl.where(lane < 2, tl.where(lane == 0, c0, c1), tl.where(lane == 2, c2, c3))
-    u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-    return (-tl.log(-tl.log(u))).to(tl.float32)
 
 
 @triton.jit
@@ -67,7 +45,7 @@ def _logits(logits_ptr, row, entry, V, stride):
 def _perturbed(logits, ids_ptr, temperature, seed_ptr, position_ptr, row, entry, V):
     """Return logits / T + noise."""
     token = tl.load(ids_ptr + entry, mask=entry < V, other=0).to(tl.int32)
-    noise = _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), token)
+    noise = exact_noise(token, tl.load(position_ptr + row), tl.load(seed_ptr + row))
     return tl.div_rn(logits, tl.zeros_like(logits) + temperature) + noise
 
 

@@ -218,11 +218,11 @@ def hopper_tree_kernel(
     root_split = root // BLOCK
     whole_splits = root_split // IN_GROUP * IN_GROUP if WHOLE else 0
     pages_at = pages_ptr + request.to(gl.int64) * pages_stride
-    if part < shares:
+    if part >= EACH:
         each = (root_split + shares - 1) // shares
         if WHOLE:
             each = ((root_split + IN_GROUP - 1) // IN_GROUP + shares - 1) // shares * IN_GROUP
-        from_split = part * each
+        from_split = (part - EACH) * each
         to_split = gl.minimum(from_split + each, root_split)
         if from_split < to_split:
             ones = gl.allocate_shared_memory(dtype, [SUM_COLUMNS, BLOCK], WIDE)
@@ -241,8 +241,8 @@ def hopper_tree_kernel(
                 partial_ptr, request, group, first, from_split, to_split, whole_splits, num_places, group_places, scale,
                 HEADS, GROUPS, WIDTH, STRIDE, NODES, PAGE, RUNNING, STAGES, EARLY, PDL,
             )  # fmt: skip
-    elif first + part - shares < NODES:
-        token = (request * NODES + first + part - shares).to(gl.int64)
+    elif first + part < NODES:
+        token = (request * NODES + first + part).to(gl.int64)
         end = gl.load(index_ptr + token, cache_modifier=".cg").to(gl.int32) + 1
         buffers = (
             reinterpret(key_boxes, dtype, [BLOCK, WIDTH], PLAIN),

@@ -96,20 +96,14 @@ def merge_group(best, total, acc, four, ROWS: tl.constexpr, D: tl.constexpr, WHO
 
 
 @triton.jit
-def merge_compact(
-    sums_at, part_at, first_split, last_split, real,
-    ROWS: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
+def merge_sixteens(
+    best, total, acc, sums_at, part_at, first, count, real,
+    ROWS: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return what `merge_stored` does, of the first ROWS rows of results that have STRIDE, sixteen read at a time.
+    """Merge the results from `first` to `count` in their order, sixteen read at a time.
 
     Merging with a result of no keys changes no bit, so the last sixteen may be fewer.
     """
-    best, total, acc = nothing(ROWS, D)
-    first_group = first_split // IN_GROUP
-    first, count = 0, tl.cdiv(last_split, IN_GROUP) - first_group
-    if not WHOLE:
-        first, count = first_split - first_group * IN_GROUP, last_split - first_group * IN_GROUP
     for place in range(0, count, 16):
         four_0 = stored_four(sums_at, part_at, place, first, count, real, STRIDE, D)
         four_1 = stored_four(sums_at, part_at, place + 4, first, count, real, STRIDE, D)
@@ -120,6 +114,22 @@ def merge_compact(
         best, total, acc = merge_group(best, total, acc, four_1, ROWS, D, WHOLE)
         best, total, acc = merge_group(best, total, acc, four_2, ROWS, D, WHOLE)
         best, total, acc = merge_group(best, total, acc, four_3, ROWS, D, WHOLE)
+    return best, total, acc
+
+
+@triton.jit
+def merge_compact(
+    sums_at, part_at, first_split, last_split, real,
+    ROWS: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, IN_GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Return what `merge_stored` does, of the first ROWS rows of results that have STRIDE, sixteen read at a time."""
+    best, total, acc = nothing(ROWS, D)
+    first_group = first_split // IN_GROUP
+    first, count = 0, tl.cdiv(last_split, IN_GROUP) - first_group
+    if not WHOLE:
+        first, count = first_split - first_group * IN_GROUP, last_split - first_group * IN_GROUP
+    _, total, acc = merge_sixteens(best, total, acc, sums_at, part_at, first, count, real, ROWS, STRIDE, D, WHOLE, PDL)
     return total, acc
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.triton.attention.hopper_launch import HOPPER_ROWS, launch_tree, prefill_fits
-from slipstream.kernels.triton.attention.merge import merge_group, stored_four
+from slipstream.kernels.triton.attention.merge import merge_group, merge_sixteens, stored_four
 from slipstream.kernels.triton.attention.split_kv import load_queries, prefetch_block
 from slipstream.kernels.triton.attention.tile import (
     SPLITS_IN_GROUP,
@@ -162,7 +162,8 @@ def tree_splits_kernel(
     """Attend to a share of the splits before a tile's roots, or to the splits from the root's on of one of its nodes.
 
     Args:
-        shares: programs that share the splits before; behind them comes one for each node of the tile.
+        shares: programs that share the splits before. They come behind those of the tile's nodes: the last shares are
+            empty below the bound on keys, and no node should wait for them to come and go.
         OWN_ROWS: rows of a node's own tile, the heads that share a key; STRIDE of its results.
         WHOLE: programs take groups of splits.
         EARLY: look things up before the inputs are there.
@@ -182,11 +183,11 @@ def tree_splits_kernel(
     k_at, v_at = k_ptr + group * WIDTH, v_ptr + group * WIDTH
     scales = (k_scales_ptr, v_scales_ptr, group * scale_stride, scale_step)
     column = tl.arange(0, D)
-    if part < shares:
+    if part >= TOKENS:
         each = tl.cdiv(root_split, shares)
         if WHOLE:
             each = tl.cdiv(tl.cdiv(root_split, IN_GROUP), shares) * IN_GROUP
-        from_split = part * each
+        from_split = (part - TOKENS) * each
         to_split = tl.minimum(from_split + each, root_split)
         if from_split < to_split:
             row = tl.arange(0, ROWS)
@@ -206,8 +207,8 @@ def tree_splits_kernel(
                 from_split, to_split, root_split, whole_splits, group_places, scale, sums_at, partial_ptr + part_at,
                 real, WIDTH, D, GROUPS * WIDTH, ROWS, STRIDE, SPLIT, BLOCK, PAGE, IN_GROUP, RUNNING,
             )  # fmt: skip
-    elif first + part - shares < NODES:
-        token = (request * NODES + first + part - shares).to(tl.int64)
+    elif first + part < NODES:
+        token = (request * NODES + first + part).to(tl.int64)
         end = tl.load(index_ptr + token, cache_modifier=".cg").to(tl.int32) + 1
         path_at = paths_ptr + token * DEPTH
         at = _path_offsets(pages_at, path_at, slot_stride, root_split * SPLIT, end, root, BLOCK, PAGE)
@@ -218,38 +219,6 @@ def tree_splits_kernel(
             root, end, num_places, group_places - whole_splits, slot_stride, scale,
             HEADS, GROUPS, WIDTH, D, OWN_ROWS, STRIDE, SPLIT, BLOCK, PAGE,
         )  # fmt: skip
-
-
-@triton.jit
-def _stored_sixteen(sums_at, part_at, place, count, real, STRIDE: tl.constexpr, D: tl.constexpr):
-    """Return sixteen results from `place` on, all read at once; those from `count` on are of no keys."""
-    four_0 = stored_four(sums_at, part_at, place, 0, count, real, STRIDE, D)
-    four_1 = stored_four(sums_at, part_at, place + 4, 0, count, real, STRIDE, D)
-    four_2 = stored_four(sums_at, part_at, place + 8, 0, count, real, STRIDE, D)
-    four_3 = stored_four(sums_at, part_at, place + 12, 0, count, real, STRIDE, D)
-    return four_0, four_1, four_2, four_3
-
-
-@triton.jit
-def _merge_sixteen(best, total, acc, sixteen, STRIDE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
-    """Merge sixteen results that were read, in their order."""
-    best, total, acc = merge_group(best, total, acc, sixteen[0], STRIDE, D, WHOLE)
-    best, total, acc = merge_group(best, total, acc, sixteen[1], STRIDE, D, WHOLE)
-    best, total, acc = merge_group(best, total, acc, sixteen[2], STRIDE, D, WHOLE)
-    return merge_group(best, total, acc, sixteen[3], STRIDE, D, WHOLE)
-
-
-@triton.jit
-def _merge_all(
-    best, total, acc, sums_at, part_at, first, count, real, STRIDE: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """Merge the results from `first` to `count`, 32 read at a time."""
-    for place in range(first, count, 32):
-        sixteen = _stored_sixteen(sums_at, part_at, place, count, real, STRIDE, D)
-        later = _stored_sixteen(sums_at, part_at, place + 16, count, real, STRIDE, D)
-        best, total, acc = _merge_sixteen(best, total, acc, sixteen, STRIDE, D, WHOLE)
-        best, total, acc = _merge_sixteen(best, total, acc, later, STRIDE, D, WHOLE)
-    return best, total, acc
 
 
 @triton.jit(do_not_specialize=["num_places", "group_places"])
@@ -283,12 +252,15 @@ def tree_merge_kernel(
         four_0 = stored_four(own_sums_at, own_part_at, 0, 0, count, real, STRIDE, D)
         four_1 = stored_four(own_sums_at, own_part_at, 4, 0, count, real, STRIDE, D)
         num_groups = tl.minimum(whole_splits // IN_GROUP, 1) if RUNNING else whole_splits // IN_GROUP
-        best, total, acc = _merge_all(best, total, acc, sums_at, part_at, 0, num_groups, real, STRIDE, D, True)
+        best, total, acc = merge_sixteens(
+            best, total, acc, sums_at, part_at, 0, num_groups, real, STRIDE, STRIDE, D, True, PDL
+        )
         best, total, acc = merge_group(best, total, acc, four_0, STRIDE, D, False)
         best, total, acc = merge_group(best, total, acc, four_1, STRIDE, D, False)
-        best, total, acc = _merge_all(best, total, acc, own_sums_at, own_part_at, 8, count, real, STRIDE, D, False)
     else:
-        best, total, acc = _merge_all(best, total, acc, sums_at, part_at, 0, last_split, real, STRIDE, D, False)
+        best, total, acc = merge_sixteens(
+            best, total, acc, sums_at, part_at, 0, last_split, real, STRIDE, STRIDE, D, False, PDL
+        )
     head = group * REPEATS + row
     out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
     is_out = real[:, None] & (column < WIDTH)[None, :]
@@ -326,6 +298,7 @@ class TreeLayout:
         if cells * num_splits <= config.programs:
             return TreeLayout(-(-num_splits // config.share), 0, num_splits + own)
         groups, rest = -(-num_splits // SPLITS_IN_GROUP), SPLITS_IN_GROUP - 1 + own
+        assert rest <= 2 * SPLITS_IN_GROUP, "splits behind the groups are merged at once"
         shares = max(min(config.programs // cells, groups), 1)
         if shares == 1 or (groups + rest) * bytes_each > _MOST_BYTES:
             return TreeLayout(1, 1, rest, running=True)
