@@ -126,7 +126,7 @@ def _chosen(ops: TritonOps) -> Iterator[None]:
     for shape in TREES:
         growth = Growth.start(plan_of(shape, META), grown, 16)
         nodes = TreeNodes.allocate(empty(8, shape.num_nodes), empty(8, shape.num_nodes), shape.depth)
-        yield ops.plant_trees(growth, *grow(growth, _Drafted(), ops), nodes)
+        yield ops.rerank_trees(growth, *grow(growth, _Drafted(), ops), nodes)
         outcome = TreeOutcome.allocate(8, shape.depth, META)
         yield ops.accept_trees(rows, nodes, empty(8, shape.num_nodes), empty(shape.depth), outcome)
 

@@ -131,7 +131,7 @@ class WithoutChains:
     """The Triton kernels, with a step's bookkeeping left to torch."""
 
     def __getattr__(self, name):
-        if name in ("place_chains", "propose", "accept_chains", "expand_level", "plant_trees", "accept_trees"):
+        if name in ("place_chains", "propose", "accept_chains", "expand_level", "rerank_trees", "accept_trees"):
             raise AttributeError(name)
         return getattr(OPS, name)
 

@@ -1,4 +1,4 @@
-"""Trees are grown, planted and accepted by kernels as torch does it, to the bit, equal scores included."""
+"""Trees are grown, reranked and accepted by kernels as torch does it, to the bit, equal scores included."""
 
 import dataclasses
 
@@ -60,7 +60,7 @@ class Drawn:
 
 
 def grown(ops, shape, num_rows, feeds, seed):
-    """Return the levels that grew, the candidates that were noted and the nodes that were planted."""
+    """Return the levels that grew, the candidates that were noted and the nodes that were kept."""
     generator = torch.Generator().manual_seed(seed)
     batch = dataclasses.replace(rows_of(num_rows, 1, generator), pages_RP=pages_of(num_rows, generator))
     rows = GrowthRows(batch.pages_RP, batch.committed_R, batch.committed_R + 1, batch.temperature_R, batch.seed_R)
@@ -69,7 +69,7 @@ def grown(ops, shape, num_rows, feeds, seed):
     slots = torch.randint(0, 999, tokens.shape, generator=generator).to(DEVICE)
     nodes = TreeNodes.allocate(tokens, slots, shape.depth)
     last = grow(growth, grower, ops)
-    ops.plant_trees(growth, *last, nodes)
+    ops.rerank_trees(growth, *last, nodes)
     noted = growth.plan.num_candidates - last[1].tokens_RAK[0].numel()
     made = [getattr(growth.made, field.name)[:, :noted] for field in dataclasses.fields(growth.made)]
     return grower.levels, made, nodes

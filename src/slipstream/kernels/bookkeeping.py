@@ -56,7 +56,7 @@ class StepOps(Protocol):
         """
         ...
 
-    def plant_trees(self, growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
+    def rerank_trees(self, growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
         """Keep what the plan says of all candidates, the last level's children among them, and write the nodes.
 
         Nodes are in the order of candidates. Where the best are kept, parents are: a child never scores above its

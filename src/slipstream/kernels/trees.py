@@ -160,7 +160,7 @@ class LevelNodes:
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """The nodes of a step's trees, written by `StepOps.plant_trees`; contiguous, int64 unless said.
+    """The nodes of a step's trees, written by `StepOps.rerank_trees`; contiguous, int64 unless said.
 
     Args:
         tokens_RN, slots_RN: as `ChainPlaces` has them: the roots' tokens and every node's slot are there.

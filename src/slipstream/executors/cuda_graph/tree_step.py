@@ -80,7 +80,7 @@ class TreeStep:
         depth = len(self._plan.widths) + 1
         levels = levels_of(models.draft, models.draft_kv, models.ops, grown_rows, start, depth)
         growth = Growth.start(self._plan, grown_rows, page_size)
-        self._books.plant_trees(growth, *grow(growth, levels, self._books), self._nodes)
+        self._books.rerank_trees(growth, *grow(growth, levels, self._books), self._nodes)
 
     def verify(self) -> None:
         """Run the target over roots and trees."""

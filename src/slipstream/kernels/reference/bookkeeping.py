@@ -9,7 +9,7 @@ from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import Ops, RowSampling
 from slipstream.kernels.reference.noise import scattered
-from slipstream.kernels.reference.trees import NodePaths, expand_level, kept_path, plant_trees, simulated_lengths
+from slipstream.kernels.reference.trees import NodePaths, expand_level, kept_path, rerank_trees, simulated_lengths
 from slipstream.kernels.trees import Children, Growth, LevelNodes, TreeNodes, TreeOutcome
 
 
@@ -75,9 +75,9 @@ class TorchBookkeeping:
         """Note a level's candidates, and return those that the draft is run on next."""
         return expand_level(growth, above, children, feedback_LH)
 
-    def plant_trees(self, growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
+    def rerank_trees(self, growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
         """Keep what the plan says, and write the nodes."""
-        plant_trees(growth, above, children, nodes)
+        rerank_trees(growth, above, children, nodes)
 
     def accept_trees(
         self, rows: ChainRows, nodes: TreeNodes, chosen_RN: Tensor, thresholds_K: Tensor, outcome: TreeOutcome

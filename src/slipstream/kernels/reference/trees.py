@@ -111,7 +111,7 @@ def kept_candidates(growth: Growth, above: LevelNodes | None, children: Children
     )
 
 
-def plant_trees(growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
+def rerank_trees(growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
     """Keep what the plan says of all candidates, and write the nodes."""
     kept = kept_candidates(growth, above, children)
     nodes.tokens_RN[:, 1:] = kept.tokens_RC

@@ -16,6 +16,7 @@ from slipstream.kernels.attention_batch import AttentionBatch, KvLayer
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.ops import Layer, RowSampling, Sight
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.reference.trees import expand_level
 from slipstream.kernels.sampling import Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.kernels.trees import Children, Growth, LevelNodes, TreeNodes, TreeOutcome
 from slipstream.kernels.triton import norm, sampling, speculative, trees
@@ -256,11 +257,12 @@ class TritonOps:
     ) -> LevelNodes:
         """Note a level's candidates, and return those that the draft is run on next."""
         level = trees.expand_level(growth, above, children, feedback_LH, self._dependent)
-        return replace(level, tokens_RW=level.tokens_RW.zero_()) if self._compiling else level
+        # Where kernels are only compiled, torch may write keys all the same, and needs true slots.
+        return expand_level(growth, above, children, feedback_LH) if self._compiling else level
 
-    def plant_trees(self, growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
+    def rerank_trees(self, growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes) -> None:
         """Keep what the plan says of all candidates, and write the nodes."""
-        trees.plant_trees(growth, above, children, nodes, self._dependent)
+        trees.rerank_trees(growth, above, children, nodes, self._dependent)
 
     def accept_trees(
         self, rows: ChainRows, nodes: TreeNodes, chosen_RN: Tensor, thresholds_K: Tensor, outcome: TreeOutcome

@@ -1,4 +1,4 @@
-"""The trees of a step: one kernel for each level that grows, one that plants the nodes, one that accepts a path."""
+"""The trees of a step: a kernel for each level that grows, one that reranks candidates, one that accepts a path."""
 # Triton gives kernel arguments their types when it compiles, so Python has none to check.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913
@@ -123,7 +123,7 @@ def _of_best(order, num_kept):
 
 
 @triton.jit(do_not_specialize=["num_new", "num_made", "tried", "first", "num_kept", "depth"])
-def plant_kernel(
+def rerank_kernel(
     scores_ptr, child_tokens_ptr, above_ptr, made_tokens_ptr, made_parents_ptr, made_scores_ptr, kept_ptr, lengths_ptr,
     tokens_ptr, slots_ptr, parents_ptr, depth_ptr, position_ptr, foretold_ptr, nodes_ptr, path_ptr, node_slots_ptr,
     root_ptr, num_new, num_made, tried, first, num_kept, depth,
@@ -251,12 +251,12 @@ def expand_level(
     return level
 
 
-def plant_trees(
+def rerank_trees(
     growth: Growth, above: LevelNodes | None, children: Children, nodes: TreeNodes, dependent: bool
 ) -> None:
     """Keep what the plan says of all candidates, and write the nodes."""
     plan, made, num_new = growth.plan, growth.made, children.tokens_RAK[0].numel()
-    plant_kernel[(len(nodes.root_R),)](
+    rerank_kernel[(len(nodes.root_R),)](
         *_of_children(children, above), made.tokens_RC, made.parents_RC, made.scores_RC,
         nodes.parents_RN if plan.kept_C is None else plan.kept_C, growth.rows.lengths_R, nodes.tokens_RN,
         nodes.slots_RN, nodes.parents_RN, nodes.depth_RN, nodes.position_RN, nodes.foretold_RN, nodes.nodes_RND,
