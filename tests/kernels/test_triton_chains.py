@@ -1,16 +1,15 @@
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_samples import PAGE_SIZE, assert_same, copied, rows_of
 from triton_samples import numbers, triton_ops
 
 from interpreted import DEVICE
 from slipstream.executors.cuda_graph.state import Loaded, StepModels
 from slipstream.executors.cuda_graph.step import StepKind
 from slipstream.executors.cuda_graph.tree_step import make_step
-from slipstream.kernels import ChainOutcome, ChainPlaces, ChainRows, RowSampling, step_ops
+from slipstream.kernels import ChainOutcome, ChainPlaces, RowSampling, step_ops
 from slipstream.kernels.reference.bookkeeping import TorchBookkeeping
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.triton import speculative
@@ -22,29 +21,7 @@ from tiny import tiny_draft, tiny_target
 
 OPS = triton_ops()
 TORCH = TorchBookkeeping(ReferenceOps(DEVICE))
-PAGE_SIZE = 4
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32))
-
-
-def rows_of(num_rows: int, num_nodes: int, generator: torch.Generator) -> ChainRows:
-    """A batch whose page tables are views of wider ones, as a step's are."""
-
-    def whole(high: int) -> torch.Tensor:
-        return torch.randint(0, high, (num_rows,), generator=generator).to(DEVICE)
-
-    pages = torch.randint(0, 100, (num_rows, 12), generator=generator, dtype=torch.int32).to(DEVICE)
-    temperature = torch.rand(num_rows, generator=generator).to(DEVICE)
-    assert 30 + num_nodes <= 10 * PAGE_SIZE
-    return ChainRows(whole(30), whole(9), whole(2), temperature, whole(2**62) * 3, whole(40), pages[:, :10])
-
-
-def copied(values):
-    return type(values)(**{f.name: getattr(values, f.name).clone() for f in dataclasses.fields(values)})
-
-
-def assert_same(got, expected):
-    for field in dataclasses.fields(expected):
-        assert torch.equal(getattr(got, field.name), getattr(expected, field.name)), field.name
 
 
 @given(SIZES)

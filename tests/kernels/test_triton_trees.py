@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_triton_chains import assert_same, copied, rows_of
+from step_samples import PAGE_SIZE, assert_same, copied, rows_of
 from triton_samples import triton_ops
 
 from interpreted import DEVICE
@@ -17,7 +17,7 @@ from slipstream.speculation.grow import grow, plan_of
 from slipstream.speculation.tree import TreeShape
 
 OPS, TORCH = triton_ops(), TorchBookkeeping(ReferenceOps(DEVICE))
-PAGE_SIZE, VOCAB, HIDDEN = 4, 11, 6
+VOCAB, HIDDEN = 11, 6
 INF, NAN = float("inf"), float("nan")
 SCORES = torch.tensor([0.0, -0.0, -0.5, -0.5, -1.25, -2.0, -INF, 1e-7, NAN])
 """What children score: many alike, some above 0 as rounding may have it, and what a broken draft says."""

@@ -89,9 +89,9 @@ def sums(ranks: Ranks, dtype: torch.dtype, num_rows: int):
 
 
 def best_entries(ranks: Ranks, logits_LV: torch.Tensor, sampling: RowSampling, k: int):
-    """Return the best entries of logits of which every rank has its columns only."""
+    """Return the best of logits of which every rank has its columns only."""
     span = ranks.cut(logits_LV.shape[1])
     mine_LW = logits_LV[:, span.start : span.stop].contiguous()
     token_ids_V = torch.arange(logits_LV.shape[1])
     best = ranks.top_k(mine_LW, token_ids_V, sampling, OPS, k)
-    return best.scores_LK, best.entries_LK
+    return best.scores_LK, best.tokens_LK

@@ -36,10 +36,10 @@ def test_the_best_entries_of_split_logits_are_those_of_whole_ones(at_work):
     seed_L = torch.randint(0, 2**62, (40,), generator=generator)
     sampling = RowSampling(temperature_L, seed_L, torch.arange(40))
     for size in (2, 4):
-        for scores_LK, entries_LK in at_work.run(size, programs.best_entries, logits_LV, sampling, 5):
+        for scores_LK, tokens_LK in at_work.run(size, programs.best_entries, logits_LV, sampling, 5):
             scores, _ = OPS.top_k(logits_LV, torch.arange(64), sampling, 5)
             torch.testing.assert_close(scores_LK, scores)
-            found = torch.log_softmax(OPS.perturb(logits_LV, torch.arange(64), sampling), -1).gather(1, entries_LK)
+            found = torch.log_softmax(OPS.perturb(logits_LV, torch.arange(64), sampling), -1).gather(1, tokens_LK)
             torch.testing.assert_close(found, scores)
 
 

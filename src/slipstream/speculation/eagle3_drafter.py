@@ -15,29 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels import (
-    Borrowed,
-    Candidates,
-    ChainOps,
-    ChainStart,
-    CopyText,
-    Cut,
-    Follower,
-    Growth,
-    Ops,
-    RoundResult,
-    step_ops,
-)
-from slipstream.kernels.reference.trees import kept_candidates
+from slipstream.kernels import Borrowed, Candidates, ChainOps, ChainStart, CopyText, Cut, Follower, Ops, RoundResult
 from slipstream.models.context import KvCache, QueryTokens, page_table, paged_context
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.controller import Reach
 from slipstream.speculation.copying import Copier
 from slipstream.speculation.drafter import DraftView, Observed
-from slipstream.speculation.grow import grow, plan_of, with_trees
+from slipstream.speculation.grow import with_trees
 from slipstream.speculation.late import LatePages, LateRun
-from slipstream.speculation.levels import LevelsStart, growth_rows, levels_of
+from slipstream.speculation.levels import LevelsStart, grown_trees
 from slipstream.speculation.merge import Guess, add_copies
 from slipstream.speculation.outcomes import chains_of
 from slipstream.speculation.pace import Pace
@@ -164,7 +151,8 @@ class Eagle3Drafter:
         cut = Cut() if self._pace is None else self._pace.start(len(views), self.shape.num_nodes - 1).cut
         candidates = self._chains(grown, cut)
         if candidates is None:
-            candidates = self._grown(grown, roots.tokens_RN.device)
+            start = LevelsStart(*self._stacked([self._last[view.request_id] for view in grown]), self._borrowed(grown))
+            candidates = grown_trees(self._draft, self._kv, self._ops, grown, start, self.shape)
         trees = with_trees(roots, known, candidates)
         if self._copier is None and self._pace is None:
             return trees
@@ -176,14 +164,6 @@ class Eagle3Drafter:
             self._guesses = {view.request_id: guess for view, guess in zip(grown, tokens, strict=True)}
             trees = trees.cut(known, 1 + kept_RC.sum(1))
         return self._with_copies(views, trees, dict(zip(known, scores, strict=True)), cut)
-
-    def _grown(self, views: Sequence[DraftView], device: torch.device) -> Candidates:
-        """Grow trees level by level."""
-        start = LevelsStart(*self._stacked([self._last[view.request_id] for view in views]), self._borrowed(views))
-        rows = growth_rows(views, device)
-        levels = levels_of(self._draft, self._kv, self._ops, rows, start, self.shape.depth)
-        growth = Growth.start(plan_of(self.shape, device), rows, self._kv.page_size)
-        return kept_candidates(growth, *grow(growth, levels, step_ops(self._ops)))
 
     def _with_copies(
         self, views: Sequence[DraftView], trees: TreeBatch, scores: Mapping[int, Sequence[float]], cut: Cut

@@ -10,10 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels import AttentionBatch, Borrowed, Children, GrowthRows, LevelNodes, Ops, RowSampling
+from slipstream.kernels import (
+    AttentionBatch,
+    Borrowed,
+    Candidates,
+    Children,
+    Growth,
+    GrowthRows,
+    LevelNodes,
+    Ops,
+    RowSampling,
+    step_ops,
+)
+from slipstream.kernels.reference.trees import kept_candidates
 from slipstream.models.context import KvCache, PagedContext, masks_context, page_table
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.drafter import DraftView
+from slipstream.speculation.grow import grow, plan_of
+from slipstream.speculation.tree import TreeShape
 
 
 def growth_rows(views: Sequence[DraftView], device: torch.device) -> GrowthRows:
@@ -103,6 +117,16 @@ def levels_of(
     if draft.mask_features_C is None:
         return Levels(draft, kv, ops, rows, start)
     return MaskedLevels(draft, kv, ops, rows, start, depth - 1)
+
+
+def grown_trees(
+    draft: Eagle3Draft, kv: KvCache, ops: Ops, views: Sequence[DraftView], start: LevelsStart, shape: TreeShape
+) -> Candidates:
+    """Grow a tree behind the last slot of each request; return the nodes that are kept."""
+    device = draft.token_ids_V.device
+    growth = Growth.start(plan_of(shape, device), growth_rows(views, device), kv.page_size)
+    levels = levels_of(draft, kv, ops, growth.rows, start, shape.depth)
+    return kept_candidates(growth, *grow(growth, levels, step_ops(ops)))
 
 
 class _Best:
