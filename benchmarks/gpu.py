@@ -6,11 +6,13 @@
 Needs torch, Triton and this repository. First the read bandwidth R is measured; then, for every point, the bytes a
 step must read are counted (weights once, keys and values of every request), and the time is put beside bytes / R, the
 floor. Contexts are not computed: requests start on caches of random keys. Steps run through `Engine.step`, streamed
-tokens and all; "host" is the share of wall time in which the device was not at work on a step. Sections can be
-chosen with --only; one that fails is reported and the others go on.
+tokens and all; "host" is the share of wall time in which the device was not at work on a step, "verify" the target's
+part of it: beside that of plain decoding it says what the drafted nodes cost. The embedded model's answers must be
+those of plain decoding. Sections can be chosen with --only; one that fails is reported and the others go on.
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -25,17 +27,18 @@ from pathlib import Path
 
 import torch
 
-from gpu_measure import end_requests, measure_steps, pass_bytes, pass_ms, read_bandwidth, start_requests, step_bytes
-from gpu_models import LLAMA_8B, TINY, engine_of, pack_fp8, random_draft, random_target, target_models
+from gpu_measure import end_requests, measure_steps, pass_bytes, read_bandwidth, start_requests, step_bytes
+from gpu_models import LLAMA_8B, TINY, engine_of, pack_fp8, random_draft, random_target
 from gpu_profile import STEPS, kernel_shares, report
-from gpu_smollm import EmbeddedPair, embedded_pair, lossless, speed
+from gpu_smollm import embedded_pair, speed
 from slipstream.engine.config import EngineConfig, KvCacheDtype
 from slipstream.engine.memory import kv_dtypes
 from slipstream.kernels import KERNEL_CHOICES, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.target import Target
+from slipstream.speculation.tree import TreeShape
 
-SECTIONS = ("vllm", "decode", "eagle3", "verify", "kv_fp8", "fp8", "smollm", "lossless")
+SECTIONS = ("vllm", "decode", "eagle3", "kv_fp8", "fp8", "smollm")
 NUM_DRAFTED = 3
 LENGTH = 2.88  # the acceptance length that is simulated
 PAGE_SIZE = 16
@@ -58,10 +61,9 @@ class Sizes:
     draft_vocab: int = 32000
     smollm_batches: tuple[int, ...] = (1, 8, 32)
     smollm_tokens: int = 256
-    repeats: int = 30
 
 
-TINY_SIZES = Sizes((1, 3), (40,), 2, 8, 2, 1 << 22, 61, (1, 3), 16, 3)
+TINY_SIZES = Sizes((1, 3), (40,), 2, 8, 2, 1 << 22, 61, (1, 3), 16)
 
 
 @dataclass
@@ -128,9 +130,9 @@ def main() -> int:
     run.bandwidth = read_bandwidth(device, run.sizes.bandwidth_bytes)
     print(f"read bandwidth R: {run.bandwidth / 1e12:.3f} TB/s", flush=True)
     with torch.inference_mode():
-        if {"decode", "eagle3", "verify", "kv_fp8", "fp8"} & set(args.only):
+        if {"decode", "eagle3", "kv_fp8", "fp8"} & set(args.only):
             guarded(run, "llama", lambda: llama(run))
-        if {"smollm", "lossless"} & set(args.only):
+        if "smollm" in args.only:
             guarded(run, "smollm", lambda: smollm(run))
     print_table(run)
     if args.out is not None:
@@ -145,7 +147,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", choices=KERNEL_CHOICES, default="auto")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS))
     parser.add_argument("--bundle", type=Path, help="the embedded model, from gpu_bundle.py")
-    parser.add_argument("--count", type=int, default=200, help="questions of the lossless section")
     parser.add_argument("--vllm", type=Path, help="a folder with measure.py and models/, as the vLLM peer's is")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which points are left out")
@@ -189,8 +190,6 @@ def llama(run: Run) -> None:
         guarded(run, "decode", lambda: points(run, "decode", "plain", target, None))
     if "eagle3" in run.args.only:
         guarded(run, "eagle3", lambda: points(run, "eagle3", "EAGLE-3 K=3", target, draft))
-    if "verify" in run.args.only:
-        guarded(run, "verify", lambda: verify(run, target))
     if "kv_fp8" in run.args.only:
         guarded(run, "kv_fp8", lambda: kv_fp8(run, target))
     if "fp8" in run.args.only:
@@ -266,23 +265,13 @@ def point(
     per_request = measured.tokens_per_step / batch
     mean_context = context + per_request * (warm + steps / 2)
     nbytes = pass_bytes(target, batch, mean_context, kv_dtypes(target, config)[0])
-    note = f"runs {', '.join(f'{one.step_ms:.3f}' for one in found)} ms"
+    note = f"runs {', '.join(f'{one.step_ms:.3f}' for one in found)} ms; verify {measured.phase_ms['verify']:.3f} ms"
     if draft is not None:
         nbytes = step_bytes(target, draft, batch, mean_context, num_drafted)
         note += f"; acceptance length {per_request:.2f}; {measured.step_ms / LENGTH:.3f} ms at {LENGTH}"
-    return Row(
-        section,
-        what,
-        batch,
-        context,
-        measured.step_ms,
-        measured.tokens_per_s,
-        measured.step_ms / per_request,
-        nbytes / 1e9,
-        nbytes / run.bandwidth * 1e3,
-        measured.host_overhead,
-        note,
-    )
+    ms, floor = measured.step_ms, (nbytes / 1e9, nbytes / run.bandwidth * 1e3)
+    figures = (ms, measured.tokens_per_s, ms / per_request, *floor, measured.host_overhead)
+    return Row(section, what, batch, context, *figures, note)
 
 
 def acceptance_rates(length: float = LENGTH) -> tuple[float, ...]:
@@ -294,84 +283,25 @@ def acceptance_rates(length: float = LENGTH) -> tuple[float, ...]:
     return tuple(rate**position for position in range(1, NUM_DRAFTED + 1))
 
 
-def verify(run: Run, target: Target) -> None:
-    """Time a pass over 4 nodes of each request beside a pass over one."""
-    for context in run.sizes.contexts:
-        for batch in run.sizes.batches[:2]:
-            if run.late():
-                return
-            pages = batch * -(-(context + NUM_DRAFTED + 1) // PAGE_SIZE) + 1
-            models = target_models(target, run.ops, pages, PAGE_SIZE)
-            one, four = (pass_ms(models, batch, drafted, context, run.sizes.repeats) for drafted in (0, NUM_DRAFTED))
-            nbytes = pass_bytes(target, batch, context)
-            floor_ms = nbytes / run.bandwidth * 1e3
-            run.add(Row("verify", "pass over 1 node", batch, context, one, gbytes=nbytes / 1e9, floor_ms=floor_ms))
-            note = f"{four / one:.3f}x a pass over 1"
-            run.add(
-                Row(
-                    "verify",
-                    "pass over 4 nodes",
-                    batch,
-                    context,
-                    four,
-                    gbytes=nbytes / 1e9,
-                    floor_ms=floor_ms,
-                    note=note,
-                )
-            )
-            del models
-            free_memory(run.device)
-
-
 def smollm(run: Run) -> None:
-    """Measure the embedded model with its draft, and hold its tokens against those without."""
+    """Measure the embedded model without a draft, with chains, and choosing by itself; the answers must be the same."""
     pair = embedded_pair(run.args.bundle, run.device, run.args.tiny)
-    if "smollm" in run.args.only:
-        guarded(run, "smollm", lambda: smollm_speed(run, pair))
-    if "lossless" in run.args.only:
-        guarded(run, "lossless", lambda: smollm_lossless(run, pair))
-
-
-def smollm_speed(run: Run, pair: EmbeddedPair) -> None:
-    """Measure plain and drafted decoding of real prompts at real acceptance."""
+    arms = {"plain": None, f"EAGLE-3 K={NUM_DRAFTED}": TreeShape.chain(NUM_DRAFTED), "EAGLE-3 automatic": None}
     for batch in run.sizes.smollm_batches:
-        for draft in (None, pair.draft):
+        expected = None
+        for what, shape in arms.items():
             if run.late():
                 return
-            num_drafted = NUM_DRAFTED if draft is not None else 0
-            measured = speed(pair, draft, run.ops, batch, run.sizes.smollm_tokens, num_drafted)
-            per_request = measured.tokens_per_step / batch
-            run.add(
-                Row(
-                    "smollm",
-                    "SmolLM2 plain" if draft is None else "SmolLM2 EAGLE-3 K=3",
-                    batch,
-                    0,
-                    measured.step_ms,
-                    measured.tokens_per_s,
-                    measured.step_ms / per_request,
-                    host=measured.host_overhead,
-                    note="" if draft is None else f"acceptance length {per_request:.2f}",
-                )
-            )
-
-
-def smollm_lossless(run: Run, pair: EmbeddedPair) -> None:
-    """Answer the same questions with and without the draft, token for token."""
-    for temperature in (0.0, 0.8):
-        if run.late():
-            return
-        found = lossless(pair, run.ops, temperature, run.args.count, run.sizes.smollm_tokens, NUM_DRAFTED)
-        run.add(
-            Row(
-                "lossless",
-                f"temperature {temperature}: {found.identical} of {found.count} identical",
-                found.count,
-                0,
-                found.seconds * 1e3,
-                note=found.note,
-            )
-        )
+            drafts = what != "plain"
+            measured, answers = speed(pair, run.ops, shape, batch, run.sizes.smollm_tokens, drafts=drafts)
+            expected = expected or answers
+            same = sum(one == other for one, other in zip(answers, expected, strict=True))
+            if same < batch:
+                run.failures.append(f"smollm: {what}, batch {batch}: {batch - same} answers differ from plain decoding")
+            ms, per_request = measured.step_ms, measured.tokens_per_step / batch
+            note = f"acceptance length {per_request:.2f}, {same} of {batch} identical" if drafts else ""
+            row = Row("smollm", f"SmolLM2 {what}", batch, 0, ms, measured.tokens_per_s, ms / per_request, note=note)
+            run.add(dataclasses.replace(row, host=measured.host_overhead))
 
 
 def vllm(run: Run) -> None:

@@ -12,6 +12,7 @@ preempted.
 
 import argparse
 import dataclasses
+import json
 import random
 import sys
 import time
@@ -31,51 +32,7 @@ from slipstream.models.target import Target
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 
-SIZES = {
-    "vocab_size": 101, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "eos_token_id": 2,
-}  # fmt: skip
-EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
-           "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}  # fmt: skip
-SCOUT = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
-         "original_max_position_embeddings": 32}  # fmt: skip
-KINDS = {
-    "gpt-oss (sinks, windows, biased experts, clamped SwiGLU)": {
-        "architectures": ["GptOssForCausalLM"], "intermediate_size": 64, "num_local_experts": 8,
-        "num_experts_per_tok": 3, "sliding_window": 7, "attention_bias": True,
-    },
-    "Gemma 3 (windows, norms around, a cap on logits)": {
-        "architectures": ["Gemma3ForCausalLM"], "sliding_window": 7, "sliding_window_pattern": 3,
-        "query_pre_attn_scalar": 24, "final_logit_softcapping": 30.0,
-    },
-    "Gemma 4 (heads by block, keys as values, experts beside the dense part)": {
-        "architectures": ["Gemma4ForCausalLM"], "sliding_window": 7, "global_head_dim": 32,
-        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 8,
-        "top_k_experts": 3, "moe_intermediate_size": 32, "final_logit_softcapping": 30.0,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-    },
-    "Llama 4 (chunks, blocks without positions, experts)": {
-        "architectures": ["Llama4ForCausalLM"], "intermediate_size": 32, "intermediate_size_mlp": 48,
-        "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 16,
-        "no_rope_layers": [1, 1, 0, 1], "rope_parameters": SCOUT,
-    },
-    "Qwen3-MoE (softmax experts)": {
-        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32, "norm_topk_prob": True,
-    },
-    "GLM-4.5 (sigmoid experts, a shared one)": {
-        "architectures": ["Glm4MoeForCausalLM"], **EXPERTS, "use_qk_norm": True, "attention_bias": True,
-    },
-    "GLM-4.7-Flash (latents)": {
-        "architectures": ["Glm4MoeLiteForCausalLM"], **EXPERTS, "q_lora_rank": 48, "kv_lora_rank": 32,
-        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32,
-    },
-    "Qwen2.5-VL (rotary sections)": {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-    },
-    "Phi-4 (a window in every block)": {"architectures": ["Phi3ForCausalLM"], "sliding_window": 9},
-}  # fmt: skip
+KINDS = Path(__file__).with_suffix(".json")  # a config.json of each
 CHAIN, TREE = TreeShape.chain(3), TreeShape(depth=3, width=3, budget=8)
 Item = tuple[list[int], SamplingParams, int]
 
@@ -86,7 +43,7 @@ def main() -> int:
     began, failed = time.perf_counter(), 0
     device = torch.device(args.device)
     ops = select(device)
-    for name, config in KINDS.items():
+    for name, config in json.loads(KINDS.read_text(encoding="utf-8")).items():
         if args.only and args.only.lower() not in name.lower():
             continue
         if time.perf_counter() - began > args.limit_s:
@@ -145,7 +102,7 @@ def _work(requests: int, tokens: int) -> list[Item]:
 
 
 def _target(config: dict[str, object], device: torch.device, dtype: torch.dtype) -> Target:
-    target = Target(model_spec({**SIZES, **config}, Path("tiny")))
+    target = Target(model_spec(config, Path("tiny")))
     _randomise(target, 0)
     return target.to(device, dtype).eval()
 

@@ -2,7 +2,6 @@
 
     PYTHONPATH=src:benchmarks python benchmarks/gpu_grid.py --out grid.json                    # Llama-8B's shape
     PYTHONPATH=src:benchmarks python benchmarks/gpu_grid.py --model kimi --out grid-kimi.json  # one of 8 ranks
-    PYTHONPATH=src:benchmarks python benchmarks/gpu_grid.py --draw grid.json --svg grid.svg    # anywhere
 
 Random weights, contexts that are taken for computed, and acceptance simulated by place, useless to excellent. What a
 step of each fixed shape takes is measured once for each batch and context, and what it would give follows. The
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 
-from gpu_grid_picture import draw
 from gpu_models import LLAMA_8B, SMOLLM_135M, TINY, random_draft, random_target
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
@@ -280,7 +278,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Measure, or draw; exit status 1 below the bounds."""
+    """Measure; exit status 1 below the bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*SHAPES, *RANKS], default="llama-8b")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
@@ -288,14 +286,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.8, help="of plain decoding, that a point is worth")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which nothing further is begun")
     parser.add_argument("--out", type=Path, default=Path("grid.json"))
-    parser.add_argument("--draw", type=Path, help="a file of results to draw, instead of measuring")
-    parser.add_argument("--svg", type=Path, default=Path("grid.svg"))
     args = parser.parse_args()
-    if args.draw is not None:
-        found = json.loads(args.draw.read_text(encoding="utf-8"))
-        args.svg.write_text(draw(found), encoding="utf-8")
-        print(table(found["points"]))
-        return 0
     started, device = time.perf_counter(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     until = started + args.limit
     batches, contexts = ([int(value) for value in text.split(",")] for text in (args.batches, args.contexts))

@@ -1,7 +1,6 @@
-"""How the GPU benchmark measures: read bandwidth, bytes a step must read, steps through the engine, one pass alone."""
+"""How the GPU benchmark measures: read bandwidth, the bytes a step must read, steps through the engine."""
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,10 +10,7 @@ from torch import nn
 
 from slipstream.engine.engine import Engine
 from slipstream.executors.cuda_graph.executor import GraphExecutor
-from slipstream.executors.cuda_graph.state import BatchState, Loaded, StepModels
-from slipstream.executors.cuda_graph.step import Step, StepBuffers, StepKind
 from slipstream.executors.interface import Phase
-from slipstream.kernels import SamplingState, TokenMasks
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Linear
 from slipstream.models.target import Target
@@ -23,17 +19,17 @@ from slipstream.speculation.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of one batch: wall time of a step, tokens of all requests per second, and where the time went."""
+    """Steps of one batch: wall time of a step, tokens of all requests per second, and a step's phases on the device."""
 
     step_ms: float
     tokens_per_s: float
     tokens_per_step: float
-    device_ms: float | None
+    phase_ms: dict[Phase, float]
 
     @property
-    def host_overhead(self) -> float | None:
+    def host_overhead(self) -> float:
         """Share of the wall time in which the device was not at work on a step."""
-        return None if self.device_ms is None else max(0.0, 1 - self.device_ms / self.step_ms)
+        return max(0.0, 1 - sum(self.phase_ms.values()) / self.step_ms)
 
 
 def read_bandwidth(device: torch.device, nbytes: int) -> float:
@@ -102,14 +98,13 @@ def measure_steps(engine: Engine, device: torch.device, steps: int, warm: int) -
     seconds = time.perf_counter() - started
     # The host is one step behind: as many steps were read as were launched, the first of them launched before.
     emitted = engine.stats.acceptance.emitted - emitted
-    device_ms = device_step_ms(engine, before, steps) if device.type == "cuda" else None
-    return Measured(seconds / steps * 1e3, emitted / seconds, emitted / steps, device_ms)
+    return Measured(seconds / steps * 1e3, emitted / seconds, emitted / steps, phase_ms(engine, before, steps))
 
 
-def device_step_ms(engine: Engine, before: Mapping[Phase, float], steps: int) -> float:
-    """Return what the device took for each of the last steps, by its own clock; prompts are left out."""
+def phase_ms(engine: Engine, before: Mapping[Phase, float], steps: int) -> dict[Phase, float]:
+    """Return what drafting and verifying took in each of the last steps, by the device's clock where it has one."""
     phases: tuple[Phase, ...] = ("draft", "verify")
-    return sum(engine.stats.phase_seconds[phase] - before[phase] for phase in phases) / steps * 1e3
+    return {phase: (engine.stats.phase_seconds[phase] - before[phase]) / steps * 1e3 for phase in phases}
 
 
 def start_requests(engine: Engine, batch: int, context: int, max_tokens: int) -> list[int]:
@@ -127,46 +122,3 @@ def end_requests(engine: Engine, requests: list[int]) -> None:
     for request in requests:
         engine.abort(request)
     engine.step()
-
-
-def pass_ms(models: StepModels, num_rows: int, num_drafted: int, context: int, repeats: int) -> float:
-    """Return the median time of one target pass over every row's root and drafted nodes, in a graph if that can be."""
-    device, vocab = models.device, models.target.spec.vocab_size
-    pages_each = -(-(context + num_drafted + 1) // models.target_kv.page_size)
-    state = BatchState(models, num_rows, pages_each)
-    order = torch.randperm(num_rows * pages_each).view(num_rows, pages_each).tolist()
-    for row, pages in enumerate(order):
-        state.load(row, Loaded(context, 0, row, 0, row, 0.0), pages)
-    no_masks = TokenMasks(
-        torch.zeros(1, 1, dtype=torch.int32, device=device),
-        torch.full((num_rows * (num_drafted + 1),), -1, dtype=torch.int64, device=device),
-    )
-    unsimulated_K = torch.full((num_drafted,), -1, dtype=torch.int64, device=device)
-    kind = StepKind(num_rows, num_drafted, pages_each * models.target_kv.page_size)
-    step = Step(models, StepBuffers(state, SamplingState(num_rows, vocab, device), no_masks, unsimulated_K), kind)
-    nodes_RK = torch.randint(0, vocab, (num_rows, num_drafted), device=device)
-
-    def place_and_verify() -> None:
-        # Only the target is measured, so what a draft would have written is put there instead.
-        step._chains.place_chains(step._rows.chains, step._passes.places, models.target_kv.page_size)
-        step.chain_RN[:, 1:].copy_(nodes_RK)
-        step.verify()
-
-    work = in_graph(place_and_verify, models.ops.capturable and device.type == "cuda")
-    return statistics.median(time_ms(work, device, repeats))
-
-
-def in_graph(work: Callable[[], object], capturable: bool) -> Callable[[], object]:
-    """Return the work captured in a CUDA graph, or as it is."""
-    if not capturable:
-        return work
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    return graph.replay

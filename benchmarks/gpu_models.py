@@ -15,7 +15,6 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import kv_dtypes
 from slipstream.executors.cuda_graph.executor import GraphExecutor
-from slipstream.executors.cuda_graph.state import StepModels
 from slipstream.executors.eager import EagerExecutor
 from slipstream.executors.interface import Executor
 from slipstream.executors.runner import Runner
@@ -160,12 +159,6 @@ def filled_cache(shape: KvShape, num_pages: int, page_size: int, dtype: torch.dt
                 rows.copy_((100 * torch.randn(rows.shape, device=device)).clamp(-448, 448))
             scales_SG.fill_(127 - 6)
     return kv
-
-
-def target_models(target: Target, ops: Ops, num_pages: int, page_size: int) -> StepModels:
-    """Return a target alone with a filled cache, for timing its pass."""
-    table = target.embed_tokens
-    return StepModels(ops, target, filled_cache(target.kv_shape, num_pages, page_size, table.dtype, table.device))
 
 
 def read_bundle(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Bundle, Target, Eagle3Draft]:

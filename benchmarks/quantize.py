@@ -1,13 +1,13 @@
 """Time and memory of `slipstream quantize` beside amd-quark 0.13's file-to-file pass, on the same files in one run.
 
-    python benchmarks/quantize.py                     # everything; installs amd-quark into a venv of its own
-    python benchmarks/quantize.py --checkpoint single --scheme int4
+    python benchmarks/quantize.py        # installs amd-quark into an environment of its own
 
 Each measurement is a process of its own: wall and CPU seconds are the whole process's, "work" is the wall time less
 the imports, and peak memory is the process's maximum resident size less that of a process that imports torch.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -28,8 +28,6 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[1]
 QUARK = ("amd-quark==0.13", "transformers", "accelerate", "ninja")
 SCHEMES = {"ptpc_fp8": "ptpc_fp8", "int4": "int4_wo_per_channel", "mxfp4": "mxfp4"}
-WANTED = {"ptpc_fp8": 2.0, "int4": 6.0, "mxfp4": 3.0}
-"""How many times less wall time than Quark is asked of each scheme."""
 
 # The kernel's count for a child begins with its parent's size, so each process reports its own.
 PEAK = """
@@ -68,41 +66,43 @@ class Measured:
 
 def main() -> None:
     """Build checkpoints, measure both tools, print a table."""
-    arguments = _arguments()
-    folder = Path(arguments.folder or tempfile.mkdtemp(prefix="slipstream-quantize-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    sources = {
-        name: _once(folder / name, BUILDERS[name]) for name in BUILDERS if arguments.checkpoint in (name, "both")
-    }
-    quark = None if arguments.without_quark else _quark_python(folder / "quark-venv")
-    baseline = _measure([sys.executable, "-c", f"{PEAK}import torch"], folder / "none").peak_mib
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--folder", type=Path, help="keep checkpoints and Quark here (default: a temporary folder)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="slipstream-quantize-") as temporary:
+        console = Console(width=130)
+        console.print(_table(args.folder or Path(temporary), args.schemes))
+
+
+def _table(folder: Path, schemes: list[str]) -> Table:
+    sources = [_once(folder / name, build) for name, build in (("single", _single), ("shards", _shards))]
+    quark, out = _quark_python(folder / "quark-venv"), folder / "out"
+    baseline = _measure([sys.executable, "-c", f"{PEAK}import torch"], out).peak_mib
     table = Table(title=f"{os.cpu_count()} cores, torch {torch.__version__}; seconds, MiB above `import torch`")
     for column in ("checkpoint", "scheme", "tool", "wall", "work", "CPU", "MB/s", "peak", "wall less", "work less"):
         table.add_column(column, justify="left" if column in ("checkpoint", "scheme", "tool") else "right")
-    console = Console(width=130)
-    for name, source in sources.items():
+    for source, scheme in itertools.product(sources, schemes):
         megabytes = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e6
-        for scheme in SCHEMES if arguments.scheme == "all" else (arguments.scheme,):
-            _warm(source)
-            theirs = _measure_quark(quark, source, scheme, folder) if quark else None
-            for rounding in ("best", "quark"):
-                ours = _measure_ours(source, scheme, rounding, folder)
-                _add(table, (name, scheme, f"slipstream {rounding}"), ours, megabytes, baseline, theirs)
-            if theirs is not None:
-                _add(table, (name, scheme, "amd-quark 0.13"), theirs, megabytes, baseline, None)
-    console.print(table)
-    console.print(f"Asked of the wall time: {', '.join(f'{name} {times:g}x' for name, times in WANTED.items())} less.")
-    if arguments.folder is None:
-        shutil.rmtree(folder)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", choices=[*BUILDERS, "both"], default="both")
-    parser.add_argument("--scheme", choices=[*SCHEMES, "all"], default="all")
-    parser.add_argument("--folder", help="keep checkpoints and Quark here between runs (default: a temporary folder)")
-    parser.add_argument("--without-quark", action="store_true", help="measure slipstream alone")
-    return parser.parse_args()
+        _warm(source)
+        theirs = _measure([quark, "-c", PEAK + THEIRS, source, out, SCHEMES[scheme]], out)
+        ours = [sys.executable, "-c", PEAK + OURS, source, "--scheme", scheme, "--out", out]
+        costs = {
+            "slipstream best": _measure(ours, out),
+            "slipstream quark": _measure([*ours, "--exact", "quark"], out),
+            "amd-quark 0.13": theirs,
+        }
+        for tool, cost in costs.items():
+            less = (f"{theirs.wall_s / cost.wall_s:.1f}x", f"{theirs.work_s / cost.work_s:.1f}x")
+            numbers = (
+                f"{cost.wall_s:.1f}",
+                f"{cost.work_s:.1f}",
+                f"{cost.cpu_s:.1f}",
+                f"{megabytes / cost.work_s:.0f}",
+            )
+            table.add_row(source.name, scheme, tool, *numbers, f"{cost.peak_mib - baseline:.0f}", *less)
+        table.add_section()
+    return table
 
 
 def _single(folder: Path) -> None:
@@ -131,9 +131,6 @@ def _shards(folder: Path) -> None:
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     _write_config(folder)
-
-
-BUILDERS: dict[str, Callable[[Path], None]] = {"single": _single, "shards": _shards}
 
 
 def _normal(weights: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
@@ -173,16 +170,6 @@ def _quark_python(venv: Path) -> Path:
     return python
 
 
-def _measure_quark(python: Path, source: Path, scheme: str, folder: Path) -> Measured:
-    return _measure([python, "-c", PEAK + THEIRS, source, folder / "out", SCHEMES[scheme]], folder / "out")
-
-
-def _measure_ours(source: Path, scheme: str, rounding: str, folder: Path) -> Measured:
-    exact = ["--exact", "quark"] if rounding == "quark" else []
-    command = [sys.executable, "-c", PEAK + OURS, source, "--scheme", scheme, "--out", folder / "out", *exact]
-    return _measure(command, folder / "out")
-
-
 def _measure(command: list[str | Path], out: Path) -> Measured:
     """Run a command that writes `out`, which is removed before and after."""
     shutil.rmtree(out, ignore_errors=True)
@@ -213,16 +200,6 @@ def _warm(source: Path) -> None:
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 24):
                 pass
-
-
-def _add(
-    table: Table, names: tuple[str, ...], cost: Measured, megabytes: float, baseline: float, theirs: Measured | None
-) -> None:
-    less = [f"{theirs.wall_s / cost.wall_s:.1f}x", f"{theirs.work_s / cost.work_s:.1f}x"] if theirs else ["", ""]
-    numbers = [f"{cost.wall_s:.1f}", f"{cost.work_s:.1f}", f"{cost.cpu_s:.1f}", f"{megabytes / cost.work_s:.0f}"]
-    table.add_row(
-        *names, *numbers, f"{cost.peak_mib - baseline:.0f}", *less, end_section=not names[2].startswith("slipstream")
-    )
 
 
 if __name__ == "__main__":

@@ -14,109 +14,20 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.serve_client import metrics, post, server
 
 CHAT = "/v1/chat/completions"
-
-
-def _object(**properties: dict[str, object]) -> dict[str, object]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
-_WORDS = {"type": "string", "maxLength": 60}
-_SHORT = {"type": "string", "maxLength": 24}
-_COUNT = {"type": "integer", "minimum": 0, "maximum": 999}
-SCHEMAS: dict[str, tuple[str, dict[str, object]]] = {
-    "person": (
-        "Describe a person who lives in Lisbon.",
-        _object(first_name=_SHORT, last_name=_SHORT, age=_COUNT, occupation=_WORDS, home_city=_SHORT),
-    ),
-    "recipe": (
-        "Give me a recipe for a tomato soup.",
-        _object(
-            title=_WORDS,
-            servings=_COUNT,
-            ingredients={
-                "type": "array",
-                "minItems": 3,
-                "maxItems": 3,
-                "items": _object(ingredient_name=_SHORT, quantity=_COUNT, unit={"enum": ["grams", "litres", "pieces"]}),
-            },
-        ),
-    ),
-    "ticket": (
-        "My screen stays black after the update. Open a ticket.",
-        _object(
-            summary=_WORDS,
-            severity={"enum": ["low", "medium", "high", "critical"]},
-            component={"enum": ["display", "network", "storage", "audio"]},
-            reproducible={"type": "boolean"},
-            number_of_customers=_COUNT,
-        ),
-    ),
-    "place": (
-        "Where is the Eiffel Tower?",
-        _object(
-            name=_SHORT,
-            country=_SHORT,
-            coordinates=_object(latitude={"type": "number"}, longitude={"type": "number"}),
-            is_open_to_visitors={"type": "boolean"},
-        ),
-    ),
-}
-TOOLS: dict[str, tuple[str, dict[str, object]]] = {
-    "get_current_weather": (
-        "What is the weather in Paris?",
-        _object(location=_SHORT, unit={"enum": ["celsius", "fahrenheit"]}, include_forecast={"type": "boolean"}),
-    ),
-    "create_calendar_event": (
-        "Put a meeting with Anna on my calendar for Monday at ten.",
-        _object(
-            event_title=_WORDS,
-            start_time={"type": "string", "format": "date-time"},
-            duration_minutes=_COUNT,
-            participants={"type": "array", "items": _SHORT, "minItems": 1, "maxItems": 2},
-        ),
-    ),
-    "search_database": (
-        "Find the ten latest orders of customer 17.",
-        _object(
-            table_name={"enum": ["customers", "orders", "products"]},
-            customer_number=_COUNT,
-            sort_order={"enum": ["ascending", "descending"]},
-            maximum_results=_COUNT,
-        ),
-    ),
-    "send_message": (
-        "Tell Peter that I will be late.",
-        _object(recipient_name=_SHORT, message_text=_WORDS, priority={"enum": ["normal", "urgent"]}),
-    ),
-}
+FORMS = Path(__file__).with_name("forms.jsonl")
 
 
 def requests(max_tokens: int) -> dict[str, dict[str, Any]]:
-    """Return the requests by name: every schema as a form of the answer, every tool as a call that must be made."""
-    found: dict[str, dict[str, Any]] = {}
-    same: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
-    for name, (question, schema) in SCHEMAS.items():
-        form = {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
-        found[f"json {name}"] = {**same, "messages": [_user(question)], "response_format": form}
-    for name, (question, parameters) in TOOLS.items():
-        tool = {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
-        call = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
-        found[f"call {name}"] = {**same, "messages": [_user(question)], **call}
-    return found
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+    """Return the requests by name: a form of the answer, or a tool that must be called."""
+    same = {"max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+    lines = [json.loads(line) for line in FORMS.read_text(encoding="utf-8").splitlines()]
+    return {line.pop("name"): {**same, **line} for line in lines}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the turns of `benchmarks/cpu.py` come to: medians over rounds, ratios paired within a round, aims met or not."""
+"""What the turns of `benchmarks/cpu.py` come to: medians over rounds, ratios paired within a round."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from peers.arms import PLAIN, SAME_FILE
+from peers.arms import PLAIN
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,6 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x [{self.low:.2f}..{self.high:.2f}]"
-
-
-@dataclass(frozen=True)
-class Aim:
-    """A ratio that is claimed, beside what it should be at least."""
-
-    claim: str
-    ratio: Ratio
-    wanted: float
 
 
 class Results:
@@ -114,34 +105,5 @@ class Results:
             )
         return table
 
-    def aims(self) -> list[Aim]:
-        """Return the claims that this run can check."""
-        one, questions, eight = Point("chat", 1), Point("gsm8k", 1), Point("chat", 8)
-        found = []
-        for point, wanted in ((one, 1.0), (eight, 1.2)):
-            found.append((f"plain to llama.cpp on the same file, {point}", (PLAIN, SAME_FILE), point, wanted))
-        for point, wanted in ((one, 1.5), (questions, 1.8)):
-            llama = self.best(self.arms(point, "llama"), point)
-            found.append((f"EAGLE-3 to {llama}, {point}", (self._eagle3(point), llama), point, wanted))
-        vllm = self.best(self.arms(one, "vllm"), one)
-        found.append((f"EAGLE-3 to {vllm}, {one}", (self._eagle3(one), vllm), one, 3.0))
-        found.append((f"EAGLE-3 to our plain decoding, {eight}", (self._eagle3(eight), PLAIN), eight, 1.2))
-        ratios = ((claim, self.ratio(*pair, point), wanted) for claim, pair, point, wanted in found)
-        return [Aim(claim, ratio, wanted) for claim, ratio, wanted in ratios if ratio is not None]
-
-    def _eagle3(self, point: Point) -> str | None:
-        return self.best([arm for arm in self.arms(point, "slipstream") if arm != PLAIN], point)
-
     def _of(self, arm: str, point: Point) -> list[Turn]:
         return [turn for turn in self._turns if (turn.arm, turn.point) == (arm, point)]
-
-
-def aims_table(aims: Sequence[Aim]) -> Table:
-    """Show what is claimed beside what was measured."""
-    table = Table(title="aims", title_justify="left")
-    for name in ("ratio", "measured", "wanted", ""):
-        table.add_column(name, justify="right" if name in ("measured", "wanted") else "left")
-    for aim in aims:
-        met = "[green]met[/green]" if aim.ratio.median >= aim.wanted else "[red]missed[/red]"
-        table.add_row(aim.claim, str(aim.ratio), f"{aim.wanted:.1f}x", met)
-    return table
