@@ -210,7 +210,7 @@ struct RoundModels {
 };
 
 // Rounds of decoding: each request's last known token, the root, is computed with the tokens drafted after it, and so on
-// from what came of it, until an answer ends or there is no room or no patience for another round.
+// from what came of it, until an answer ends or there is no space or no patience for another round.
 struct Rounds {
     const int32_t* page_table;
     const int64_t* slots;    // tokens each request's pages hold

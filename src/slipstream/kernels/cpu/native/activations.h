@@ -39,10 +39,10 @@ SLIP_INLINE int64_t activation_bytes(int64_t rows, const Linear& w) {
     return rows * num_blocks(w.k) * (32 + 8 + 8 * num_runs(w)) + 256;
 }
 
-SLIP_INLINE Activations activations(const Linear& w, const float* x, int64_t stride, int rows, void* room) {
+SLIP_INLINE Activations activations(const Linear& w, const float* x, int64_t stride, int rows, void* buffer) {
     const int64_t blocks = static_cast<int64_t>(rows) * num_blocks(w.k);
     Activations a{x, stride, nullptr, nullptr, nullptr, nullptr, 2 * blocks, num_blocks(w.k)};
-    a.scale = static_cast<float*>(room);
+    a.scale = static_cast<float*>(buffer);
     a.scaled_sum = a.scale + blocks;
     a.codes = reinterpret_cast<int8_t*>(a.scaled_sum + blocks);
     a.start = reinterpret_cast<int32_t*>(a.codes + 32 * blocks);

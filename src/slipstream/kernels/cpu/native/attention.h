@@ -388,7 +388,7 @@ static void value_range(const UnitOf& unit_of, int chunks, int begin, int end, A
     }
 }
 
-struct AttentionRoom {
+struct AttentionSize {
     int64_t scores, inverse, transposed;  // floats
 };
 
@@ -398,13 +398,13 @@ SLIP_INLINE int64_t member_rows(int max_rows, int kv_heads) {
     return max_rows > together ? max_rows : together;
 }
 
-static AttentionRoom attention_room(const PlanRoom& plan, int group, int padded_keys, int kv_heads, int head_dim, int team) {
+static AttentionSize attention_size(const PlanSize& plan, int group, int padded_keys, int kv_heads, int head_dim, int team) {
     const int max_rows = plan.block_tokens * group;
     const int64_t rows = plan.together ? plan.blocks * kv_heads * max_rows : team * member_rows(max_rows, kv_heads);
     return {rows * padded_keys, rows, static_cast<int64_t>(team) * kScoreTiles * 16 * head_dim};
 }
 
-// A unit whose scores begin at row `first` of the room for them.
+// A unit whose scores begin at row `first` of the buffer for them.
 template <class T>
 SLIP_INLINE Unit<T> make_unit(const AttentionArgs& args, int block, int head, int64_t first) {
     return {args, args.plan.blocks[block], head, args.scores + first * args.plan.padded_keys, args.inverse + first};

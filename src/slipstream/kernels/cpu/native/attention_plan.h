@@ -44,7 +44,7 @@ struct Plan {
     int group;  // query heads that share a key head
 };
 
-struct PlanRoom {
+struct PlanSize {
     int64_t keys, tokens, blocks;
     int block_tokens;
     bool together;  // the team shares each block of queries; otherwise a member takes a block from start to end
@@ -59,22 +59,22 @@ SLIP_INLINE int64_t count_blocks(const Batch& batch, int block_tokens) {
 // With too few blocks for the team, each request's tokens are cut into as many parts as there are members: keys are then
 // transposed by each of them, but scores never leave the member that computed them, and nobody waits before a softmax.
 // Where that would leave a member less than two tokens, the team shares blocks instead.
-static PlanRoom plan_room(const Batch& batch, int group, int team) {
-    PlanRoom room{0, batch.tokens, 0, kBlockRows / group > 0 ? kBlockRows / group : 1, false};
+static PlanSize plan_size(const Batch& batch, int group, int team) {
+    PlanSize size{0, batch.tokens, 0, kBlockRows / group > 0 ? kBlockRows / group : 1, false};
     int longest = 0;
     for (int r = 0; r < batch.requests; ++r) {
         const int tokens = batch.query_starts[r + 1] - batch.query_starts[r];
         longest = tokens > longest ? tokens : longest;
-        room.keys += batch.kv_lens[r];
+        size.keys += batch.kv_lens[r];
     }
-    room.blocks = count_blocks(batch, room.block_tokens);
-    if (team == 1 || room.blocks >= 2 * team) return room;
+    size.blocks = count_blocks(batch, size.block_tokens);
+    if (team == 1 || size.blocks >= 2 * team) return size;
     const int part = (longest + team - 1) / team;
-    room.together = longest < 2 * team;
-    if (room.together || part >= room.block_tokens) return room;
-    room.block_tokens = part;
-    room.blocks = count_blocks(batch, part);
-    return room;
+    size.together = longest < 2 * team;
+    if (size.together || part >= size.block_tokens) return size;
+    size.block_tokens = part;
+    size.blocks = count_blocks(batch, part);
+    return size;
 }
 
 static TokenView view_token(const Batch& batch, int token, const int64_t* slots, int64_t* tail) {

@@ -31,10 +31,10 @@ static void attention(Pool& pool, Scratch& scratch, const Batch& batch, const Kv
     if (batch.tokens == 0) return;
     const int group = shape.heads / shape.kv_heads, team = pool.size();
     const int64_t width = static_cast<int64_t>(shape.heads) * shape.head_dim;
-    const PlanRoom size = plan_room(batch, group, team);
+    const PlanSize size = plan_size(batch, group, team);
     int longest = 0;
     for (int r = 0; r < batch.requests; ++r) longest = batch.kv_lens[r] > longest ? batch.kv_lens[r] : longest;
-    const AttentionRoom need = attention_room(size, group, (longest + 31) / 16 * 16, shape.kv_heads, shape.head_dim, team);
+    const AttentionSize need = attention_size(size, group, (longest + 31) / 16 * 16, shape.kv_heads, shape.head_dim, team);
     AttentionArgs args{};
     float *scaled = nullptr, *transposed = nullptr;
     for (int pass = 0; pass < 2; ++pass) {

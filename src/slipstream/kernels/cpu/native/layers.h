@@ -40,22 +40,22 @@ SLIP_INLINE void copy_row(float* to, const float* from, int n) { std::memcpy(to,
 struct Walk {
     const Stack& stack;
     const Batch& batch;
-    const Workspace& room;
+    const Workspace& work;
     float* hidden;
     const float* embedding;
     Team& team;
 
     int tokens() const { return batch.tokens; }
-    int copy() const { return room.repeat ? team.id : 0; }
-    float* own() const { return room.own + team.id * room.own_size; }
-    float* normed() const { return room.normed + copy() * room.normed_size; }
-    char* codes() const { return room.codes + copy() * room.codes_size; }
+    int copy() const { return work.repeat ? team.id : 0; }
+    float* own() const { return work.own + team.id * work.own_size; }
+    float* normed() const { return work.normed + copy() * work.normed_size; }
+    char* codes() const { return work.codes + copy() * work.codes_size; }
 
     // Run body(row) for every row: shared out, or repeated by each member into its own memory. A member that comes late
     // may then read a stream that has moved on; what it makes of that is not used, for the loop after it is done.
     template <class Body>
     void each_row(Body body) {
-        if (room.repeat) {
+        if (work.repeat) {
             for (int row = 0; row < tokens(); ++row) body(row);
         } else {
             team.share(tokens(), tokens() / (4 * team.size) + 1, [&](int begin, int end) {
@@ -102,12 +102,12 @@ struct Walk {
         const Linear& w = layer.qkv;
         team.share(tokens(), 1, [&](int row, int) {
             float* stream = hidden + static_cast<int64_t>(row) * width;
-            float* to = room.normed + static_cast<int64_t>(row) * w.k;
+            float* to = work.normed + static_cast<int64_t>(row) * w.k;
             rms_norm_row(embedding + static_cast<int64_t>(row) * width, layer.input_norm, to, width, layer.eps);
             rms_norm_row(stream, layer.hidden_norm, to + width, width, layer.eps);
             if (layer.normed_residual) copy_row(stream, to + width, width);
         });
-        return prepare(w, room.normed, w.k);
+        return prepare(w, work.normed, w.k);
     }
 
     void rotate_and_write(const Layer& layer, const Kv& kv) {
@@ -122,7 +122,7 @@ struct Walk {
         const int d = layer.head_dim, heads = layer.heads + 2 * layer.kv_heads;
         const auto one = [&](int item) {
             const int row = item / heads, head = item % heads;
-            float* x = room.qkv + static_cast<int64_t>(row) * num_outputs(layer.qkv) + head * d;
+            float* x = work.qkv + static_cast<int64_t>(row) * num_outputs(layer.qkv) + head * d;
             const int64_t at = batch.slots[row] * kv.slot_stride;
             const bool query = head < layer.heads, value = head >= layer.heads + layer.kv_heads;
             const int kv_head = (head - layer.heads) % layer.kv_heads;
@@ -147,18 +147,18 @@ struct Walk {
     void feed_forward(const Layer& layer, const Linear* next) {
         const int n = layer.intermediate;
         const Activations a = norm_rows(layer.gate_up, layer.post_norm, layer.eps);
-        const Activations ready = activations(layer.down, room.activated, n, tokens(), room.ready);
+        const Activations ready = activations(layer.down, work.activated, n, tokens(), work.ready);
         if (n % 16 == 0) {
             gate_and_up(layer, a, ready);
         } else {
-            multiply(layer.gate_up, a, {room.gate_up, 2 * static_cast<int64_t>(n), false}, &layer.down);
+            multiply(layer.gate_up, a, {work.gate_up, 2 * static_cast<int64_t>(n), false}, &layer.down);
             team.share(tokens(), 1, [&](int row, int) {
-                const float* gate = room.gate_up + 2 * static_cast<int64_t>(n) * row;
-                silu_mul_span(gate, gate + n, room.activated + static_cast<int64_t>(n) * row, n);
+                const float* gate = work.gate_up + 2 * static_cast<int64_t>(n) * row;
+                silu_mul_span(gate, gate + n, work.activated + static_cast<int64_t>(n) * row, n);
             });
         }
         const Output sum{hidden, stack.width, true};
-        multiply(layer.down, quantizes_at_once(layer.down, n) ? ready : prepare(layer.down, room.activated, n), sum, next);
+        multiply(layer.down, quantizes_at_once(layer.down, n) ? ready : prepare(layer.down, work.activated, n), sum, next);
     }
 
     // Gates, ups and what they make of each other, piece by piece.
@@ -173,7 +173,7 @@ struct Walk {
             product(w, a, rows, begin, end, {gates, span, false, 16 * begin});
             product(w, a, rows, panels + begin, panels + end, {ups, span, false, n + 16 * begin});
             for (int row = 0; row < rows; ++row, gates += span, ups += span) {
-                float* to = step == 2 ? gates : room.activated + static_cast<int64_t>(n) * row + 16 * begin;
+                float* to = step == 2 ? gates : work.activated + static_cast<int64_t>(n) * row + 16 * begin;
                 silu_mul_span(gates, ups, to, span);
                 for (int block = first; step == 2 && block < last; ++block)
                     quantize_block(layer.down, ready, row, block, to + 32 * (block - first));
@@ -200,23 +200,23 @@ struct Walk {
     void begin_layer(int index) {
         const Layer& layer = stack.layers[index];
         capture(index);
-        multiply(layer.qkv, block_input(layer), {room.qkv, num_outputs(layer.qkv), false}, &layer.o);
+        multiply(layer.qkv, block_input(layer), {work.qkv, num_outputs(layer.qkv), false}, &layer.o);
         rotate_and_write(layer, stack.kv[index]);
     }
 
     void end_layer(int index) {
         const Layer& layer = stack.layers[index];
-        AttentionArgs attention = room.attention;
+        AttentionArgs attention = work.attention;
         attention.kv = stack.kv[index];
         attention.q_stride = num_outputs(layer.qkv);
         attention.window = layer.window;
         const bool at_once = quantizes_at_once(layer.o, layer.head_dim);
         if (at_once) {
             attention.reader = &layer.o;
-            attention.codes = activations(layer.o, room.attended, layer.o.k, tokens(), room.ready);
+            attention.codes = activations(layer.o, work.attended, layer.o.k, tokens(), work.ready);
         }
-        attend(attention, room.together, room.transposed, team);
-        const Activations attended = at_once ? attention.codes : prepare(layer.o, room.attended, layer.o.k);
+        attend(attention, work.together, work.transposed, team);
+        const Activations attended = at_once ? attention.codes : prepare(layer.o, work.attended, layer.o.k);
         multiply(layer.o, attended, {hidden, stack.width, true}, &layer.gate_up, 2);
         feed_forward(layer, index + 1 < stack.num_layers ? &stack.layers[index + 1].qkv : nullptr);
         if (index + 1 == stack.num_layers) capture(index + 1);
@@ -224,24 +224,24 @@ struct Walk {
 };
 
 // Lay out what rows keep from one loop to the next, and plan their attention; in two passes, as a Scratch wants it.
-static PlanRoom lay_out_rows(Scratch& scratch, bool for_good, const Stack& stack, const Batch& batch, int team, Workspace& room) {
+static PlanSize lay_out_rows(Scratch& scratch, bool for_good, const Stack& stack, const Batch& batch, int team, Workspace& work) {
     const Layer& first = stack.layers[0];
     const int group = first.heads / first.kv_heads;
-    const PlanRoom size = plan_room(batch, group, team);
+    const PlanSize size = plan_size(batch, group, team);
     int64_t qkv = 0;
     for (int i = 0; i < stack.num_layers; ++i) qkv = num_outputs(stack.layers[i].qkv) > qkv ? num_outputs(stack.layers[i].qkv) : qkv;
     int64_t* slots = scratch.take<int64_t>(size.keys + 1);
     int64_t* tails = scratch.take<int64_t>(64 * size.tokens);
     TokenView* views = scratch.take<TokenView>(size.tokens);
     QueryBlock* blocks = scratch.take<QueryBlock>(size.blocks + 1);
-    room.qkv = scratch.take<float>(qkv * batch.tokens);
-    room.together = size.together;
-    if (for_good) room.attention.plan = make_plan(batch, group, size.block_tokens, slots, tails, views, blocks);
+    work.qkv = scratch.take<float>(qkv * batch.tokens);
+    work.together = size.together;
+    if (for_good) work.attention.plan = make_plan(batch, group, size.block_tokens, slots, tails, views, blocks);
     return size;
 }
 
 // Lay out what a team needs within a loop, for so many tokens that see `longest` keys at most.
-static void lay_out_team(Scratch& scratch, const Stack& stack, const PlanRoom& plan, int tokens, int64_t longest, int team, Workspace& room) {
+static void lay_out_team(Scratch& scratch, const Stack& stack, const PlanSize& plan, int tokens, int64_t longest, int team, Workspace& work) {
     const Layer& first = stack.layers[0];
     int64_t normed = 0, codes = 0, wide = 0, uneven = 0;
     for (int i = 0; i < stack.num_layers; ++i) {
@@ -255,24 +255,24 @@ static void lay_out_team(Scratch& scratch, const Stack& stack, const PlanRoom& p
         wide = layer.intermediate > wide ? layer.intermediate : wide;
         if (layer.intermediate % 16 != 0) uneven = wide;
     }
-    room.repeat = team > 1 && tokens < 2 * team;
-    const int copies = room.repeat ? team : 1;
-    room.own_size = 2 * 16 * kMostPanels * static_cast<int64_t>(tokens);
-    room.normed_size = (normed * tokens + 15) / 16 * 16;
-    room.codes_size = codes;
-    room.own = scratch.take<float>(team * room.own_size);
-    room.normed = scratch.take<float>(copies * room.normed_size);
-    room.codes = scratch.take<char>(copies * room.codes_size);
-    room.ready = scratch.take<char>(room.codes_size);
-    room.attended = scratch.take<float>(static_cast<int64_t>(first.heads) * first.head_dim * tokens);
-    room.gate_up = scratch.take<float>(2 * uneven * tokens);
-    room.activated = scratch.take<float>(wide * tokens);
+    work.repeat = team > 1 && tokens < 2 * team;
+    const int copies = work.repeat ? team : 1;
+    work.own_size = 2 * 16 * kMostPanels * static_cast<int64_t>(tokens);
+    work.normed_size = (normed * tokens + 15) / 16 * 16;
+    work.codes_size = codes;
+    work.own = scratch.take<float>(team * work.own_size);
+    work.normed = scratch.take<float>(copies * work.normed_size);
+    work.codes = scratch.take<char>(copies * work.codes_size);
+    work.ready = scratch.take<char>(work.codes_size);
+    work.attended = scratch.take<float>(static_cast<int64_t>(first.heads) * first.head_dim * tokens);
+    work.gate_up = scratch.take<float>(2 * uneven * tokens);
+    work.activated = scratch.take<float>(wide * tokens);
     const int padded = static_cast<int>((longest + 31) / 16 * 16);
-    const AttentionRoom size = attention_room(plan, first.heads / first.kv_heads, padded, first.kv_heads, first.head_dim, team);
+    const AttentionSize size = attention_size(plan, first.heads / first.kv_heads, padded, first.kv_heads, first.head_dim, team);
     float* scores = scratch.take<float>(size.scores);
     float* inverse = scratch.take<float>(size.inverse);
-    room.transposed = scratch.take<float>(size.transposed);
-    room.attention = {room.attention.plan, {}, room.qkv, room.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
+    work.transposed = scratch.take<float>(size.transposed);
+    work.attention = {work.attention.plan, {}, work.qkv, work.attended, 0, static_cast<int64_t>(first.heads) * first.head_dim,
                       first.heads, first.kv_heads, first.head_dim, 0, scores, inverse, nullptr, {}};
 }
 
@@ -289,7 +289,7 @@ constexpr int kPartRows = 24;  // that a part has at least before a member takes
 struct Part {
     Stack stack;
     Batch batch;
-    Workspace room{};
+    Workspace work{};
     int first = 0;
     int32_t starts[kMostRequests + 1];
     float* captured_out[kMostCaptured];
@@ -372,26 +372,26 @@ static void run_parts(Pool& pool, Scratch& scratch, const Stack& stack, const Ba
     cut_parts(stack, batch, num, parts);
     for (int pass = 0; pass < 2; ++pass) {  // measure, then lay out
         scratch.begin(pass == 1);
-        PlanRoom largest{};
+        PlanSize largest{};
         int tokens = 0;
         int64_t longest = 0;
         for (int i = 0; i < num; ++i) {
-            const PlanRoom size = lay_out_rows(scratch, pass == 1, parts[i].stack, parts[i].batch, 1, parts[i].room);
+            const PlanSize size = lay_out_rows(scratch, pass == 1, parts[i].stack, parts[i].batch, 1, parts[i].work);
             if (parts[i].batch.tokens > tokens) tokens = parts[i].batch.tokens;
             if (longest_keys(parts[i].batch) > longest) longest = longest_keys(parts[i].batch);
-            largest = size;  // a member needs room for one block, which is as large in every part
+            largest = size;  // a member needs memory for one block, which is as large in every part
         }
         for (int i = 0; i < pool.size(); ++i) lay_out_team(scratch, stack, largest, tokens, longest, 1, members[i]);
     }
     pool.run(2 * stack.num_layers, [&](Team& team) {
         Team alone{0, 1, nullptr, nullptr};
-        Workspace room = members[team.id];
+        Workspace work = members[team.id];
         const auto walk = [&](int i) {
             const int64_t first = static_cast<int64_t>(parts[i].first) * stack.width;
-            room.qkv = parts[i].room.qkv;
-            room.attention.q = room.qkv;
-            room.attention.plan = parts[i].room.attention.plan;
-            return Walk{parts[i].stack, parts[i].batch, room, hidden + first, embedding ? embedding + first : nullptr, alone};
+            work.qkv = parts[i].work.qkv;
+            work.attention.q = work.qkv;
+            work.attention.plan = parts[i].work.attention.plan;
+            return Walk{parts[i].stack, parts[i].batch, work, hidden + first, embedding ? embedding + first : nullptr, alone};
         };
         for (int index = 0; index < stack.num_layers; ++index) {
             team.share(num, 1, [&](int i, int) { walk(i).begin_layer(index); });
@@ -404,14 +404,14 @@ static void run_layers(Pool& pool, Scratch& scratch, const Stack& stack, const B
     if (batch.tokens == 0 || stack.num_layers == 0) return;
     const int parts = num_parts(stack, batch, pool.size());
     if (parts > 1) return run_parts(pool, scratch, stack, batch, parts, hidden, embedding);
-    Workspace room{};
+    Workspace work{};
     for (int pass = 0; pass < 2; ++pass) {
         scratch.begin(pass == 1);
-        const PlanRoom plan = lay_out_rows(scratch, pass == 1, stack, batch, pool.size(), room);
-        lay_out_team(scratch, stack, plan, batch.tokens, longest_keys(batch), pool.size(), room);
+        const PlanSize plan = lay_out_rows(scratch, pass == 1, stack, batch, pool.size(), work);
+        lay_out_team(scratch, stack, plan, batch.tokens, longest_keys(batch), pool.size(), work);
     }
     pool.run((kPhasesPerLayer + stack.num_captured) * (stack.num_layers + 1), [&](Team& team) {
-        Walk walk{stack, batch, room, hidden, embedding, team};
+        Walk walk{stack, batch, work, hidden, embedding, team};
         for (int index = 0; index < stack.num_layers; ++index) {
             walk.begin_layer(index);
             walk.end_layer(index);

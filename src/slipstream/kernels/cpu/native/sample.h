@@ -253,7 +253,7 @@ static Best best_of_span(const Row& row, int64_t begin, int64_t end, float sure,
     return best;
 }
 
-// The rule over rows that are not to be skipped. `best` has room for each row's segments. Where nothing is above -inf, the
+// The rule over rows that are not to be skipped. `best` has space for each row's segments. Where nothing is above -inf, the
 // token is `nothing`.
 static void choose_rows(Pool& pool, Best* best, const float* logits, int64_t rows, int64_t vocab, const Sampling& s, const uint8_t* skip, int64_t nothing, int64_t* out) {
     const int64_t segments = num_segments(vocab);
@@ -333,26 +333,26 @@ SLIP_INLINE void rough_perturb(const float* logits, const int64_t* ids, int coun
 }
 
 // The k best of one row of perturbed logits, best first (equal ones by index), as log-probabilities among all of them.
-// `room` holds a row. A draft only proposes, so the rough noise will do.
-static void top_k_row(const float* logits, const int64_t* ids, int64_t vocab, const Row& row, int k, float* room, float* scores, int64_t* entries) {
+// `perturbed` has space for a row. A draft only proposes, so the rough noise will do.
+static void top_k_row(const float* logits, const int64_t* ids, int64_t vocab, const Row& row, int k, float* perturbed, float* scores, int64_t* entries) {
     for (int64_t at = 0; at < vocab; at += kLanes)
-        rough_perturb(logits + at, ids + at, static_cast<int>(vocab - at < kLanes ? vocab - at : kLanes), row, room + at);
-    const float top = top_of(room, 0, vocab);
+        rough_perturb(logits + at, ids + at, static_cast<int>(vocab - at < kLanes ? vocab - at : kLanes), row, perturbed + at);
+    const float top = top_of(perturbed, 0, vocab);
     V sum = vzero();
     int64_t i = 0;
-    for (; i + 16 <= vocab; i += 16) sum = vadd(sum, vexp(vsub(vload(room + i), vset(top))));
+    for (; i + 16 <= vocab; i += 16) sum = vadd(sum, vexp(vsub(vload(perturbed + i), vset(top))));
     double total = vsum(sum);
-    for (; i < vocab; ++i) total += std::exp(static_cast<double>(room[i] - top));
+    for (; i < vocab; ++i) total += std::exp(static_cast<double>(perturbed[i] - top));
     const float log_total = top + static_cast<float>(std::log(total));
     int found = 0;
     for (i = 0; i < vocab; ++i) {
-        if (found == k && !(room[i] > scores[k - 1])) continue;
+        if (found == k && !(perturbed[i] > scores[k - 1])) continue;
         int at = found < k ? found++ : k - 1;
-        for (; at > 0 && room[i] > scores[at - 1]; --at) {
+        for (; at > 0 && perturbed[i] > scores[at - 1]; --at) {
             scores[at] = scores[at - 1];
             entries[at] = entries[at - 1];
         }
-        scores[at] = room[i];
+        scores[at] = perturbed[i];
         entries[at] = i;
     }
     for (int j = 0; j < found; ++j) scores[j] -= log_total;
@@ -360,17 +360,17 @@ static void top_k_row(const float* logits, const int64_t* ids, int64_t vocab, co
 
 static void top_k(Pool& pool, Scratch& scratch, const TopK& shape, const float* logits, const int64_t* ids, const Sampling& s, float* scores, int64_t* entries) {
     if (shape.rows == 0 || shape.k == 0) return;
-    float* room = nullptr;
+    float* perturbed = nullptr;
     const int64_t size = (shape.vocab + 15) / 16 * 16;
     for (int pass = 0; pass < 2; ++pass) {
         scratch.begin(pass == 1);
-        room = scratch.take<float>(size * pool.size());
+        perturbed = scratch.take<float>(size * pool.size());
     }
     pool.run(1, [&](Team& team) {
         team.share(static_cast<int>(shape.rows), 1, [&](int row, int) {
             const float* from = logits + row * shape.vocab;
             const Row view{from, s.temperature[row], s.seed[row], s.position[row]};
-            top_k_row(from, ids, shape.vocab, view, shape.k, room + size * team.id, scores + static_cast<int64_t>(row) * shape.k,
+            top_k_row(from, ids, shape.vocab, view, shape.k, perturbed + size * team.id, scores + static_cast<int64_t>(row) * shape.k,
                       entries + static_cast<int64_t>(row) * shape.k);
         });
     });

@@ -54,32 +54,32 @@ struct Ranked {
 SLIP_INLINE bool ranks_before(const Ranked& a, const Ranked& b) { return a.logit > b.logit || (a.logit == b.logit && a.token < b.token); }
 
 // Memory for one row at a time.
-struct SampleRoom {
+struct SampleBuffers {
     float *logits, *cells;
     Ranked* found;
 
-    void take(Scratch& room, int64_t vocab) {
-        logits = room.take<float>(vocab);
-        cells = room.take<float>(2 * ((vocab + kCell - 1) / kCell));
-        found = room.take<Ranked>(vocab);
+    void take(Scratch& scratch, int64_t vocab) {
+        logits = scratch.take<float>(vocab);
+        cells = scratch.take<float>(2 * ((vocab + kCell - 1) / kCell));
+        found = scratch.take<Ranked>(vocab);
     }
 };
 
-static SampleRoom* take_rooms(Scratch& scratch, int count, int64_t vocab, bool for_good) {
-    SampleRoom* rooms = scratch.take<SampleRoom>(count);
+static SampleBuffers* take_buffers(Scratch& scratch, int count, int64_t vocab, bool for_good) {
+    SampleBuffers* buffers = scratch.take<SampleBuffers>(count);
     for (int member = 0; member < count; ++member) {
-        SampleRoom room{};
-        room.take(scratch, vocab);
-        if (for_good) rooms[member] = room;
+        SampleBuffers own{};
+        own.take(scratch, vocab);
+        if (for_good) buffers[member] = own;
     }
-    return rooms;
+    return buffers;
 }
 
-// Put the best k tokens above -inf into `room.found`, in order; return how many there are. They lie in cells whose highest
+// Put the best k tokens above -inf into `own.found`, in order; return how many there are. They lie in cells whose highest
 // logit is among the k highest.
-static int64_t find_best(const float* logits, int64_t vocab, int64_t k, const SampleRoom& room) {
+static int64_t find_best(const float* logits, int64_t vocab, int64_t k, const SampleBuffers& own) {
     const int64_t num_cells = (vocab + kCell - 1) / kCell;
-    float *cells = room.cells, *sorted = room.cells + num_cells;
+    float *cells = own.cells, *sorted = own.cells + num_cells;
     for (int64_t c = 0; c < num_cells; ++c) cells[c] = sorted[c] = top_of(logits, c * kCell, (c + 1) * kCell < vocab ? (c + 1) * kCell : vocab);
     float bar = -__builtin_inff();
     if (k <= num_cells) {
@@ -91,13 +91,13 @@ static int64_t find_best(const float* logits, int64_t vocab, int64_t k, const Sa
         if (!(cells[c] >= bar)) continue;
         const int64_t end = (c + 1) * kCell < vocab ? (c + 1) * kCell : vocab;
         for (int64_t i = c * kCell; i < end; ++i)
-            if (logits[i] >= bar && logits[i] > -__builtin_inff()) room.found[found++] = {logits[i], i};
+            if (logits[i] >= bar && logits[i] > -__builtin_inff()) own.found[found++] = {logits[i], i};
     }
     if (found > k) {
-        std::nth_element(room.found, room.found + k, room.found + found, ranks_before);
+        std::nth_element(own.found, own.found + k, own.found + found, ranks_before);
         found = k;
     }
-    std::sort(room.found, room.found + found, ranks_before);
+    std::sort(own.found, own.found + found, ranks_before);
     return found;
 }
 
@@ -243,15 +243,15 @@ SLIP_INLINE bool is_special(const SampleCall& call, int64_t row) {
 }
 
 // The token of a special row; its logits may be overwritten, unless their log probabilities are wanted.
-static int64_t sample_row(const SampleCall& call, int64_t index, float* logits, const SampleRoom& room) {
+static int64_t sample_row(const SampleCall& call, int64_t index, float* logits, const SampleBuffers& own) {
     const SlotTable& state = call.state;
     const int64_t at = call.slot[index], vocab = state.vocab;
     const Slot& slot = state.slots[at];
     const int32_t* mask = call.mask_row && call.mask_row[index] >= 0 ? call.words + call.mask_row[index] * call.num_words : nullptr;
     bool waits = call.position[index] < slot.min_until;
     if (slot.num_top >= 0 && (mask || waits || (slot.uses & (PENALTIES | BIAS)))) {
-        std::memcpy(room.logits, logits, sizeof(float) * static_cast<size_t>(vocab));
-        logits = room.logits;
+        std::memcpy(own.logits, logits, sizeof(float) * static_cast<size_t>(vocab));
+        logits = own.logits;
     }
     if (slot.uses & PENALTIES) penalise(slot, state.said + at * vocab, call.path + index * call.depth, call.depth, vocab, logits);
     if (slot.uses & BIAS)
@@ -265,12 +265,12 @@ static int64_t sample_row(const SampleCall& call, int64_t index, float* logits, 
     const Row row{logits, static_cast<float>(slot.temperature), slot.seed, call.position[index]};
     if (!(row.temperature > 0.0f)) return top.index;
     const RowRule rule{&slot, row, vocab, top.score, exact_score(row, top.index)};
-    if (slot.uses & TOP_K) return draw_found(rule, room.found, find_best(logits, vocab, slot.top_k, room));
+    if (slot.uses & TOP_K) return draw_found(rule, own.found, find_best(logits, vocab, slot.top_k, own));
     return draw_nucleus(rule);
 }
 
 // The log probabilities of a row, of its token and of as many of the best as its slot wants.
-static void score_row(const SampleCall& call, int64_t index, const float* logits, const SampleRoom& room, const SampleOut& out) {
+static void score_row(const SampleCall& call, int64_t index, const float* logits, const SampleBuffers& own, const SampleOut& out) {
     const Slot& slot = call.state.slots[call.slot[index]];
     const int64_t vocab = call.state.vocab, token = out.tokens[index];
     const float highest = top_of(logits, 0, vocab);
@@ -279,10 +279,10 @@ static void score_row(const SampleCall& call, int64_t index, const float* logits
     out.logprob[index] = token < 0 ? -__builtin_inff() : score(logits[token]);
     int64_t* ids = out.top_ids + index * kMaxTop;
     float* scores = out.top_logprobs + index * kMaxTop;
-    const int64_t found = slot.num_top > 0 ? find_best(logits, vocab, slot.num_top, room) : 0;
+    const int64_t found = slot.num_top > 0 ? find_best(logits, vocab, slot.num_top, own) : 0;
     for (int i = 0; i < kMaxTop; ++i) {
-        ids[i] = i < found ? room.found[i].token : -1;
-        scores[i] = i < found ? score(room.found[i].logit) : -__builtin_inff();
+        ids[i] = i < found ? own.found[i].token : -1;
+        scores[i] = i < found ? score(own.found[i].logit) : -__builtin_inff();
     }
 }
 
@@ -297,14 +297,14 @@ static void sample_tokens(Pool& pool, Scratch& scratch, const SampleCall& call, 
     int64_t* seed = nullptr;
     uint8_t* special = nullptr;
     Best* best = nullptr;
-    SampleRoom* rooms = nullptr;
+    SampleBuffers* buffers = nullptr;
     for (int pass = 0; pass < 2; ++pass) {
         scratch.begin(pass == 1);
         temperature = scratch.take<float>(call.rows);
         seed = scratch.take<int64_t>(call.rows);
         special = scratch.take<uint8_t>(call.rows);
         best = scratch.take<Best>(call.rows * num_segments(vocab));
-        rooms = take_rooms(scratch, count ? pool.size() : 0, vocab, pass == 1);
+        buffers = take_buffers(scratch, count ? pool.size() : 0, vocab, pass == 1);
     }
     for (int64_t row = 0; row < call.rows; ++row) {
         const Slot& slot = call.state.slots[call.slot[row]];
@@ -316,7 +316,7 @@ static void sample_tokens(Pool& pool, Scratch& scratch, const SampleCall& call, 
     if (!count) return;
     pool.run(1, [&](Team& team) {
         team.share(static_cast<int>(call.rows), 1, [&](int row, int) {
-            if (special[row]) tokens[row] = sample_row(call, row, logits + row * vocab, rooms[team.id]);
+            if (special[row]) tokens[row] = sample_row(call, row, logits + row * vocab, buffers[team.id]);
         });
     });
 }
@@ -328,14 +328,14 @@ static void score_tokens(Pool& pool, Scratch& scratch, const SampleCall& call, c
     bool any = false;
     for (int64_t row = 0; row < call.rows; ++row) any |= wants(row);
     if (!any || vocab == 0) return;
-    SampleRoom* rooms = nullptr;
+    SampleBuffers* buffers = nullptr;
     for (int pass = 0; pass < 2; ++pass) {
         scratch.begin(pass == 1);
-        rooms = take_rooms(scratch, pool.size(), vocab, pass == 1);
+        buffers = take_buffers(scratch, pool.size(), vocab, pass == 1);
     }
     pool.run(1, [&](Team& team) {
         team.share(static_cast<int>(call.rows), 1, [&](int row, int) {
-            if (wants(row)) score_row(call, row, logits + row * vocab, rooms[team.id], out);
+            if (wants(row)) score_row(call, row, logits + row * vocab, buffers[team.id], out);
         });
     });
 }
