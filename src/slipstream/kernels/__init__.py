@@ -13,6 +13,7 @@ from slipstream.kernels.bookkeeping import StepOps
 from slipstream.kernels.chains import ChainOutcome, ChainPlaces, ChainRows
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.ops import (
+    PLAIN_BLOCK,
     Borrowed,
     ChainOps,
     ChainStart,
@@ -56,6 +57,7 @@ from slipstream.kernels.trees import (
 __all__ = [
     "KERNEL_CHOICES",
     "KV_FP8",
+    "PLAIN_BLOCK",
     "AttentionBatch",
     "Borrowed",
     "Candidates",

@@ -40,6 +40,10 @@ def sight_of(window: int | Sight | None) -> Sight:
     return window if isinstance(window, Sight) else Sight(window)
 
 
+PLAIN_BLOCK = "attention by head and a gated feed-forward"
+"""What the blocks of Llama and of an EAGLE-3 draft say that they are (`kind`)."""
+
+
 class Layer(Protocol):
     """A decoder block as the kernels see it."""
 

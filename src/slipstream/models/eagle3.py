@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import DraftSpec
-from slipstream.kernels import Ops
+from slipstream.kernels import PLAIN_BLOCK, Ops
 from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.fused.run import run_layers
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm
@@ -43,6 +43,17 @@ class Eagle3Layer(nn.Module):
     def rotary(self) -> Rotary:
         """The draft's table of rotary positions."""
         return self._rotary[0]
+
+    @property
+    def kind(self) -> str:
+        """What the block is made of, in words."""
+        plain = isinstance(self.self_attn, Attention)
+        return PLAIN_BLOCK if plain else "latent attention and a gated feed-forward"
+
+    @property
+    def unusual(self) -> str:
+        """What it has that a target's block does not, for kernels that fuse those: nothing that they do not know."""
+        return ""
 
     def forward(self, hidden_TD: Tensor, ctx: ForwardContext, embedding_TD: Tensor) -> Tensor:
         """Return the stream after this block, before any final norm."""

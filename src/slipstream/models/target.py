@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint.spec import SILU, ModelSpec
-from slipstream.kernels import Ops, Sight
+from slipstream.kernels import PLAIN_BLOCK, Ops, Sight
 from slipstream.models.context import ForwardContext, KvShape, latent_shape
 from slipstream.models.fused.run import run_layers
 from slipstream.models.layers import MLP, Attention, AttentionShape, Embedding, Linear, RMSNorm, Scale
@@ -45,6 +45,14 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, ranks, True, spec.activation)
         else:
             self.mlp = MixtureOfExperts(spec.moe, spec.hidden_size, ranks)
+
+    @property
+    def kind(self) -> str:
+        """What the block is made of, in words."""
+        if isinstance(self.self_attn, Attention) and isinstance(self.mlp, MLP):
+            return PLAIN_BLOCK
+        attention = "attention by head" if isinstance(self.self_attn, Attention) else "latent attention"
+        return f"{attention} and {'a gated feed-forward' if isinstance(self.mlp, MLP) else 'experts'}"
 
     @property
     def unusual(self) -> str:

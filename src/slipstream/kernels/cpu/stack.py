@@ -1,6 +1,7 @@
 """Stacks of decoder blocks as the library's structures, worked out once per model and per cache of keys and values.
 
-Modules lie a package higher than kernels, so blocks are read by the attributes they share (see `slipstream.models`).
+Modules lie a package higher than kernels. A block says what it is made of (`kind`) and what it has that others of its
+kind do not (`unusual`); those that the library has are read by the attributes they share (see `slipstream.models`).
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from torch import Tensor
 from slipstream.kernels.cpu.batch import describe_kv, kv_is_plain
 from slipstream.kernels.cpu.library import NativeKv, NativeLayer, NativeLinear, NativeStack
 from slipstream.kernels.cpu.weights import PANEL, SUFFIX, describe_linear, is_dense, weight_address
+from slipstream.kernels.ops import PLAIN_BLOCK
 
 MAX_GROUP = 256
 """Query heads that may share a key head (native/attention.h)."""
@@ -109,8 +111,8 @@ class StackCache:
         """Return the description of these blocks over a cache, or why there is none."""
         if not layers or kv is None:
             return "the context keeps no pages"
-        if other := next((layer for layer in layers if not _is_llama_block(layer)), None):
-            return f"{type(other.self_attn).__name__} with {type(other.mlp).__name__} is no block of the library's"
+        if other := next((layer for layer in layers if layer.kind != PLAIN_BLOCK), None):
+            return f"the library has no blocks of {other.kind}"
         blocks = self._blocks.get(layers[0])
         if blocks is None or blocks.witness != _witness(layers):
             reason = _unfit(layers)
@@ -127,11 +129,6 @@ class StackCache:
             described = DescribedStack(blocks, describe_kv([kv.layers[index] for index in indices]))
             known = self._stacks[kv] = (blocks, described)
         return known[1]
-
-
-def _is_llama_block(layer: Any) -> bool:
-    """Tell whether a block has the library's shape: queries, keys and values by head, and one gated feed-forward."""
-    return hasattr(layer.self_attn, "qkv_proj") and hasattr(layer.mlp, "gate_up_proj")
 
 
 def _witness(layers: Sequence[Any]) -> tuple[object, ...]:
@@ -153,8 +150,8 @@ def _unfit(layers: Sequence[Any]) -> str:
     if any(layer.self_attn.o_proj.ranks.size > 1 for layer in layers):
         return "the blocks are split over ranks, which add up after each product"
     for index, layer in enumerate(layers):
-        if unusual := getattr(layer, "unusual", ""):
-            return f"block {index} {unusual}"
+        if layer.unusual:
+            return f"block {index} {layer.unusual}"
         shape = layer.self_attn.shape
         if shape.norms_all_heads:
             return "queries and keys are normed over all heads"
