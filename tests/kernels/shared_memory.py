@@ -37,7 +37,7 @@ def shared_bytes(launch: Recorded) -> float | None:
     width = widths.get(kind, 2)
     if launch.name == "hopper_gemv_kernel":
         prepared = have["STEPS"] if have["C"] == have["STEPS"] else 2 * have["C"]
-        return have["SLOTS"] * (have["SIDE"] * have["SEG"] * 128 + 16) + prepared * have["BN"] * 128
+        return have["SLOTS"] * (have["SLICES"] * have["SEG"] * 128 + 16) + prepared * have["BN"] * 128
     if launch.name == "small_m_kernel":
         columns = have["BLOCK_K"] * (2 if have["TWICE"] else 1)
         return columns * width * (stages * have["BLOCK_N"] + have["BLOCK_M"])

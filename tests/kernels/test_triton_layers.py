@@ -117,7 +117,7 @@ def test_sums_left_to_norm_and_rotation_change_no_bits(kind, generator):
     weights = [m.weight for m in model.modules() if type(m).__name__ == "Linear"]
     shapes = {f"dense:{weight.shape[0]}:{weight.shape[1]}" for weight in weights}
     linear = {shape: LinearConfig(64, 16, 2, 4, 2) for shape in shapes}
-    left = triton_ops(linear=linear, wide_linear={few_rows_name(s): replace(tiles, later=True) for s in shapes})
+    left = triton_ops(linear=linear, wide_linear={few_rows_name(s): replace(tiles, deferred=True) for s in shapes})
     passes = [20, 18] if kind == "target" else [20]
     assert torch.equal(run(model, left, passes), run(model, triton_ops(linear=linear), passes))
 
@@ -144,7 +144,7 @@ def test_a_rotation_lets_attention_start_at_once_only_behind_a_product_that_sett
     model = make_target(generator, num_layers=2).to(torch.bfloat16).to(DEVICE)
     weights = [m.weight for m in model.modules() if type(m).__name__ == "Linear"]
     shapes = {f"dense:{weight.shape[0]}:{weight.shape[1]}" for weight in weights}
-    tiles = WideConfig(64, False, 16, 4, 2, later=later)
+    tiles = WideConfig(64, False, 16, 4, 2, deferred=later)
     ops = triton_ops(
         linear={shape: LinearConfig(64, 16, 2, 4, 2) for shape in shapes},
         wide_linear={few_rows_name(shape): tiles for shape in shapes},
@@ -181,7 +181,7 @@ def test_sums_of_codes_left_to_norm_and_rotation_change_no_bits(generator):
         linear.pack(OPS.prepare(weight))
         shapes.add(f"fp8:{weight.out_features}:{weight.in_features}")
     tuned = {"linear": {shape: LinearConfig(64, 32, 2, 4, 2) for shape in shapes}, "fp8_dot": True}
-    tiles = WideConfig(64, False, 32, 4, 2, later=True, together=True)
+    tiles = WideConfig(64, False, 32, 4, 2, deferred=True, together=True)
     left = triton_ops(wide_linear={few_rows_name(shape): tiles for shape in shapes}, **tuned)
     expected = run(model, triton_ops(**tuned), [20])
     assert torch.isfinite(expected).all()

@@ -24,7 +24,7 @@ PROCESSOR, RESERVED = 228 << 10, 1 << 10
 
 
 def test_what_does_not_fit_is_left_to_other_kernels():
-    config = LinearConfig(128, 256, 4, 4, 4, own_rows=32, side=True, gemv_stages=6)
+    config = LinearConfig(128, 256, 4, 4, 4, program_n=32, sliced_k=True, gemv_stages=6)
     plan = plan_of(config, 3, 1024, 1, "plain", "maxima", 1)
     assert plan is not None and (plan.mp, plan.bn, plan.steps) == (4, 16, 8)
     assert plan_of(config, 5, 1024, 1, "plain", "maxima", 1) is None

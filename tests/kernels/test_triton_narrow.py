@@ -54,15 +54,15 @@ def test_weights_first_gives_the_bits_of_rows_first(format, splits, generator):
 
 
 @pytest.mark.parametrize(
-    ("format", "splits", "own_rows"),
+    ("format", "splits", "program_n"),
     [("dense", 1, 56), ("dense", 2, 24), ("dense", 4, 16), ("fp8_per_channel", 2, 32), ("fp8_per_channel", 4, 16)],
 )
 def test_programs_with_few_rows_of_their_own_and_stretches_side_by_side_change_no_bit(
-    format, splits, own_rows, generator
+    format, splits, program_n, generator
 ):
     key = f"{'dense' if format == 'dense' else 'fp8'}:136:512"
     tiles = LinearConfig(64, 64, splits, 4, 3)
-    few = dataclasses.replace(tiles, own_rows=own_rows, side=splits > 1)
+    few = dataclasses.replace(tiles, program_n=program_n, sliced_k=splits > 1)
     folds = {"weights_first": True, "fold_rows": 16, "fold_codes": 4, "fold_norm_codes": 4}
     first, beside = (products(linear={key: tiles}, linear_few=some, **folds) for some in ({}, {key: few}))
     if format == "dense":
@@ -85,7 +85,7 @@ def test_programs_with_few_rows_of_their_own_and_stretches_side_by_side_change_n
         (out, silu, normed), (same, same_silu, same_normed) = found
         assert torch.equal(out, same) and torch.equal(silu, same_silu), count
         assert same_normed is None or torch.equal(normed, same_normed), count
-        assert (same_normed is None) == (own_rows in (24, 56))
+        assert (same_normed is None) == (program_n in (24, 56))
 
 
 def test_fp8_sums_are_made_whole_at_the_same_columns_in_wide_steps(generator):

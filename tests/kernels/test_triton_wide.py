@@ -73,7 +73,7 @@ def test_fp8_that_matrix_units_do_not_read_gives_the_bits_of_narrow_tiles():
 def test_stretches_of_codes_that_are_added_later_give_the_bits_of_a_product_that_adds_them(
     together, fp8_dot, generator
 ):
-    narrow, left = products({}, fp8_dot), products(wide(later=True, together=together), fp8_dot)
+    narrow, left = products({}, fp8_dot), products(wide(deferred=True, together=together), fp8_dot)
     weight = weight_of("fp8_per_channel", narrow, generator)
     x = numbers(160, INPUTS, generator=generator, dtype=torch.bfloat16)
     residual = numbers(160, OUTPUTS, generator=generator, dtype=torch.bfloat16)
@@ -107,7 +107,7 @@ def test_rows_that_many_warps_add_come_to_what_torch_adds_up(warps, generator):
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stretches_that_are_added_later_give_the_bits_of_a_product_that_adds_them(pair, dtype, generator):
-    narrow, left = products({}), products(wide(pair=pair, later=True))
+    narrow, left = products({}), products(wide(pair=pair, deferred=True))
     weight = numbers(OUTPUTS, INPUTS, generator=generator, dtype=dtype)
     x = numbers(160, INPUTS, generator=generator, dtype=dtype)
     residual = numbers(160, OUTPUTS, generator=generator, dtype=dtype)
@@ -124,7 +124,7 @@ def test_stretches_that_are_added_later_give_the_bits_of_a_product_that_adds_the
 
 def test_a_product_in_one_stretch_leaves_nothing_for_later(generator):
     tuning = small_tuning(
-        linear={f"dense:{OUTPUTS}:{INPUTS}": LinearConfig(64, 32, 1, 4, 2)}, wide_linear=wide(later=True)
+        linear={f"dense:{OUTPUTS}:{INPUTS}": LinearConfig(64, 32, 1, 4, 2)}, wide_linear=wide(deferred=True)
     )
     used = Products(tuning, DEVICE)
     weight = weight_of("dense", used, generator)
@@ -181,7 +181,7 @@ def test_streamed_products_give_the_bits_of_narrow_tiles(format, pair, splits, g
     kind, step = ("dense", 64) if format == "dense" else ("fp8", 128)
     shape = f"{kind}:{outputs}:{inputs}"
     tiles = WideConfig(
-        64, pair, step, 4, 3, tma=True, later=splits > 1, together=kind == "fp8", stream=True, at_once=pair
+        64, pair, step, 4, 3, tma=True, deferred=splits > 1, together=kind == "fp8", warp_specialised=True, at_once=pair
     )
     linear = {shape: LinearConfig(64, step, splits, 4, 2)}
     narrow, streamed = (

@@ -90,7 +90,7 @@ def test_hopper_is_offered_its_own_kernels_within_what_three_minutes_hold():
         for rows in PASSES
     }
     assert any(entry.gemv_stages for t in offered[Rows(1, 1)] for entry in t.linear_few.values())
-    assert any(entry.stream for t in offered[Rows(40, 4)] for entry in t.wide_linear.values())
+    assert any(entry.warp_specialised for t in offered[Rows(40, 4)] for entry in t.wide_linear.values())
     assert 100 < sum(map(len, offered.values())) < 500
 
 

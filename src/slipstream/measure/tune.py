@@ -215,12 +215,12 @@ def _tiles(order: LinearConfig) -> Iterator[LinearConfig]:
     """Yield tiles that add columns in an order."""
     for block_n in (64, 128):
         for stages in (3, 4, 6):
-            for ahead in (0, 8):
-                yield replace(order, block_n=block_n, num_stages=stages, ahead=ahead)
+            for lines in (0, 8):
+                yield replace(order, block_n=block_n, num_stages=stages, prefetch_lines=lines)
 
 
 def _few(tuning: Tuning, shape: WeightShape, order: LinearConfig) -> Iterator[LinearConfig]:
-    """Yield tiles for up to 4 rows; on Hopper with splits side by side and a producer warp, where they fit."""
+    """Yield tiles for up to 4 rows; on Hopper sliced-K and with a producer warp, where that fits."""
     yield from _tiles(order)
     if tuning.architecture != "sm_90":
         return
@@ -234,7 +234,13 @@ def _few(tuning: Tuning, shape: WeightShape, order: LinearConfig) -> Iterator[Li
     for own, block_n in owned:
         for stages, trigger in ((0, -1), (32, -1), (32, 8)):  # as many stages as fit, or none
             yield replace(
-                order, block_n=block_n, ahead=0, own_rows=own, side=splits > 1, gemv_stages=stages, gemv_trigger=trigger
+                order,
+                block_n=block_n,
+                prefetch_lines=0,
+                program_n=own,
+                sliced_k=splits > 1,
+                gemv_stages=stages,
+                gemv_trigger=trigger,
             )
 
 
@@ -245,5 +251,5 @@ def _wide(tuning: Tuning, shape: WeightShape, order: LinearConfig) -> Iterator[W
         for stream in (False, True) if hopper else (False,):
             yield WideConfig(
                 block_n, pair, 128 if fp8 else 64, warps, 8 if hopper else 3, tma=hopper,
-                later=order.split_k > 1, together=hopper and not stream, stream=stream,
+                deferred=order.split_k > 1, together=hopper and not stream, warp_specialised=stream,
             )  # fmt: skip

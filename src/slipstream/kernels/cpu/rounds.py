@@ -151,7 +151,7 @@ class RoundsCall:
         self._start = start
 
     def _outputs(self, places: int) -> "tuple[ctypes.Array[Any], ...]":
-        """Make room for what the call leaves for each request in each round; return it in the library's order."""
+        """Allocate what the call leaves for each request in each round; return it in the library's order."""
         self._scores = (c_float * (places * self._depth))()
         self._drafted, self._parents = (c_int64 * (places * self._nodes))(), (c_int32 * (places * self._nodes))()
         self._guessed, self._checked, self._kept, self._foretold = ((c_int32 * places)() for _ in range(4))

@@ -38,11 +38,11 @@ class LinearConfig:
     """Tiles of a GEMM: `block_n` weight rows by `block_k` columns a step, K cut in `split_k` splits.
 
     Args:
-        ahead: 128-byte lines of each weight row to prefetch to L2, past the stages, before the inputs are there: a
-            power of two, or 0 for none.
-        own_rows: weight rows of a tile that are its program's, an even number, in products of up to 16 rows; 0: all.
+        prefetch_lines: 128-byte lines of each weight row to prefetch to L2, past the stages, before the inputs are
+            there: a power of two, or 0 for none.
+        program_n: weight rows of a tile that are its program's, an even number, in products of up to 16 rows; 0: all.
             Matrix instructions have 64, and how many programs there are decides how evenly SMs read.
-        side: whether a program multiplies all splits of fewer rows side by side, in products of so few rows that a
+        sliced_k: whether a program has all splits of fewer weight rows in one tile, in products of so few rows that a
             token tile holds them once for each split. Then no partial sum goes through memory.
         gemv_stages: stages of the shared-memory ring of a product of 1 to 4 rows (`hopper_gemv`, sm_90); 0: that kernel
             is not used. So many that two programs do not fit an SM.
@@ -54,16 +54,16 @@ class LinearConfig:
     split_k: int
     num_warps: int
     num_stages: int
-    ahead: int = 8
-    own_rows: int = 0
-    side: bool = False
+    prefetch_lines: int = 8
+    program_n: int = 0
+    sliced_k: bool = False
     gemv_stages: int = 0
     gemv_trigger: int = -1
 
     @property
-    def taken(self) -> int:
+    def outputs(self) -> int:
         """Weight rows that are a program's."""
-        return self.own_rows or (self.block_n // self.split_k if self.side else self.block_n)
+        return self.program_n or (self.block_n // self.split_k if self.sliced_k else self.block_n)
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class WideConfig:
         block_n: weight rows of a tile.
         pair: whether a program takes two tiles, which share the rows it loads.
         tma: whether tiles are fetched by TMA (NVIDIA from sm_90 on).
-        later: whether splits' sums are left for the kernel that follows, where it can add them.
-        ahead: whether programs prefetch the first lines of their weights before the PDL wait.
+        deferred: whether splits' sums are left for the kernel that follows, where it can add them.
+        prefetch: whether programs prefetch the first lines of their weights before the PDL wait.
         together: whether all tiles of a step are waited for before the first is multiplied, and not one after another
             (sm_90). The products of an FP8 step, of 128 columns at most, are then whole before they are added to the
             sums: the same bits there, and instructions that need not wait for one another.
-        stream: whether a producer warp loads tiles and the others multiply them (`wide_streams`, sm_90), where K
-            has one split and there is no residual, or partial sums are left for later.
+        warp_specialised: whether a producer warp loads tiles and the others multiply (`wide_streams`, sm_90), where K
+            has one split and there is no residual, or the reduction is deferred.
         at_once: there, whether a step must have been multiplied before the next is waited for; with FP8 it always must.
         from_rows: passes of fewer rows take the narrow tiles; it matters in a configuration for few rows alone. Less
             than 17 takes passes from `small_m`.
@@ -92,10 +92,10 @@ class WideConfig:
     num_warps: int
     num_stages: int
     tma: bool = False
-    later: bool = False
-    ahead: bool = True
+    deferred: bool = False
+    prefetch: bool = True
     together: bool = False
-    stream: bool = False
+    warp_specialised: bool = False
     at_once: bool = False
     from_rows: int = 17
 
@@ -111,7 +111,6 @@ class AttentionConfig:
         registers: the most that a thread may have where programs take groups of BF16 keys, and in `hopper_split_kv`, so
             that more of them run at a time (NVIDIA); 0: as many as the compiler likes.
         share: splits a program takes where the bound on keys is reached; the more, the fewer are idle below it.
-        bulk: whether a program's first keys and values are prefetched by TMA (NVIDIA from sm_90 on).
         compact: whether the last program of a tile with a single query merges the heads of that query alone, sixteen
             results at a time.
         even_programs: where programs take groups and narrow tiles hold each request's queries, as many programs (those
@@ -135,7 +134,6 @@ class AttentionConfig:
     programs: int = 1056
     registers: int = 0
     share: int = 1
-    bulk: bool = False
     compact: bool = False
     even_programs: int = 0
     even_from: int = 0

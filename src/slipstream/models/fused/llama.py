@@ -116,13 +116,13 @@ class LlamaBlocks:
         state = self._project(layer.self_attn.o_proj, attended, residual, _weight(gate_up))
         middle_TD, rows = self._normed(state, _norm(layer.post_attention_layernorm), _weight(gate_up))
         num_maxima = self._products.num_maxima(_weight(gate_up), len(residual))
-        maxima = self._room_for_maxima(_weight(down), len(residual), num_maxima)
+        maxima = self._maxima_workspace(_weight(down), len(residual), num_maxima)
         silu = Epilogue(gate_up.bias, None, silu=True, maxima_TB=maxima)
         inner = _Unprojected(self._products.multiply(rows, _weight(gate_up), silu), maxima)
         return hidden_TD, self._project(down, inner, middle_TD, following)
 
-    def _room_for_maxima(self, following: Weight, num_rows: int, count: int) -> Tensor | None:
-        """Return room for so many maxima of a row, if the `following` product makes codes from them."""
+    def _maxima_workspace(self, following: Weight, num_rows: int, count: int) -> Tensor | None:
+        """Return a workspace for so many maxima of a row, if the `following` product makes codes from them."""
         if count == 0 or not self._products.makes_codes(following, num_rows):
             return None
         return torch.empty(num_rows, count, dtype=torch.float32, device=self._products.counters.device)
@@ -151,7 +151,7 @@ class LlamaBlocks:
         if queries.rows_L is not None:
             q, residual_TD = take_rows(queries.rows_L, q, residual_TD, self._products.dependent)
         leaves = len(q) < self._launch.config.serial_from and queries.beside is None
-        maxima = self._room_for_maxima(_weight(own.o_proj), len(q), heads[0] if leaves else 0)
+        maxima = self._maxima_workspace(_weight(own.o_proj), len(q), heads[0] if leaves else 0)
         scale, window = shape.softmax_scale, shape.window
         if queries.beside is None:
             out = attention(q, kv, queries.batch, scale, window, self._launch, maxima, queries.work)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class FusedOps(Protocol):
-    """A backend that lends out its kernels, for blocks to be put together of."""
+    """A backend whose kernels whole blocks can be put together of."""
 
     @property
     def fused(self) -> "FusedKernels":

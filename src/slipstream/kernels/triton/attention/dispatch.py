@@ -194,7 +194,7 @@ def _attend_by_several(
     sums = torch.empty(2 * cells, dtype=torch.float32, device=q_THd.device)
     partial = torch.empty(cells * head_block, dtype=torch.float32, device=q_THd.device)
     shape |= {"MAXIMA": maxima_TH is not None}
-    early_options = _early_options(config, shape["WIDTH"] * layer.keys_SGd.element_size(), whole)
+    early_options = _early_options(launch, shape["WIDTH"] * layer.keys_SGd.element_size(), whole)
     shape["COMPACT"] = _compact_rows(config, repeats, rows) if most_queries == 1 else 0
     rest = (out, *described, sums, partial, launch.counters, sums if maxima_TH is None else maxima_TH)
     if narrow and not whole and hopper_split_fits(config, q_THd, layer):
@@ -260,9 +260,10 @@ def _shares(config: AttentionConfig, cells: int, num_splits: int) -> tuple[int, 
     return -(-num_splits // config.share), False
 
 
-def _early_options(config: AttentionConfig, head_bytes: int, whole: bool) -> dict[str, bool]:
-    """Return whether programs share splits, and whether TMA prefetches keys; it copies multiples of 16 bytes."""
-    return {"SHARED": config.share > 1 and not whole, "BULK": config.bulk and head_bytes % 16 == 0}
+def _early_options(launch: AttentionLaunch, head_bytes: int, whole: bool) -> dict[str, bool]:
+    """Return whether programs share splits, and whether TMA prefetches keys early, multiples of 16 bytes."""
+    shared = launch.config.share > 1 and not whole
+    return {"SHARED": shared, "BULK": launch.dependent and head_bytes % 16 == 0}
 
 
 def _compact_rows(config: AttentionConfig, repeats: int, rows: int) -> int:

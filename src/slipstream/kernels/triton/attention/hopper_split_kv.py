@@ -112,7 +112,7 @@ def attend_block(
     """Attend to a block, and store its result as `store_result` does; sums are products with ones, see `add_block`.
 
     Args:
-        STRIDE: rows that results have room for.
+        STRIDE: rows of the workspace of results.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)

@@ -168,7 +168,7 @@ class Products:
         if wide is None:
             launch = self._launch(shape, num_rows)
             return multiply(rows.values_TK, weight_NK, scales, kind, epilogue, launch, rows.dtype)
-        wide = replace(wide, config=replace(wide.config, later=False))
+        wide = replace(wide, config=replace(wide.config, deferred=False))
         return multiply_wide(rows.values_TK, weight_NK, scales, kind, epilogue, wide, rows.dtype)
 
     def deferred_sums(self, rows: Rows, weight: Weight, *, waited: bool = False) -> PartialSums | None:
@@ -190,20 +190,20 @@ class Products:
         else:
             return None
         launch = self._wide_launch(_shape_of(weight_NK, kind), kind, num_rows, False)
-        if launch is None or not launch.config.later:
+        if launch is None or not launch.config.deferred:
             return None
         launch = replace(launch, waits_first=waited)
         parts_STN = multiply_wide(rows.values_TK, weight_NK, None, kind, Epilogue(), launch, rows.dtype)
         return PartialSums(parts_STN, scales, waited)
 
     def _make_wide_launch(self, shape: WeightShape, kind: str, num_rows: int, silu: bool) -> WideLaunch | None:
-        """Return how one program takes all rows, if it does; `later` stands only where there is something to add."""
+        """Return how one program takes all rows, if it does; `deferred` stands only where there is something to add."""
         narrow, wide = self._narrow(shape), self._wide_config(shape, num_rows, silu)
         if wide is None:
             return None
         pieces = row_pieces(num_rows)
         wide = fitted(wide, pieces, kind, silu, self._tuning.shared_bytes)
-        wide = replace(wide, later=wide.later and narrow.split_k > 1)
+        wide = replace(wide, deferred=wide.deferred and narrow.split_k > 1)
         return WideLaunch(
             wide, pieces, narrow.split_k, _split_columns(narrow, shape), self.counters, self.dependent,
             self._tuning.instruction,
@@ -236,7 +236,7 @@ class Products:
         shape = shape_of_weight(weight)
         if shape.format in _NIBBLES or not self._is_small_m(shape, num_rows):
             return 0
-        taken = self._launch(shape, num_rows).config.taken
+        taken = self._launch(shape, num_rows).config.outputs
         return min(taken, SQUARED) if taken % SQUARED == 0 or SQUARED % taken == 0 else 0
 
     def folds_rope(self, weight: Weight, num_rows: int, dtype: torch.dtype, write: RopeWrite) -> bool:
@@ -291,8 +291,8 @@ class Products:
         if format == "fp8" and not small_m:
             config = replace(config, block_k=min(config.block_k, 128))  # wider tiles would make sums whole elsewhere
         fits = config.split_k > 1 and num_rows * config.split_k <= tile and num_inputs == columns * config.split_k
-        if not small_m or (config.side and not fits):
-            config = replace(config, own_rows=0, side=False, gemv_stages=0)
+        if not small_m or (config.sliced_k and not fits):
+            config = replace(config, program_n=0, sliced_k=False, gemv_stages=0)
         config = self._tuning.fitted(config, tile, itemsize, staged_rows=not small_m)
         return Launch(config, tile, columns, serial, self.counters, self.dependent, self._tuning.instruction)
 
@@ -319,7 +319,7 @@ def shape_of_weight(weight: Weight) -> WeightShape:
 def _wide_tile(num_rows: int, format: str, itemsize: float, fills: bool) -> int:
     """Return the width of a token tile; weights are read once for each: 256 are one if it `fills` the device."""
     if itemsize == 0.5:
-        return 64  # wider tiles leave no room for both halves of a block
+        return 64  # wider tiles leave no registers for both halves of a block
     # FP8 keeps two sums of every tile, and float32 is multiplied in registers: 256 tokens leave none.
     return 256 if fills and 128 < num_rows <= _SERIAL_ABOVE and format != "fp8" and itemsize <= 2 else 128
 

@@ -48,22 +48,22 @@ from slipstream.kernels.triton.gluon_compat import reinterpret, thread_barrier, 
 @gluon.jit
 def _load_box(
     w_box, ring, bar, tile, part, k, slot, N, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
-    BK: gl.constexpr, SIDE: gl.constexpr, STEPS: gl.constexpr, END: gl.constexpr, HALF: gl.constexpr,
+    BK: gl.constexpr, SLICES: gl.constexpr, STEPS: gl.constexpr, END: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Load a box of every split's rows; larger boxes take the rows before it."""
     BOX: gl.constexpr = w_box.block_shape[0]
     FROM: gl.constexpr = OWN // (2 * BOX) * (2 * BOX)
     buffers = reinterpret(ring, ring.dtype, [ring.shape[0] * (BLOCK_N // BOX), BOX, BK], ring.layout)
     row = weight_row(tile * OWN + FROM, part, N, END, HALF)
-    for side in gl.static_range(SIDE):
-        buffer = buffers.index(slot * (BLOCK_N // BOX) + (side * SEG + FROM) // BOX)
-        tma_load(w_box, [row, side * (STEPS * BK) + k], bar, buffer)
+    for piece in gl.static_range(SLICES):
+        buffer = buffers.index(slot * (BLOCK_N // BOX) + (piece * SEG + FROM) // BOX)
+        tma_load(w_box, [row, piece * (STEPS * BK) + k], bar, buffer)
 
 
 @gluon.jit
 def _load_stage(
     w_boxes, ring, ready, tile, q, slot, N, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
-    BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, END: gl.constexpr,
+    BK: gl.constexpr, SLICES: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, END: gl.constexpr,
     HALF: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of a step: for each split OWN rows of BK columns."""
@@ -71,7 +71,7 @@ def _load_stage(
     mbarrier.expect(bar, BYTES)
     for i in gl.static_range(len(w_boxes)):
         _load_box(
-            w_boxes[i], ring, bar, tile, q % PARTS, q // PARTS * BK, slot, N, BLOCK_N, SEG, OWN, BK, SIDE, STEPS, END,
+            w_boxes[i], ring, bar, tile, q % PARTS, q // PARTS * BK, slot, N, BLOCK_N, SEG, OWN, BK, SLICES, STEPS, END,
             HALF,
         )  # fmt: skip
 
@@ -79,7 +79,7 @@ def _load_stage(
 @gluon.jit
 def _produce(
     w_boxes, ring, ready, empty, tile, N, trigger, BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr,
-    BK: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr,
+    BK: gl.constexpr, SLICES: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr,
     END: gl.constexpr, HALF: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Load all weights, as stages are released, and let the next kernel start when `trigger` loads are left."""
@@ -89,7 +89,7 @@ def _produce(
         if trigger < 0:
             gdc_launch_dependents()
     for q in range(FIRST):
-        _load_stage(w_boxes, ring, ready, tile, q, q, N, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, END, HALF, BYTES)
+        _load_stage(w_boxes, ring, ready, tile, q, q, N, BLOCK_N, SEG, OWN, BK, SLICES, PARTS, STEPS, END, HALF, BYTES)
     if PDL:
         # Attention, after a rotation, reads what was written before the kernel before: it may not start earlier.
         gdc_wait()
@@ -98,7 +98,9 @@ def _produce(
     slot, phase = 0, 0
     for q in range(FIRST, TOTAL):
         mbarrier.wait(empty.index(slot), phase)
-        _load_stage(w_boxes, ring, ready, tile, q, slot, N, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, END, HALF, BYTES)
+        _load_stage(
+            w_boxes, ring, ready, tile, q, slot, N, BLOCK_N, SEG, OWN, BK, SLICES, PARTS, STEPS, END, HALF, BYTES
+        )
         if PDL:  # noqa: SIM102 - the one is known when the kernel is compiled
             if q + 1 == TOTAL - trigger:
                 gdc_launch_dependents()
@@ -216,7 +218,7 @@ def _known_of_rows(
 def _multiply(
     ring, tiles, chunks, ready, empty, x_ptr, norm_ptr, x_at, norm_at, rows, raw, weight, factor, coded, inverse,
     nothing, position, tile, cos_ptr, sin_ptr, SEG: gl.constexpr, OWN: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr,
-    SIDE: gl.constexpr, PARTS: gl.constexpr, MP: gl.constexpr, NUM: gl.constexpr, C: gl.constexpr, U: gl.constexpr,
+    SLICES: gl.constexpr, PARTS: gl.constexpr, MP: gl.constexpr, NUM: gl.constexpr, C: gl.constexpr, U: gl.constexpr,
     SLOTS: gl.constexpr, FP8: gl.constexpr, END: gl.constexpr, NORM: gl.constexpr, CODES: gl.constexpr,
     HALF: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
@@ -224,7 +226,7 @@ def _multiply(
     one, two, slot, phase = nothing, nothing, 0, 0
     cos, sin = 0.0, 0.0
     if NUM == 1:
-        store_chunk(coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(0), C, SIDE, MP, BN, BK, CHUNK)
+        store_chunk(coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(0), C, SLICES, MP, BN, BK, CHUNK)
         fence_async_shared()
         thread_barrier()
         if END == "rope":
@@ -239,7 +241,7 @@ def _multiply(
         for chunk in range(NUM):
             rows = normed_rows(raw, weight, factor, NORM)
             store_chunk(
-                coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(chunk & 1), C, SIDE, MP, BN, BK, CHUNK
+                coded_rows(rows, coded, inverse, CODES != "none"), chunks.index(chunk & 1), C, SLICES, MP, BN, BK, CHUNK
             )
             fence_async_shared()
             thread_barrier()
@@ -261,7 +263,7 @@ def _work(
     norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, tile,
     M, N, K, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
     BLOCK_N: gl.constexpr, SEG: gl.constexpr, OWN: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr,
-    SIDE: gl.constexpr, PARTS: gl.constexpr, MP: gl.constexpr, STEPS: gl.constexpr, C: gl.constexpr, U: gl.constexpr,
+    SLICES: gl.constexpr, PARTS: gl.constexpr, MP: gl.constexpr, STEPS: gl.constexpr, C: gl.constexpr, U: gl.constexpr,
     SLOTS: gl.constexpr, FP8: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     NORM: gl.constexpr, CODES: gl.constexpr, LEFT: gl.constexpr, LEFT_LEVELS: gl.constexpr, LEAVES: gl.constexpr,
     LEAVE_LEVELS: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr, HALF: gl.constexpr, PDL: gl.constexpr,
@@ -273,7 +275,7 @@ def _work(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32 if FP8 else 16])
     j = tile * OWN + gl.arange(0, SEG, gl.SliceLayout(1, E))
     token = gl.arange(0, MP, gl.SliceLayout(0, E))
-    x_at, norm_at = chunk_places(M, x_stride, SIDE, MP, STEPS, C, BK, gl.SliceLayout(1, CHUNK))
+    x_at, norm_at = chunk_places(M, x_stride, SLICES, MP, STEPS, C, BK, gl.SliceLayout(1, CHUNK))
     weight = 0.0
     if NORM:
         weight = gl.load(norm_ptr + norm_at)
@@ -296,10 +298,10 @@ def _work(
     )  # fmt: skip
     one, two, cos, sin = _multiply(
         ring, tiles, chunks, ready, empty, x_ptr, norm_ptr, x_at, norm_at, rows, raw, weight, factor, coded, inverse,
-        nothing, position, tile, cos_ptr, sin_ptr, SEG, OWN, BK, BN, SIDE, PARTS, MP, NUM, C, U, SLOTS, FP8, END, NORM,
-        CODES, HALF, CHUNK,
+        nothing, position, tile, cos_ptr, sin_ptr, SEG, OWN, BK, BN, SLICES, PARTS, MP, NUM, C, U, SLOTS, FP8, END,
+        NORM, CODES, HALF, CHUNK,
     )  # fmt: skip
-    first, second = finished_sums(one, two, sums_store, BLOCK_N, SEG, SIDE, PARTS, MP)
+    first, second = finished_sums(one, two, sums_store, BLOCK_N, SEG, SLICES, PARTS, MP)
     if FP8:
         first = first * (scale * w_one[:, None])
         if PARTS == 2:
@@ -324,7 +326,7 @@ def hopper_gemv_kernel(
     w_first, w_second, w_third, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, norm_ptr, left_ptr,
     leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     M, N, K, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps, trigger,
-    SEG: gl.constexpr, OWN: gl.constexpr, BOXES: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, MP: gl.constexpr,
+    SEG: gl.constexpr, OWN: gl.constexpr, BOXES: gl.constexpr, BN: gl.constexpr, SLICES: gl.constexpr, MP: gl.constexpr,
     STEPS: gl.constexpr, C: gl.constexpr, U: gl.constexpr, SLOTS: gl.constexpr,
     END: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, NORM: gl.constexpr, CODES: gl.constexpr,
     LEFT: gl.constexpr, LEFT_LEVELS: gl.constexpr, LEAVES: gl.constexpr, LEAVE_LEVELS: gl.constexpr,
@@ -353,7 +355,7 @@ def hopper_gemv_kernel(
     ITEM: gl.constexpr = dtype.primitive_bitwidth // 8
     BK: gl.constexpr = 128 // ITEM
     PARTS: gl.constexpr = 1 if END == "plain" else 2
-    BLOCK_N: gl.constexpr = SIDE * SEG
+    BLOCK_N: gl.constexpr = SLICES * SEG
     COUNT: gl.constexpr = STEPS if STEPS == C else 2 * C
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8 * ITEM, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -374,11 +376,11 @@ def hopper_gemv_kernel(
             (_work, (ring, tiles, chunks, sums_store, ready, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
                      residual_ptr, y_ptr, norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr,
                      positions_ptr, cos_ptr, sin_ptr, tile, M, N, K, num_parts, x_stride, residual_stride, y_stride,
-                     slot_stride, eps, BLOCK_N, SEG, OWN, BK, BN, SIDE, PARTS, MP, STEPS, C, U, SLOTS, ITEM == 1, END,
+                     slot_stride, eps, BLOCK_N, SEG, OWN, BK, BN, SLICES, PARTS, MP, STEPS, C, U, SLOTS, ITEM == 1, END,
                      HAS_BIAS, HAS_RESIDUAL, NORM, CODES, LEFT, LEFT_LEVELS, LEAVES, LEAVE_LEVELS, HEADS, GROUPS, HALF,
                      PDL)),
-            (_produce, (w_boxes, ring, ready, empty, tile, N, trigger, BLOCK_N, SEG, OWN, BK, SIDE, PARTS, STEPS, SLOTS,
-                    END, HALF, SIDE * OWN * 128, PDL)),
+            (_produce, (w_boxes, ring, ready, empty, tile, N, trigger, BLOCK_N, SEG, OWN, BK, SLICES, PARTS, STEPS,
+                    SLOTS, END, HALF, SLICES * OWN * 128, PDL)),
         ],
         [1], [40],
     )  # fmt: skip

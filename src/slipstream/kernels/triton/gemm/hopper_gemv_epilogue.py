@@ -30,18 +30,18 @@ def weight_row(j, part, N, END: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _added(sums, part: gl.constexpr, BLOCK_N: gl.constexpr, SEG: gl.constexpr, SIDE: gl.constexpr, MP: gl.constexpr):
+def _added(sums, part: gl.constexpr, BLOCK_N: gl.constexpr, SEG: gl.constexpr, SLICES: gl.constexpr, MP: gl.constexpr):
     """Return a part's sums [SEG, MP]: splits, where their weights multiplied their own columns, added in order."""
     E: gl.constexpr = end_layout()
     total = sums.slice(part * BLOCK_N, SEG).slice(0, MP, 1).load(E)
-    for side in gl.static_range(1, SIDE):
-        total += sums.slice(part * BLOCK_N + side * SEG, SEG).slice(side * MP, MP, 1).load(E)
+    for piece in gl.static_range(1, SLICES):
+        total += sums.slice(part * BLOCK_N + piece * SEG, SEG).slice(piece * MP, MP, 1).load(E)
     return total
 
 
 @gluon.jit
 def finished_sums(
-    one, two, store, BLOCK_N: gl.constexpr, SEG: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr,
+    one, two, store, BLOCK_N: gl.constexpr, SEG: gl.constexpr, SLICES: gl.constexpr, PARTS: gl.constexpr,
     MP: gl.constexpr,
 ):  # fmt: skip
     """Return the sums of both parts [SEG, MP], through shared memory that nobody reads any more."""
@@ -50,10 +50,10 @@ def finished_sums(
     if PARTS == 2:
         store.slice(BLOCK_N, BLOCK_N).store(two)
     thread_barrier()
-    first = _added(store, 0, BLOCK_N, SEG, SIDE, MP)
+    first = _added(store, 0, BLOCK_N, SEG, SLICES, MP)
     second = first
     if PARTS == 2:
-        second = _added(store, 1, BLOCK_N, SEG, SIDE, MP)
+        second = _added(store, 1, BLOCK_N, SEG, SLICES, MP)
     return first, second
 
 

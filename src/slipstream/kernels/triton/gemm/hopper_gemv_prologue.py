@@ -1,6 +1,6 @@
 """Rows as products of 1 to 4 rows multiply them (`hopper_gemv`): normed, made codes, and put where matrix units read.
 
-A pass's rows are cut in chunks of steps. A chunk has SIDE * MP rows, those of each token in each split of K,
+A pass's rows are cut in chunks of steps. A chunk has SLICES * MP rows, those of each token in each split of K,
 and is stored over and over until a tile of BN is full; what comes of copies is not stored.
 """
 # Gluon gives kernel arguments their types when it compiles, so Python has none to check.
@@ -20,7 +20,7 @@ EACH = gl.constexpr(8)
 
 @gluon.constexpr_function
 def chunk_layout(C, BK):
-    """Return how a chunk [C, copies, SIDE, MP, BK] lies in threads: copies and mostly rows in one thread."""
+    """Return how a chunk [C, copies, SLICES, MP, BK] lies in threads: copies and mostly rows in one thread."""
     across = BK // EACH.value
     down = 32 // across
     by_step = min(WARPS.value, max(C // down, 1))
@@ -37,20 +37,20 @@ def left_layout(MP, PARTS):
 
 @gluon.jit
 def chunk_places(
-    M, x_stride, SIDE: gl.constexpr, MP: gl.constexpr, STEPS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
+    M, x_stride, SLICES: gl.constexpr, MP: gl.constexpr, STEPS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return where a first chunk's numbers are in the rows [C, SIDE, MP, BK], and in a norm's weights [C, SIDE, 1, BK].
+    """Return where a first chunk's numbers are in the rows [C, SLICES, MP, BK]; rows past the last repeat it.
 
-    Rows past the last repeat it.
+    And where they are in a norm's weights [C, SLICES, 1, BK].
     """
     BY_TOKEN: gl.constexpr = gl.SliceLayout(2, ROWS)
     BY_SIDE: gl.constexpr = gl.SliceLayout(1, BY_TOKEN)
     c = gl.arange(0, C, gl.SliceLayout(1, BY_SIDE))
     k = gl.arange(0, BK, gl.SliceLayout(0, BY_SIDE))
-    side = gl.arange(0, SIDE, gl.SliceLayout(0, gl.SliceLayout(2, BY_TOKEN)))
+    piece = gl.arange(0, SLICES, gl.SliceLayout(0, gl.SliceLayout(2, BY_TOKEN)))
     column = gl.expand_dims((c * BK)[:, None] + k[None, :], 1)
-    column = gl.expand_dims(column + gl.expand_dims((side * (STEPS * BK))[None, :], 2), 2)
+    column = gl.expand_dims(column + gl.expand_dims((piece * (STEPS * BK))[None, :], 2), 2)
     return gl.minimum(tokens(MP, ROWS), M - 1) * x_stride + column, column
 
 
@@ -141,10 +141,10 @@ def coded_rows(rows, scale, inverse, CODES: gl.constexpr):
 
 @gluon.jit
 def store_chunk(
-    rows, store, C: gl.constexpr, SIDE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    rows, store, C: gl.constexpr, SLICES: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Store a chunk [C, SIDE, MP, BK] as tiles of BN rows [C * BN, BK], for matrix units once warps have met."""
-    COPIES: gl.constexpr = BN // (SIDE * MP)
-    tiles, _ = gl.broadcast(gl.expand_dims(rows, 1), gl.full([C, COPIES, SIDE, MP, BK], 0.0, rows.dtype, CHUNK))
+    """Store a chunk [C, SLICES, MP, BK] as tiles of BN rows [C * BN, BK], for matrix units once warps have met."""
+    COPIES: gl.constexpr = BN // (SLICES * MP)
+    tiles, _ = gl.broadcast(gl.expand_dims(rows, 1), gl.full([C, COPIES, SLICES, MP, BK], 0.0, rows.dtype, CHUNK))
     store.store(tiles.reshape([C * BN, BK]))

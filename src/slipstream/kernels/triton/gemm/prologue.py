@@ -84,15 +84,15 @@ def factor_and_scale(
 ):  # fmt: skip
     """Return each row's factor of its norm, and the scale of what it becomes."""
     WIDTH: tl.constexpr = PARTS * SQUARED
-    TAKEN: tl.constexpr = WIDTH // ROWS if WIDTH > ROWS * 64 else 64  # columns that registers hold beside a tile
+    HELD: tl.constexpr = WIDTH // ROWS if WIDTH > ROWS * 64 else 64  # columns that registers hold beside a tile
     row_at = x_ptr + row.to(tl.int64)[:, None] * x_stride
     norm_at = norm_ptr + tl.zeros([ROWS, 1], tl.int32)  # one copy for each row: then it lies as the rows do
-    column = tl.arange(0, TAKEN)[None, :]
+    column = tl.arange(0, HELD)[None, :]
     rows = tl.load(row_at + column, mask=column < K, other=0.0)  # on their way while the factor is found
     weight = tl.load(norm_at + column, mask=column < K, other=0.0)
     factor = norm_factor(squares_ptr, row, K, eps, ROWS, SQUARED, PARTS, LEVELS)
     largest = tl.abs(apply_norm(rows, weight, factor[:, None]).to(tl.float32))
-    for first in tl.static_range(TAKEN, WIDTH, TAKEN):
+    for first in tl.static_range(HELD, WIDTH, HELD):
         rows = tl.load(row_at + first + column, mask=first + column < K, other=0.0)
         weight = tl.load(norm_at + first + column, mask=first + column < K, other=0.0)
         normed = apply_norm(rows, weight, factor[:, None])
@@ -121,13 +121,13 @@ def repeat_numbers(numbers, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def add_side_by_side(sums, SIDE: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Add 2 or 4 splits' sums in their order: [SIDE * OUTPUTS, SIDE * TOKENS] -> [OUTPUTS, TOKENS].
+def add_slices(sums, SLICES: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Add 2 or 4 splits' sums in their order: [SLICES * OUTPUTS, SLICES * TOKENS] -> [OUTPUTS, TOKENS].
 
     A split's sums are where its weights were multiplied by its own columns of the rows.
     """
-    tl.static_assert(SIDE == 2 or SIDE == 4)
-    if SIDE == 2:
+    tl.static_assert(SLICES == 2 or SLICES == 4)
+    if SLICES == 2:
         by_weight_and_row = tl.permute(tl.reshape(sums, (2, OUTPUTS, 2, TOKENS)), (1, 3, 0, 2))
         row_0, row_1 = tl.split(by_weight_and_row)
         total = tl.split(row_0)[0] + tl.split(row_1)[1]

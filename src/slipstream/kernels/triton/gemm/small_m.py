@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.gemm.prologue import (
-    add_side_by_side,
+    add_slices,
     apply_norm,
     encode_with,
     factor_and_scale,
@@ -68,11 +68,11 @@ def _multiply_step(w_at, is_own, k, x, acc, K, EVEN_K: tl.constexpr, KIND: tl.co
 
 
 @triton.jit
-def _ask_ahead_and_wait(w_at, k_from, K, AHEAD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
-    """Ask for AHEAD lines of each weight row, then wait for the inputs; with LATE the next kernel starts only then."""
-    if PDL and AHEAD > 0:
+def _prefetch_and_wait(w_at, k_from, K, LINES: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
+    """Prefetch LINES lines of each weight row, then wait for the inputs; with LATE the next kernel starts only then."""
+    if PDL and LINES > 0:
         LINE: tl.constexpr = 128 // (w_at.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(w_at + tl.minimum(k_from + tl.arange(0, AHEAD) * LINE, K - 1)[None, :])
+        prefetch(w_at + tl.minimum(k_from + tl.arange(0, LINES) * LINE, K - 1)[None, :])
     if LATE:
         wait_then_let_start(PDL)
     else:
@@ -139,11 +139,11 @@ def _multiply_split(
     x_stride, num_parts, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr, EVEN_K: tl.constexpr,
     WHOLE: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
-    KNOWN: tl.constexpr, SIDE: tl.constexpr, SQUARED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
-    AHEAD: tl.constexpr, STAGED: tl.constexpr, TAKEN: tl.constexpr, HALF: tl.constexpr, LATE: tl.constexpr,
+    KNOWN: tl.constexpr, SLICES: tl.constexpr, SQUARED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    LINES: tl.constexpr, STAGED: tl.constexpr, PROGRAM_N: tl.constexpr, HALF: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one split of K, `steps` tiles long, or with TWICE that many pairs of tiles; or SIDE splits.
+    """Multiply one split of K, `steps` tiles long, or with TWICE that many pairs of tiles; or SLICES splits.
 
     The wait for the rows is inside the loop, and rows are carried from step to step: so the compiler's loads of the
     first weights, which it starts before the loop, do not wait. Returns the sums, the rows' scales if CODES are made
@@ -154,22 +154,22 @@ def _multiply_split(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    LOADED: tl.constexpr = SIDE * ROWS
+    LOADED: tl.constexpr = SLICES * ROWS
     x_at, norm_at, real = _rows_at(x_ptr, norm_ptr, steps * STEP, M, x_stride, ROWS, LOADED)
     x = tl.zeros([BLOCK_K, LOADED], x_ptr.dtype.element_ty)
     norm = tl.zeros([BLOCK_K, LOADED], norm_ptr.dtype.element_ty)
     second_x, second_norm = x, norm
     factor = tl.zeros([LOADED], tl.float32)
     scale, inverse = factor, factor
-    TOKENS: tl.constexpr = BLOCK_M // SIDE
-    OUTPUTS: tl.constexpr = BLOCK_N // SIDE
+    TOKENS: tl.constexpr = BLOCK_M // SLICES
+    OUTPUTS: tl.constexpr = BLOCK_N // SLICES
     slot, position = tl.zeros([TOKENS], tl.int64), tl.zeros([TOKENS], tl.int64)
     cos = tl.zeros([TOKENS, OUTPUTS // 2], cos_ptr.dtype.element_ty)
     sin = cos
     for step in range(steps):
         k = (split * steps + step) * STEP + tl.arange(0, BLOCK_K)
         if step == 0:
-            _ask_ahead_and_wait(w_at, split * steps * STEP + STAGED, K, AHEAD, LATE, PDL)
+            _prefetch_and_wait(w_at, split * steps * STEP + STAGED, K, LINES, LATE, PDL)
             x = _rows(x_at, k, real, k < K, KIND)
             if TWICE:
                 second_x = _rows(x_at, k + BLOCK_K, real, k + BLOCK_K < K, KIND)
@@ -189,7 +189,7 @@ def _multiply_split(
                 slot, position = places(slots_ptr, positions_ptr, M, TOKENS)
         if LATE:  # noqa: SIM102 - the one is known when the kernel is compiled
             if step == tl.minimum(1, steps - 1):
-                cos, sin = angles(position, n_tile, cos_ptr, sin_ptr, OUTPUTS, HALF, TAKEN)
+                cos, sin = angles(position, n_tile, cos_ptr, sin_ptr, OUTPUTS, HALF, PROGRAM_N)
         ahead = k + STEP
         more = step + 1 < steps
         rows, second_rows = x, second_x
@@ -216,11 +216,11 @@ def small_m_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
     norm_ptr, left_ptr, leave_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     M, N, K, steps, num_parts, x_stride, residual_stride, y_stride, slot_stride, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAKEN: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAM_N: tl.constexpr, BLOCK_K: tl.constexpr, TWICE: tl.constexpr,
     SPLITS: tl.constexpr, EVEN_K: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, KNOWN: tl.constexpr,
-    SIDE: tl.constexpr, SQUARED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr,
-    LEFT_LEVELS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
+    SLICES: tl.constexpr, SQUARED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr,
+    LEFT_LEVELS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, LINES: tl.constexpr,
     STAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply.
@@ -229,35 +229,35 @@ def small_m_kernel(
     sums of SQUARED squares for a NORM, or `num_parts` largest magnitudes where CODES are made from "maxima"; with CODES
     of a "norm" whole rows are read. A step reads ROWS rows, BLOCK_M or a lesser power of two, and repeats them; KNOWN
     is a power of two that holds those there are. LEAVES is what this kernel leaves: "squares" (of 2^LEFT_LEVELS outputs
-    each), "maxima" or "none". AHEAD are the lines of each weight row to prefetch behind the STAGED columns that the
+    each), "maxima" or "none". LINES are the lines of each weight row to prefetch behind the STAGED columns that the
     loop has in flight before it waits.
 
-    With SIDE splits side by side, the weight's tile is as many of fewer rows, each of another split of K,
+    With SLICES splits side by side, the weight's tile is as many of fewer rows, each of another split of K,
     and so is the rows' tile. A product of both holds every split's sums, and others that nobody wants.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
         let_next_start(PDL)
-    OUTPUTS: tl.constexpr = BLOCK_N // SIDE
-    TOKENS: tl.constexpr = BLOCK_M // SIDE
+    OUTPUTS: tl.constexpr = BLOCK_N // SLICES
+    TOKENS: tl.constexpr = BLOCK_M // SLICES
     STEP: tl.constexpr = 2 * BLOCK_K if TWICE else BLOCK_K
     n_tile, split = tl.program_id(0), tl.program_id(1)
     place, split_at = tl.arange(0, BLOCK_N), 0
-    if SIDE > 1:
+    if SLICES > 1:
         place, split_at = place % OUTPUTS, place // OUTPUTS * (steps * STEP)
-    rows_N = _tile_rows(place, n_tile, N, OUTPUTS, TAKEN, END, HALF)
+    rows_N = _tile_rows(place, n_tile, N, OUTPUTS, PROGRAM_N, END, HALF)
     if END == "plain":
-        is_own = place < TAKEN
+        is_own = place < PROGRAM_N
     else:
-        is_own = place % (OUTPUTS // 2) < TAKEN // 2
+        is_own = place % (OUTPUTS // 2) < PROGRAM_N // 2
     w_at = w_ptr + (rows_N.to(tl.int64) * K + split_at)[:, None]
-    rows_O = _tile_rows(tl.arange(0, OUTPUTS), n_tile, N, OUTPUTS, TAKEN, END, HALF)
+    rows_O = _tile_rows(tl.arange(0, OUTPUTS), n_tile, N, OUTPUTS, PROGRAM_N, END, HALF)
     if KIND != "dense":
         w_scale = tl.load(w_scale_ptr + rows_O)  # the last step would wait for it
     total, x_scale, slot, cos, sin = _multiply_split(
         w_at, is_own, x_ptr, norm_ptr, left_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr, n_tile, split, steps, M,
-        K, x_stride, num_parts, eps, BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, OUTPUTS == TAKEN, KIND, NORM, CODES,
-        ROWS, KNOWN, SIDE, SQUARED, PARTS, LEVELS, AHEAD, STAGED, TAKEN, HALF, LATE, PDL,
+        K, x_stride, num_parts, eps, BLOCK_M, BLOCK_N, BLOCK_K, TWICE, EVEN_K, OUTPUTS == PROGRAM_N, KIND, NORM, CODES,
+        ROWS, KNOWN, SLICES, SQUARED, PARTS, LEVELS, LINES, STAGED, PROGRAM_N, HALF, LATE, PDL,
     )  # fmt: skip
     finished = True
     if SPLITS > 1:
@@ -266,32 +266,32 @@ def small_m_kernel(
         )
     if finished:
         sums = total.to(tl.float32)
-        if SIDE > 1:
-            sums = add_side_by_side(sums, SIDE, OUTPUTS, TOKENS)
+        if SLICES > 1:
+            sums = add_slices(sums, SLICES, OUTPUTS, TOKENS)
         if KIND != "dense":
             if CODES == "none":
                 scale = tl.load(x_scale_ptr + tl.minimum(tl.arange(0, TOKENS), M - 1))
-            elif SIDE > 1:
-                scale = tl.max(tl.reshape(x_scale, (SIDE, TOKENS)), 0)  # a row's is the same in all splits
+            elif SLICES > 1:
+                scale = tl.max(tl.reshape(x_scale, (SLICES, TOKENS)), 0)  # a row's is the same in all splits
             else:
                 scale = x_scale
             sums = sums * (scale[None, :] * w_scale[:, None])
         _store_tile(
             sums, slot, cos, sin, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N,
-            residual_stride, y_stride, slot_stride, TOKENS, OUTPUTS, TAKEN, END, HAS_BIAS, HAS_RESIDUAL, LEAVES,
+            residual_stride, y_stride, slot_stride, TOKENS, OUTPUTS, PROGRAM_N, END, HAS_BIAS, HAS_RESIDUAL, LEAVES,
             LEFT_LEVELS, HEADS, GROUPS, HALF,
         )  # fmt: skip
 
 
 @triton.jit
 def _tile_rows(
-    place, n_tile, N, BLOCK_N: tl.constexpr, TAKEN: tl.constexpr, END: tl.constexpr, HALF: tl.constexpr
+    place, n_tile, N, BLOCK_N: tl.constexpr, PROGRAM_N: tl.constexpr, END: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
     """Return the weight rows of places in a tile."""
     if END == "rope":
-        rows = rope_rows(place, n_tile, N, BLOCK_N, HALF, TAKEN)
+        rows = rope_rows(place, n_tile, N, BLOCK_N, HALF, PROGRAM_N)
     else:
-        rows = weight_rows(place, n_tile, N, BLOCK_N, END == "silu", TAKEN)
+        rows = weight_rows(place, n_tile, N, BLOCK_N, END == "silu", PROGRAM_N)
     return rows
 
 
@@ -299,7 +299,7 @@ def _tile_rows(
 def _store_tile(
     sums, slot, cos, sin, n_tile, bias_ptr, residual_ptr, y_ptr, leave_ptr, keys_ptr, values_ptr, M, N,
     residual_stride, y_stride, slot_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAKEN: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAM_N: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr, LEFT_LEVELS: tl.constexpr, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -307,12 +307,12 @@ def _store_tile(
     if END == "rope":
         rotate_and_store(
             sums, slot, cos, sin, n_tile, bias_ptr, y_ptr, keys_ptr, values_ptr, M, N, y_stride, slot_stride,
-            BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF, TAKEN,
+            BLOCK_M, BLOCK_N, HAS_BIAS, HEADS, GROUPS, HALF, PROGRAM_N,
         )  # fmt: skip
     else:
         out = store_outputs(
             sums, 0, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride, BLOCK_M, BLOCK_N,
-            END == "silu", HAS_BIAS, HAS_RESIDUAL, TAKEN,
+            END == "silu", HAS_BIAS, HAS_RESIDUAL, PROGRAM_N,
         )  # fmt: skip
         if LEAVES == "squares":
             _store_squares(out.to(tl.float32), n_tile, leave_ptr, M, N, BLOCK_M, BLOCK_N, LEFT_LEVELS)

@@ -40,7 +40,7 @@ class GemvPlan:
     seg: int
     own: int
     bn: int
-    side: int
+    slices: int
     mp: int
     steps: int
     chunk: int
@@ -52,7 +52,7 @@ class GemvPlan:
     def constants(self) -> dict[str, int | str]:
         """Return the kernel's arguments."""
         return {
-            "SEG": self.seg, "OWN": self.own, "BOXES": len(self.boxes()), "BN": self.bn, "SIDE": self.side,
+            "SEG": self.seg, "OWN": self.own, "BOXES": len(self.boxes()), "BN": self.bn, "SLICES": self.slices,
             "MP": self.mp, "STEPS": self.steps, "C": self.chunk, "U": self.unrolled, "SLOTS": self.slots,
             "END": self.end, "CODES": self.codes,
         }  # fmt: skip
@@ -89,7 +89,7 @@ def multiply_small_m(
     left_TB = rows.maxima_TB if rows.norm is None else rows.norm.squares_TB
     num_parts = 0 if left_TB is None else left_TB.shape[1]
     parts = triton.next_power_of_2(max(num_parts, 1))
-    side = config.split_k if config.side else 1
+    slices = config.split_k if config.sliced_k else 1
     staged = (config.num_stages - 1) * config.block_k
     end = "rope" if epilogue.rope is not None else "silu" if epilogue.silu else "plain"
     codes = "none" if not makes_codes else "maxima" if rows.norm is None else "norm"
@@ -106,15 +106,15 @@ def multiply_small_m(
         epilogue.residual_stride, y.stride(0),
         0 if epilogue.rope is None else epilogue.rope.layer.keys_SGd.stride(0),
         0.0 if rows.norm is None else rows.norm.eps,
-        BLOCK_M=launch.block_m, BLOCK_N=config.block_n, TAKEN=config.taken,
+        BLOCK_M=launch.block_m, BLOCK_N=config.block_n, PROGRAM_N=config.outputs,
         BLOCK_K=_FP8_COLUMNS if twice else config.block_k, TWICE=twice, SPLITS=splits,
         EVEN_K=num_inputs == launch.split_columns * config.split_k, KIND=kind,
         END=end, **epilogue.flags, NORM=rows.norm is not None, CODES=codes,
-        SIDE=side, KNOWN=_holding(num_rows), ROWS=_rows_read(num_rows, launch.block_m, side, makes_codes, kind),
+        SLICES=slices, KNOWN=_holding(num_rows), ROWS=_rows_read(num_rows, launch.block_m, slices, makes_codes, kind),
         SQUARED=1 if rows.norm is None else triton.next_power_of_2(-(-num_inputs // num_parts)),
         PARTS=parts, LEVELS=parts.bit_length() - 1,
         LEAVES=_leaves(epilogue), LEFT_LEVELS=_levels(config), **_heads(epilogue.rope),
-        AHEAD=_lines_ahead(config, launch.split_columns - staged, weight_NK.element_size()), STAGED=staged,
+        LINES=_lines_ahead(config, launch.split_columns - staged, weight_NK.element_size()), STAGED=staged,
         PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
@@ -154,10 +154,10 @@ def _holding(num_rows: int) -> int:
     return 1 << (num_rows - 1).bit_length()
 
 
-def _rows_read(num_rows: int, block_m: int, side: int, makes_codes: bool, kind: str) -> int:
+def _rows_read(num_rows: int, block_m: int, slices: int, makes_codes: bool, kind: str) -> int:
     """Return how many rows a step reads of those it multiplies: a single one alone, or, for codes, few."""
-    if side > 1:
-        return block_m // side
+    if slices > 1:
+        return block_m // slices
     if makes_codes:
         return _holding(num_rows)
     return 1 if num_rows == 1 and kind == "dense" else block_m
@@ -165,7 +165,7 @@ def _rows_read(num_rows: int, block_m: int, side: int, makes_codes: bool, kind: 
 
 def _levels(config: LinearConfig) -> int:
     """Return how often pairs are added until a tile's squares are one sum, or one for every 64."""
-    return min(config.taken, SQUARED).bit_length() - 1
+    return min(config.outputs, SQUARED).bit_length() - 1
 
 
 def _num_stored(epilogue: Epilogue, num_outputs: int) -> int:
@@ -203,7 +203,7 @@ def _heads(write: RopeWrite | None) -> dict[str, int]:
 def _lines_ahead(config: LinearConfig, columns_left: int, itemsize: int) -> int:
     """Return how many lines of a row to prefetch, within the split: a power of two."""
     most = max(columns_left * itemsize // _LINE_BYTES, 0)
-    return min(config.ahead, 1 << (most.bit_length() - 1)) if most else 0
+    return min(config.prefetch_lines, 1 << (most.bit_length() - 1)) if most else 0
 
 
 def plan_of(
@@ -216,32 +216,32 @@ def plan_of(
         end, codes: as in `small_m.small_m_kernel`.
         half: half a head's columns, where heads are rotated.
     """
-    side, parts = config.split_k if config.side else 1, 1 if end == "plain" else 2
-    seg, own = config.block_n // (side * parts), config.taken // parts
+    slices, parts = config.split_k if config.sliced_k else 1, 1 if end == "plain" else 2
+    seg, own = config.block_n // (slices * parts), config.outputs // parts
     columns = STEP_BYTES // itemsize
-    fits = num_rows <= CHAIN_ROWS and side in (1, 2, 4) and (config.side or config.split_k == 1)
-    fits = fits and side * seg % _MATRIX_ROWS == 0 and own % _LEAST_BOX == 0 and split_columns % columns == 0
+    fits = num_rows <= CHAIN_ROWS and slices in (1, 2, 4) and (config.sliced_k or config.split_k == 1)
+    fits = fits and slices * seg % _MATRIX_ROWS == 0 and own % _LEAST_BOX == 0 and split_columns % columns == 0
     if not fits or own.bit_count() > _MOST_BOXES or (end == "rope" and half % own):
         return None
     mp = 1 << (num_rows - 1).bit_length()
-    steps, bn = split_columns // columns, 8 if side * mp <= 8 else 16
+    steps, bn = split_columns // columns, 8 if slices * mp <= 8 else 16
     whole = steps & (steps - 1) == 0
     if codes == "norm":
-        if not whole or steps < 8 or steps * side * mp * columns > 2 * _MOST_NUMBERS:
+        if not whole or steps < 8 or steps * slices * mp * columns > 2 * _MOST_NUMBERS:
             return None
         chunk = steps
-    elif whole and steps * bn * STEP_BYTES <= _MOST_PREPARED and steps * side * mp * columns <= _MOST_NUMBERS:
+    elif whole and steps * bn * STEP_BYTES <= _MOST_PREPARED and steps * slices * mp * columns <= _MOST_NUMBERS:
         chunk = steps
     else:
         chunk = _MOST_PREPARED // (2 * bn * STEP_BYTES)
-        while steps % chunk or chunk * side * mp * columns > _MOST_NUMBERS:
+        while steps % chunk or chunk * slices * mp * columns > _MOST_NUMBERS:
             chunk //= 2
     prepared = steps if chunk == steps else 2 * chunk
-    if prepared * 32 < parts * side * seg:  # sums go where the rows were
+    if prepared * 32 < parts * slices * seg:  # sums go where the rows were
         return None
-    most = (_SHARED - prepared * bn * STEP_BYTES - 1024) // (side * seg * STEP_BYTES + _BARRIERS)
+    most = (_SHARED - prepared * bn * STEP_BYTES - 1024) // (slices * seg * STEP_BYTES + _BARRIERS)
     slots = min(config.gemv_stages, steps * parts, most)
-    return GemvPlan(seg, own, bn, side, mp, steps, chunk, min(chunk, 4), slots, end, codes) if slots >= 2 else None
+    return GemvPlan(seg, own, bn, slices, mp, steps, chunk, min(chunk, 4), slots, end, codes) if slots >= 2 else None
 
 
 def gemv_plan(

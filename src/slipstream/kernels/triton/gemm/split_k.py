@@ -21,17 +21,17 @@ from slipstream.kernels.triton.tuning import LinearConfig
 
 
 @triton.jit
-def weight_rows(n, n_tile, N, BLOCK_N: tl.constexpr, SILU: tl.constexpr, TAKEN: tl.constexpr):
+def weight_rows(n, n_tile, N, BLOCK_N: tl.constexpr, SILU: tl.constexpr, PROGRAM_N: tl.constexpr):
     """Return the weight rows of places `n` in a tile; with SILU half are gates, half the rows `up` of the same outputs.
 
     Args:
-        TAKEN: so many rows of the tile are its own (of each half, half as many); the others are anybody's.
+        PROGRAM_N: so many rows of the tile are its own (of each half, half as many); the others are anybody's.
     """
     if SILU:
         HALF: tl.constexpr = BLOCK_N // 2
-        j = tl.minimum(n_tile * (TAKEN // 2) + n % HALF, N // 2 - 1)
+        j = tl.minimum(n_tile * (PROGRAM_N // 2) + n % HALF, N // 2 - 1)
         return (n // HALF) * (N // 2) + j
-    return tl.minimum(n_tile * TAKEN + n, N - 1)
+    return tl.minimum(n_tile * PROGRAM_N + n, N - 1)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def reduce_splits(
 def store_outputs(
     total, m_tile, n_tile, bias_ptr, residual_ptr, y_ptr, M, N, residual_stride, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, TAKEN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PROGRAM_N: tl.constexpr,
 ):  # fmt: skip
     """Finish float32 sums [BLOCK_N, BLOCK_M]: bias, silu(gate) * up, residual, each rounded as torch would.
 
@@ -72,7 +72,7 @@ def store_outputs(
     """
     dtype = y_ptr.dtype.element_ty
     WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
-    OWN: tl.constexpr = TAKEN // 2 if SILU else TAKEN
+    OWN: tl.constexpr = PROGRAM_N // 2 if SILU else PROGRAM_N
     num_outputs = N // 2 if SILU else N
     if HAS_RESIDUAL:  # on its way while the sums are finished
         m = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
@@ -80,7 +80,7 @@ def store_outputs(
         real = (m < M) & (n < num_outputs)
         residual = tl.load(residual_ptr + m * residual_stride + n, mask=real, other=0.0)
     if HAS_BIAS:
-        rows_N = weight_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, SILU, TAKEN)
+        rows_N = weight_rows(tl.arange(0, BLOCK_N), n_tile, N, BLOCK_N, SILU, PROGRAM_N)
         total += tl.load(bias_ptr + rows_N).to(tl.float32)[:, None]
     if SILU:
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, WIDTH, BLOCK_M)), (1, 2, 0)))
@@ -259,8 +259,8 @@ class Launch:
     def grid(self, num_rows: int, num_outputs: int, silu: bool) -> tuple[int, int, int]:
         """Return programs over tokens, outputs and splits of K."""
         outputs = num_outputs // 2 if silu else num_outputs
-        width = self.config.taken // 2 if silu else self.config.taken
-        splits = 1 if self.serial or self.config.side else self.config.split_k
+        width = self.config.outputs // 2 if silu else self.config.outputs
+        splits = 1 if self.serial or self.config.sliced_k else self.config.split_k
         return -(-num_rows // self.block_m), -(-outputs // width), splits
 
 

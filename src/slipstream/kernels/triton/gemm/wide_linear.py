@@ -81,7 +81,7 @@ def stream_config(
     step_bytes = (block_n * (1 + pair) + sum(row_pieces(num_rows))) * block_k * (1 if fp8 else 2)
     return WideConfig(
         block_n, pair, block_k, 8 if head else 4, max(tuning.shared_bytes // (1 + shared) // step_bytes, 1),
-        tma=True, later=splits > 1, together=fp8, stream=True, at_once=shared and many,
+        tma=True, deferred=splits > 1, together=fp8, warp_specialised=True, at_once=shared and many,
     )  # fmt: skip
 
 
@@ -126,24 +126,24 @@ def multiply_wide(
 ) -> Tensor:  # fmt: skip
     """Return rows times the weight: what `slipstream.kernels.triton.gemm.split_k.multiply` gives, to the bit.
 
-    With `later` the partial sums [splits, T, N] instead, for `slipstream.kernels.triton.gemm.split_k_reduce`.
+    With `deferred` the partial sums [splits, T, N] instead, for `slipstream.kernels.triton.gemm.split_k_reduce`.
     """
     num_rows, num_outputs, num_inputs = x_TK.shape[0], *weight_NK.shape
     config, (first, second), silu = launch.config, launch.pieces, epilogue.silu
     grid = launch.grid(num_rows, num_outputs, silu)
-    if config.later:
+    if config.deferred:
         assert epilogue == Epilogue() and kind != "int8", "only plain float32 sums are left for later"
         y = partial = torch.empty(grid[2], num_rows, num_outputs, dtype=torch.float32, device=x_TK.device)
     else:
         y = torch.empty(num_rows, num_outputs // 2 if silu else num_outputs, dtype=out_dtype, device=x_TK.device)
         partial = y
-    if grid[2] > 1 and not config.later:
+    if grid[2] > 1 and not config.deferred:
         assert grid[0] * grid[1] <= launch.counters.numel(), "every shared tile has a counter"
         size = grid[0] * grid[1] * grid[2] * config.block_n * (1 + config.pair) * (first + second)
         partial = torch.empty(size, dtype=torch.int32 if kind == "int8" else torch.float32, device=y.device)
     x_scale, w_scale = scales or (x_TK, x_TK)
     tma = config.tma and _fits_copy_engine(x_TK) and _fits_copy_engine(weight_NK)
-    if config.stream and tma and _streams(kind, epilogue, launch):
+    if config.warp_specialised and tma and _streams(kind, epilogue, launch):
         _stream(x_TK, weight_NK, (x_scale, w_scale), kind, y, launch, grid)
         return y
     tiles = [_tiles(x_TK, first, config, tma), _tiles(x_TK, second or 16, config, tma),
@@ -153,9 +153,9 @@ def multiply_wide(
         num_rows, num_outputs, num_inputs, launch.split_columns // config.block_k, x_TK.stride(0),
         epilogue.residual_stride, y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        SPLITS=1 if config.later else launch.splits, LATER=config.later,
+        SPLITS=1 if config.deferred else launch.splits, DEFERRED=config.deferred,
         EVEN_K=num_inputs == launch.split_columns * launch.splits, TMA=tma, KIND=kind, SILU=silu,
-        **epilogue.flags, AHEAD=config.ahead, TOGETHER=config.together, WAITS_FIRST=launch.waits_first,
+        **epilogue.flags, PREFETCH=config.prefetch, TOGETHER=config.together, WAITS_FIRST=launch.waits_first,
         PDL=launch.dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **launch_options(launch.dependent, launch.instruction),
@@ -166,7 +166,7 @@ def multiply_wide(
 def _streams(kind: str, epilogue: Epilogue, launch: WideLaunch) -> bool:
     """Tell whether the warp-specialised kernel multiplies."""
     plain = epilogue.bias_N is None and epilogue.residual_TN is None
-    return kind in ("dense", "fp8") and plain and (launch.config.later or launch.splits == 1)
+    return kind in ("dense", "fp8") and plain and (launch.config.deferred or launch.splits == 1)
 
 
 def _stream(
@@ -195,7 +195,7 @@ def _stream(
         tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
         x_TK.shape[0], weight_NK.shape[0], launch.split_columns // config.block_k, y.stride(-2), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
-        STAGES=config.num_stages, LATER=config.later, FP8=kind == "fp8", SILU=silu, AT_ONCE=config.at_once,
+        STAGES=config.num_stages, DEFERRED=config.deferred, FP8=kind == "fp8", SILU=silu, AT_ONCE=config.at_once,
         WAITS_FIRST=launch.waits_first, PDL=launch.dependent, num_warps=config.num_warps, **few,
         **launch_options(launch.dependent),
     )  # fmt: skip

@@ -185,11 +185,11 @@ def _store(
 @gluon.jit
 def _finish(
     one, two, x_scale_ptr, w_scale_ptr, y_ptr, m_first, n_first, n_second, M, N, y_stride, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, PAIR: gl.constexpr, LAYOUT: gl.constexpr, STORED: gl.constexpr, LATER: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAIR: gl.constexpr, LAYOUT: gl.constexpr, STORED: gl.constexpr, DEFERRED: gl.constexpr,
     SILU: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Finish the sums of one piece of the rows."""
-    SCALED: gl.constexpr = FP8 and not LATER
+    SCALED: gl.constexpr = FP8 and not DEFERRED
     num_outputs = N // 2 if SILU else N
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     one = _numbers(one, x_scale_ptr, w_scale_ptr, m_first, n_first, M, N, BLOCK_M, BLOCK_N, LAYOUT, SCALED)
@@ -208,7 +208,7 @@ def _finish(
 def stream_kernel(
     x_first, x_second, w_tiles, x_scale_ptr, w_scale_ptr, y_ptr, M, N, steps, y_stride, part_stride,
     FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_N: gl.constexpr, PAIR: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, LATER: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr, AT_ONCE: gl.constexpr,
+    STAGES: gl.constexpr, DEFERRED: gl.constexpr, FP8: gl.constexpr, SILU: gl.constexpr, AT_ONCE: gl.constexpr,
     WAITS_FIRST: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by one weight tile or a pair, over one split of K; WAITS_FIRST as in `wide_kernel`."""
@@ -254,16 +254,16 @@ def stream_kernel(
         ],
         [1], [24],
     )  # fmt: skip
-    EACH: gl.constexpr = 4 if LATER else 8
+    EACH: gl.constexpr = 4 if DEFERRED else 8
     LANES: gl.constexpr = BLOCK_N // EACH if BLOCK_N // EACH < 32 else 32
     STORED: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [num_warps, 1], [1, 0])
     y_ptr += split.to(gl.int64) * part_stride
     _finish(
         one, two, x_scale_ptr, w_scale_ptr, y_ptr, m_first, n_first, n_second, M, N, y_stride, FIRST, BLOCK_N, PAIR,
-        WIDE, STORED, LATER, SILU, FP8,
+        WIDE, STORED, DEFERRED, SILU, FP8,
     )  # fmt: skip
     if SECOND > 0:
         _finish(
             one_rest, two_rest, x_scale_ptr, w_scale_ptr, y_ptr, m_first + FIRST, n_first, n_second, M, N, y_stride,
-            REST, BLOCK_N, PAIR, NARROW, STORED, LATER, SILU, FP8,
+            REST, BLOCK_N, PAIR, NARROW, STORED, DEFERRED, SILU, FP8,
         )  # fmt: skip

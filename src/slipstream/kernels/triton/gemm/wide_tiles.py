@@ -278,13 +278,13 @@ def wide_kernel(
     x_first, x_second, w_tiles, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr,
     counter_ptr, M, N, K, steps, x_stride, residual_stride, y_stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, LATER: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
-    KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, DEFERRED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
+    KIND: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr,
     TOGETHER: tl.constexpr, WAITS_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by one weight tile or a pair, over one split of K; the last of a tile adds them up.
 
-    With LATER nobody does: sums stay as they are, for the kernel that follows. With WAITS_FIRST that one starts only
+    With DEFERRED nobody does: sums stay as they are, for the kernel that follows. With WAITS_FIRST that one starts only
     once the inputs are there here.
     """
     n_tile, m_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -295,7 +295,7 @@ def wide_kernel(
     WIDTH: tl.constexpr = BLOCK_N if SILU or not PAIR else 2 * BLOCK_N
     n_first = n_tile * WIDTH
     n_second = n_first + (num_outputs if SILU else BLOCK_N)
-    if PDL and AHEAD:
+    if PDL and PREFETCH:
         _prefetch(w_ptr, n_first, split * steps * BLOCK_K, N, K, BLOCK_N)
         if PAIR:
             _prefetch(w_ptr, n_second, split * steps * BLOCK_K, N, K, BLOCK_N)
@@ -307,14 +307,14 @@ def wide_kernel(
         x_first, x_second, w_tiles, m_first, n_first, n_second, M, N, K, x_stride, split, steps,
         FIRST, SECOND, BLOCK_N, PAIR, BLOCK_K, EVEN_K, TMA, KIND, PDL, TOGETHER,
     )  # fmt: skip
-    finished = not LATER
+    finished = not DEFERRED
     TILES: tl.constexpr = 2 if PAIR else 1
     AFTER_ONE: tl.constexpr = BLOCK_N * FIRST
     AFTER_REST: tl.constexpr = BLOCK_N * (FIRST + SECOND)
     tile = m_tile * tl.num_programs(0) + n_tile
     stride = (tl.num_programs(0) * tl.num_programs(1)).to(tl.int64) * (TILES * AFTER_REST)
     at = tile.to(tl.int64) * (TILES * AFTER_REST)
-    if LATER:
+    if DEFERRED:
         _leave_pieces(one, one_rest, partial_ptr, m_first, n_first, split, M, N, FIRST, SECOND, BLOCK_N)
         if PAIR:
             _leave_pieces(two, two_rest, partial_ptr, m_first, n_second, split, M, N, FIRST, SECOND, BLOCK_N)
