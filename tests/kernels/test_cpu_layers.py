@@ -7,7 +7,7 @@ import torch
 from cpu_samples import causal, packed_weight
 from layer_samples import make_draft, make_target
 
-from slipstream.checkpoint.spec import RopeSpec
+from slipstream.checkpoint.spec import MlaSpec, RopeSpec
 from slipstream.errors import KernelError
 from slipstream.kernels import KV_FP8, AttentionBatch, select
 from slipstream.kernels.cpu import library
@@ -250,6 +250,14 @@ def test_blocks_that_do_not_fit_run_one_by_one_and_say_so_once(fast_ops, generat
     assert sum("one by one" in record.message for record in caplog.records) == 1
     expected = model(ids, context(REFERENCE, cache(model), 0, 4, 16)).last_TD
     assert torch.allclose(got, expected, rtol=0.1, atol=0.1)
+
+
+def test_blocks_the_library_has_not_are_named_by_what_they_are_made_of(fast_ops, generator, caplog):
+    latent = MlaSpec(q_rank=24, kv_rank=16, nope_dim=16, rope_dim=16, value_dim=16, scale=0.25)
+    model = make_target(generator, mla=latent)
+    with caplog.at_level(logging.WARNING):
+        model(torch.tensor([1, 2]), context(fast_ops, cache(model), 0, 2, 16))
+    assert "no blocks of latent attention and a gated feed-forward" in caplog.text
 
 
 def test_no_tokens_give_no_states(fast_ops, generator):
