@@ -232,8 +232,8 @@ def small_m_kernel(
     each), "maxima" or "none". LINES are the lines of each weight row to prefetch behind the STAGED columns that the
     loop has in flight before it waits.
 
-    With SLICES splits side by side, the weight's tile is as many of fewer rows, each of another split of K,
-    and so is the rows' tile. A product of both holds every split's sums, and others that nobody wants.
+    With more than one of SLICES (sliced-K) the weight's tile is that many of fewer rows, each of another split of K,
+    and so is the rows' tile. Their product holds every split's sums; the sums across splits are not used.
     """
     LATE: tl.constexpr = END == "rope"  # attention is next, and reads what was written before the kernel before
     if not LATE:
