@@ -76,12 +76,12 @@ struct ChainRows {
     int64_t *lengths, *seed;
     int count;
 
-    void take(Scratch& room, const Chain& chain) {
-        who = room.take<int32_t>(chain.requests);
-        page_table = room.take<int32_t>(chain.requests * chain.page_table_stride);
-        temperature = room.take<float>(chain.requests);
-        lengths = room.take<int64_t>(chain.requests);
-        seed = room.take<int64_t>(chain.requests);
+    void take(Scratch& scratch, const Chain& chain) {
+        who = scratch.take<int32_t>(chain.requests);
+        page_table = scratch.take<int32_t>(chain.requests * chain.page_table_stride);
+        temperature = scratch.take<float>(chain.requests);
+        lengths = scratch.take<int64_t>(chain.requests);
+        seed = scratch.take<int64_t>(chain.requests);
     }
 
     void start(const Chain& chain) {

@@ -9,7 +9,7 @@ namespace slip {
 
 constexpr int kMaxNodes = 64;  // of a tree, its root included
 
-// A request's drafted nodes, numbered from 1; the first are the draft's chain. Room for kMaxNodes - 1.
+// A request's drafted nodes, numbered from 1; the first are the draft's chain. At most kMaxNodes - 1.
 struct Nodes {
     int64_t* tokens;
     int32_t* parents;

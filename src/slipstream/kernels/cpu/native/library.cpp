@@ -20,7 +20,7 @@ using namespace slip;
 struct Engine {
     Engine(int threads, const Table& functions) : pool(threads), table(functions) {}
     Pool pool;
-    Rooms rooms;
+    Workspaces workspaces;
     const Table& table;
 };
 
@@ -163,18 +163,18 @@ SLIP_EXPORT void slip_engine_destroy(void* engine) { delete static_cast<Engine*>
     }
 
 SLIP_EXPORT int32_t slip_linear(void* engine, const Linear* w, const float* x, int64_t stride, int32_t rows, float* y) {
-    SLIP_CALL(e.table.linear(e.pool, e.rooms.call, *w, x, stride, rows, y))
+    SLIP_CALL(e.table.linear(e.pool, e.workspaces.call, *w, x, stride, rows, y))
 }
 
 SLIP_EXPORT int32_t slip_attention(void* engine, const Batch* batch, const Kv* kv, const AttentionShape* shape, const float* q, float* out) {
     if (!valid(*batch, *kv, false, 0)) return 2;
-    SLIP_CALL(e.table.attention(e.pool, e.rooms.call, *batch, *kv, *shape, q, out))
+    SLIP_CALL(e.table.attention(e.pool, e.workspaces.call, *batch, *kv, *shape, q, out))
 }
 
 SLIP_EXPORT int32_t slip_run_layers(void* engine, const Stack* stack, const Batch* batch, float* hidden, const float* embedding) {
     for (int32_t i = 0; i < stack->num_layers; ++i)
         if (!valid(*batch, stack->kv[i], true, stack->layers[i].positions)) return 2;
-    SLIP_CALL(e.table.run_layers(e.pool, e.rooms.call, *stack, *batch, hidden, embedding))
+    SLIP_CALL(e.table.run_layers(e.pool, e.workspaces.call, *stack, *batch, hidden, embedding))
 }
 
 SLIP_EXPORT int32_t slip_rms_norm(void* engine, const float* x, int64_t stride, const float* weight, float* y, int64_t rows, int32_t width, float eps) {
@@ -192,7 +192,7 @@ SLIP_EXPORT int32_t slip_rotate(void* engine, const Rotation* rotation, const fl
 // The logits may be overwritten.
 SLIP_EXPORT int32_t slip_sample(void* engine, const SampleCall* call, int64_t num_masks, float* logits, const SampleOut* out) {
     if (!valid(*call, num_masks)) return 2;
-    SLIP_CALL(e.table.sample(e.pool, e.rooms.call, *call, logits, *out))
+    SLIP_CALL(e.table.sample(e.pool, e.workspaces.call, *call, logits, *out))
 }
 
 SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling* sampling, float* out) {
@@ -200,19 +200,19 @@ SLIP_EXPORT int32_t slip_perturb(void* engine, const float* logits, const int64_
 }
 
 SLIP_EXPORT int32_t slip_top_k(void* engine, const TopK* shape, const float* logits, const int64_t* ids, const Sampling* sampling, float* scores, int64_t* entries) {
-    SLIP_CALL(e.table.top_k(e.pool, e.rooms.call, *shape, logits, ids, *sampling, scores, entries))
+    SLIP_CALL(e.table.top_k(e.pool, e.workspaces.call, *shape, logits, ids, *sampling, scores, entries))
 }
 
 // `vocab` is the number of rows of the draft's table of embeddings.
 SLIP_EXPORT int32_t slip_draft_chain(void* engine, const Stack* stack, const Draft* draft, const Chain* chain, int64_t vocab) {
     if (!valid(*chain, *stack, vocab)) return 2;
-    SLIP_CALL(e.table.draft_chain(e.pool, e.rooms.call, e.rooms.chain, *stack, *draft, *chain))
+    SLIP_CALL(e.table.draft_chain(e.pool, e.workspaces.call, e.workspaces.chain, *stack, *draft, *chain))
 }
 
 // `vocab` is the number of rows of the target's table of embeddings, and no less than its head's.
 SLIP_EXPORT int32_t slip_rounds(void* engine, const RoundModels* models, const Rounds* rounds, int64_t vocab) {
     if (!valid(*rounds, *models, vocab)) return 2;
-    SLIP_CALL(e.table.run_rounds(e.pool, e.rooms, *models, *rounds))
+    SLIP_CALL(e.table.run_rounds(e.pool, e.workspaces, *models, *rounds))
 }
 
 // A text to copy from; null when memory cannot be had.

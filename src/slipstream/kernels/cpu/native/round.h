@@ -18,22 +18,22 @@ struct RowsRoom {
     int32_t *starts, *lengths;
     int64_t *index, *position, *seen, *slots, *tokens;
 
-    void take(Scratch& room, int requests, int rows) {
-        starts = room.take<int32_t>(requests + 1);
-        lengths = room.take<int32_t>(requests);
-        index = room.take<int64_t>(rows);
-        position = room.take<int64_t>(rows);
-        seen = room.take<int64_t>(rows);
-        slots = room.take<int64_t>(rows);
-        tokens = room.take<int64_t>(rows);
+    void take(Scratch& scratch, int requests, int rows) {
+        starts = scratch.take<int32_t>(requests + 1);
+        lengths = scratch.take<int32_t>(requests);
+        index = scratch.take<int64_t>(rows);
+        position = scratch.take<int64_t>(rows);
+        seen = scratch.take<int64_t>(rows);
+        slots = scratch.take<int64_t>(rows);
+        tokens = scratch.take<int64_t>(rows);
     }
 };
 
 class RoundWork {
   public:
     // `round`: where the outputs are those of this round.
-    RoundWork(Pool& pool, Rooms& rooms, const RoundModels& models, const Rounds& round)
-        : pool_(pool), rooms_(rooms), m_(models), r_(round), target_(*models.target) {
+    RoundWork(Pool& pool, Workspaces& workspaces, const RoundModels& models, const Rounds& round)
+        : pool_(pool), workspaces_(workspaces), m_(models), r_(round), target_(*models.target) {
         take_room();
     }
 
@@ -69,45 +69,45 @@ class RoundWork {
         const int requests = r_.requests, rows = requests + limits, width = target_.width, behind = rows + late;
         const int held = rows < kHeadRows ? rows : kHeadRows;
         const int64_t features = static_cast<int64_t>(target_.num_captured) * width;
-        Scratch& room = rooms_.round;
+        Scratch& scratch = workspaces_.round;
         for (int pass = 0; pass < 2; ++pass) {
-            room.begin(pass == 1);
-            checked_.take(room, requests, rows);
-            followed_.take(room, requests, behind);
-            hidden_ = room.take<float>(static_cast<int64_t>(rows) * width);
-            normed_ = room.take<float>(static_cast<int64_t>(rows) * width);
-            logits_ = room.take<float>(static_cast<int64_t>(held) * m_.ends->head.n);
-            temperature_ = room.take<float>(requests);
-            seed_ = room.take<int64_t>(requests);
-            position_ = room.take<int64_t>(rows);
-            slot_ = room.take<int64_t>(rows);
-            path_ = room.take<int64_t>(static_cast<int64_t>(rows) * r_.nodes);
-            path_nodes_ = room.take<int32_t>(static_cast<int64_t>(requests) * (r_.nodes + 1));
-            level_ = room.take<int32_t>(rows);
-            own_ = room.take<int>(static_cast<int64_t>(requests) * kMaxNodes);
-            num_own_ = room.take<int>(requests);
-            mask_row_ = room.take<int64_t>(rows);
-            off_path_ = room.take<uint8_t>(rows);
-            logprob_ = room.take<float>(held);
-            top_ids_ = room.take<int64_t>(static_cast<int64_t>(held) * kMaxTop);
-            top_logprobs_ = room.take<float>(static_cast<int64_t>(held) * kMaxTop);
-            chosen_ = room.take<int64_t>(rows);
-            who_ = room.take<int32_t>(requests);
-            captured_ = room.take<float>(features * rows);
-            captured_out_ = room.take<float*>(target_.num_captured);
+            scratch.begin(pass == 1);
+            checked_.take(scratch, requests, rows);
+            followed_.take(scratch, requests, behind);
+            hidden_ = scratch.take<float>(static_cast<int64_t>(rows) * width);
+            normed_ = scratch.take<float>(static_cast<int64_t>(rows) * width);
+            logits_ = scratch.take<float>(static_cast<int64_t>(held) * m_.ends->head.n);
+            temperature_ = scratch.take<float>(requests);
+            seed_ = scratch.take<int64_t>(requests);
+            position_ = scratch.take<int64_t>(rows);
+            slot_ = scratch.take<int64_t>(rows);
+            path_ = scratch.take<int64_t>(static_cast<int64_t>(rows) * r_.nodes);
+            path_nodes_ = scratch.take<int32_t>(static_cast<int64_t>(requests) * (r_.nodes + 1));
+            level_ = scratch.take<int32_t>(rows);
+            own_ = scratch.take<int>(static_cast<int64_t>(requests) * kMaxNodes);
+            num_own_ = scratch.take<int>(requests);
+            mask_row_ = scratch.take<int64_t>(rows);
+            off_path_ = scratch.take<uint8_t>(rows);
+            logprob_ = scratch.take<float>(held);
+            top_ids_ = scratch.take<int64_t>(static_cast<int64_t>(held) * kMaxTop);
+            top_logprobs_ = scratch.take<float>(static_cast<int64_t>(held) * kMaxTop);
+            chosen_ = scratch.take<int64_t>(rows);
+            who_ = scratch.take<int32_t>(requests);
+            captured_ = scratch.take<float>(features * rows);
+            captured_out_ = scratch.take<float*>(target_.num_captured);
             if (!m_.draft) continue;
             const int64_t inner = m_.draft_blocks->width;
-            features_ = room.take<float>(features * behind);
-            stream_ = room.take<float>(inner * behind);
-            embedding_ = room.take<float>(inner * behind);
-            chain_hidden_ = room.take<float>(inner * requests);
-            chain_normed_ = room.take<float>(inner * requests);
-            chain_logits_ = room.take<float>(requests * static_cast<int64_t>(m_.draft->ends.head.n));
-            chain_pages_ = room.take<int32_t>(requests * r_.page_table_stride);
-            chain_scores_ = room.take<float>(requests * static_cast<int64_t>(r_.depth));
-            chain_tokens_ = room.take<int64_t>(requests * static_cast<int64_t>(r_.depth));
-            chain_borrowed_ = room.take<Borrowed>(requests);
-            chain_worth_ = room.take<float>(requests);
+            features_ = scratch.take<float>(features * behind);
+            stream_ = scratch.take<float>(inner * behind);
+            embedding_ = scratch.take<float>(inner * behind);
+            chain_hidden_ = scratch.take<float>(inner * requests);
+            chain_normed_ = scratch.take<float>(inner * requests);
+            chain_logits_ = scratch.take<float>(requests * static_cast<int64_t>(m_.draft->ends.head.n));
+            chain_pages_ = scratch.take<int32_t>(requests * r_.page_table_stride);
+            chain_scores_ = scratch.take<float>(requests * static_cast<int64_t>(r_.depth));
+            chain_tokens_ = scratch.take<int64_t>(requests * static_cast<int64_t>(r_.depth));
+            chain_borrowed_ = scratch.take<Borrowed>(requests);
+            chain_worth_ = scratch.take<float>(requests);
         }
         for (int i = 0; i < target_.num_captured; ++i) captured_out_[i] = captured_ + static_cast<int64_t>(i) * rows * width;
         target_.captured_out = captured_out_;
@@ -167,8 +167,8 @@ class RoundWork {
             draft_normed(chain_hidden_, chain_normed_, count);
             normed = chain_normed_;
         }
-        linear(pool_, rooms_.call, m_.draft->ends.head, normed, width, count, chain_logits_);
-        draft_chain(pool_, rooms_.call, rooms_.chain, *m_.draft_blocks, *m_.draft,
+        linear(pool_, workspaces_.call, m_.draft->ends.head, normed, width, count, chain_logits_);
+        draft_chain(pool_, workspaces_.call, workspaces_.chain, *m_.draft_blocks, *m_.draft,
                     {chain_pages_, position_, temperature_, seed_, chain_logits_, chain_hidden_,
                      r_.borrowed ? chain_borrowed_ : nullptr, chain_worth_, chain_scores_, chain_tokens_,
                      r_.page_table_stride, count, r_.page_size, depth, r_.floor, r_.need});
@@ -250,14 +250,14 @@ class RoundWork {
         const int width = target_.width;
         const Ends& ends = *m_.ends;
         for (int row = 0; row < count; ++row) embed_token(ends.embedding, checked_.tokens[row], width, hidden_ + static_cast<int64_t>(row) * width);
-        run_layers(pool_, rooms_.call, target_, batch_of(checked_, r_.requests, r_.page_table), hidden_, nullptr);
+        run_layers(pool_, workspaces_.call, target_, batch_of(checked_, r_.requests, r_.page_table), hidden_, nullptr);
         rms_norm(pool_, hidden_, width, ends.norm, normed_, count, width, ends.eps);
         for (int row = 0; row < count; row += kHeadRows) {
             const int rows = count - row < kHeadRows ? count - row : kHeadRows;
-            linear(pool_, rooms_.call, ends.head, normed_ + static_cast<int64_t>(row) * width, width, rows, logits_);
+            linear(pool_, workspaces_.call, ends.head, normed_ + static_cast<int64_t>(row) * width, width, rows, logits_);
             const SampleCall call{r_.sampling, slot_ + row, position_ + row, path_ + static_cast<int64_t>(row) * longest_, r_.words,
                                   mask_row_ + row, r_.num_words, rows, longest_};
-            sample_tokens(pool_, rooms_.call, call, logits_, chosen_ + row);
+            sample_tokens(pool_, workspaces_.call, call, logits_, chosen_ + row);
             score(call, row);
         }
     }
@@ -271,7 +271,7 @@ class RoundWork {
             const int parent = node ? checked_.starts[request] + parents(request)[node - 1] : at;
             off_path_[at] = node && (off_path_[parent] || chosen_[parent] != checked_.tokens[at]);
         }
-        score_tokens(pool_, rooms_.call, call, logits_, off_path_ + row, {chosen_ + row, logprob_, top_ids_, top_logprobs_});
+        score_tokens(pool_, workspaces_.call, call, logits_, off_path_ + row, {chosen_ + row, logprob_, top_ids_, top_logprobs_});
         request = 0;
         for (int at = row; at < row + call.rows; ++at) {
             while (at >= checked_.starts[request + 1]) ++request;
@@ -339,7 +339,7 @@ class RoundWork {
         }
     }
 
-    // Tell whether another round might leave more for the draft to follow than there is room for.
+    // Tell whether another round might leave more for the draft to follow than its buffers hold.
     bool full() const {
         for (int i = 0; m_.draft && i < r_.requests; ++i)
             if (r_.feedback[i] && r_.late[i] + 2 * (1 + r_.nodes) > r_.capacity) return true;
@@ -370,10 +370,10 @@ class RoundWork {
         if (requests == 0) return;
         const Draft& draft = *m_.draft;
         const int width = m_.draft_blocks->width;
-        linear(pool_, rooms_.call, draft.fuse, features_, draft.fuse.k, count, stream_);
+        linear(pool_, workspaces_.call, draft.fuse, features_, draft.fuse.k, count, stream_);
         for (int row = 0; row < count; ++row)
             embed_token(draft.ends.embedding, followed_.tokens[row], width, embedding_ + static_cast<int64_t>(row) * width);
-        run_layers(pool_, rooms_.call, *m_.draft_blocks, batch_of(followed_, requests, chain_pages_), stream_, embedding_);
+        run_layers(pool_, workspaces_.call, *m_.draft_blocks, batch_of(followed_, requests, chain_pages_), stream_, embedding_);
         for (int at = 0; at < requests; ++at) {
             const float* last = stream_ + static_cast<int64_t>(followed_.starts[at + 1] - 1) * width;
             if (draft.normed_feedback) draft_normed(last, r_.feedback[who_[at]], 1);
@@ -393,7 +393,7 @@ class RoundWork {
     }
 
     Pool& pool_;
-    Rooms& rooms_;
+    Workspaces& workspaces_;
     const RoundModels& m_;
     const Rounds& r_;
     Stack target_;
@@ -415,15 +415,15 @@ class RoundWork {
 // Where the requests of some rounds stand.
 class RoundsWork {
   public:
-    RoundsWork(Scratch& room, const RoundModels& models, const Rounds& rounds) : m_(models), r_(rounds) {
+    RoundsWork(Scratch& scratch, const RoundModels& models, const Rounds& rounds) : m_(models), r_(rounds) {
         const int requests = r_.requests;
         for (int pass = 0; pass < 2; ++pass) {
-            room.begin(pass == 1);
-            roots_ = room.take<int64_t>(requests);
-            lengths_ = room.take<int64_t>(requests);
-            left_ = room.take<int64_t>(requests);
-            limits_ = room.take<int32_t>(requests);
-            depths_ = room.take<int32_t>(requests);
+            scratch.begin(pass == 1);
+            roots_ = scratch.take<int64_t>(requests);
+            lengths_ = scratch.take<int64_t>(requests);
+            left_ = scratch.take<int64_t>(requests);
+            limits_ = scratch.take<int32_t>(requests);
+            depths_ = scratch.take<int32_t>(requests);
         }
         for (int i = 0; i < requests; ++i) {
             roots_[i] = r_.roots[i];
@@ -499,15 +499,15 @@ class RoundsWork {
     int32_t *limits_, *depths_;
 };
 
-static void run_rounds(Pool& pool, Rooms& rooms, const RoundModels& models, const Rounds& rounds) {
+static void run_rounds(Pool& pool, Workspaces& workspaces, const RoundModels& models, const Rounds& rounds) {
     *rounds.ran = 0;
     if (rounds.requests == 0) return;
-    RoundsWork work(rooms.rounds, models, rounds);
+    RoundsWork work(workspaces.rounds, models, rounds);
     const double began = RoundWork::now();
     for (int n = 0; n < rounds.rounds; ++n) {
         const double start = RoundWork::now();
         const Rounds one = work.round(n);
-        if (!RoundWork(pool, rooms, models, one).run(n)) return;
+        if (!RoundWork(pool, workspaces, models, one).run(n)) return;
         *rounds.ran = n + 1;
         const double end = RoundWork::now();
         const bool hurry = rounds.hurry && *const_cast<const volatile int32_t*>(rounds.hurry) != 0;

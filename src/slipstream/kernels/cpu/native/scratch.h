@@ -36,8 +36,8 @@ class Scratch {
     bool measuring_ = true;
 };
 
-// A call that makes other calls keeps what lives between them in a room of its own.
-struct Rooms {
+// A call that makes other calls keeps what lives between them in scratch memory of its own.
+struct Workspaces {
     Scratch call, chain, round, rounds;
 };
 

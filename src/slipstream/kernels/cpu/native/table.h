@@ -45,7 +45,7 @@ struct Table {
     void (*perturb)(Pool&, const float* logits, const int64_t* ids, int64_t rows, int64_t vocab, const Sampling&, float* out);
     void (*top_k)(Pool&, Scratch&, const TopK&, const float* logits, const int64_t* ids, const Sampling&, float* scores, int64_t* entries);
     void (*draft_chain)(Pool&, Scratch& scratch, Scratch& own, const Stack&, const Draft&, const Chain&);
-    void (*run_rounds)(Pool&, Rooms&, const RoundModels&, const Rounds&);
+    void (*run_rounds)(Pool&, Workspaces&, const RoundModels&, const Rounds&);
 };
 
 namespace portable {
