@@ -15,8 +15,6 @@ from slipstream.kernels.triton.launch import launch_options, wait_for_inputs
 
 SQUARED = 64
 """How many numbers of a row share a sum of squares where a product leaves them for the norm."""
-SQUARES = tl.constexpr(SQUARED)
-SQUARES_LEVELS = tl.constexpr(SQUARED.bit_length() - 1)
 
 
 @triton.jit

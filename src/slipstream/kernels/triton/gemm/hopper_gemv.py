@@ -200,7 +200,7 @@ def _known_of_rows(
     if FP8 and CODES == "none":
         scale = gl.load(x_scale_ptr + gl.minimum(token, M - 1))[None, :]
     if NORM:
-        factor = for_rows(factor_of(left, K, eps, MP, LEFT_LEVELS), MP, ROWS)
+        factor = for_rows(factor_of(left, K, eps, LEFT_LEVELS), MP, ROWS)
     if CODES == "maxima":
         found = scale_of(left)
         scale = _for_outputs(found, token, MP)

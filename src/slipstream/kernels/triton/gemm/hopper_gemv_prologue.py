@@ -79,7 +79,7 @@ def left_of_rows(left_ptr, M, num_parts, MP: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def factor_of(left, K, eps, MP: gl.constexpr, LEVELS: gl.constexpr):
+def factor_of(left, K, eps, LEVELS: gl.constexpr):
     """Return each row's factor of its norm, from its sums of squares."""
     return gl.rsqrt(gl.sum(_pair_sums(left, LEVELS), 1) / K + eps)
 

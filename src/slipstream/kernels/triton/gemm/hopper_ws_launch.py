@@ -95,7 +95,8 @@ def multiply_ws(
     y = torch.empty(num_rows, outputs, dtype=out_dtype, device=x_TK.device)
     x_scale, w_scale = scales or (x_TK, x_TK)
     hopper_ws_kernel[(min(programs, tiles[0] * tiles[1]),)](
-        _boxes(x_TK, _TILE_ROWS // 2, block_k), _boxes(weight_NK, width, block_k), _boxes(y, _TILE_ROWS // 2, width),
+        tma_boxes(x_TK, _TILE_ROWS // 2, block_k), tma_boxes(weight_NK, width, block_k),
+        tma_boxes(y, _TILE_ROWS // 2, width),
         x_scale, w_scale, *epilogue.added(y), num_rows, num_weights, *tiles, order.count,
         -(-order.columns // block_k), epilogue.residual_stride, BLOCK_N=tile.block_n, BLOCK_K=block_k,
         SPLIT=order.count > 1, STAGES=tile.stages, FP8=kind == "fp8", PAIR=tile.pair, SILU=silu, **epilogue.flags,
@@ -104,7 +105,7 @@ def multiply_ws(
     return y
 
 
-def _boxes(rows: Tensor, count: int, columns: int) -> Any:  # triton has no types of its own
+def tma_boxes(rows: Tensor, count: int, columns: int) -> Any:  # triton has no types of its own
     """Describe a matrix to TMA: boxes of so many rows and columns."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from slipstream.kernels.triton.gemm.hopper_ws_launch import tma_boxes
 from slipstream.kernels.triton.gemm.split_k import Epilogue
 from slipstream.kernels.triton.gemm.wide_tiles import wide_kernel
 from slipstream.kernels.triton.launch import launch_options
@@ -175,24 +176,15 @@ def _stream(
 ) -> None:  # fmt: skip
     """Multiply by the warp-specialised kernel; `y` gets outputs, or partial sums."""
     # Gluon is needed here alone: where there is no such GPU its kernels are not even read.
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
-
     from slipstream.kernels.triton.gemm.wide_streams import stream_kernel
 
     config, (first, second) = launch.config, launch.pieces
-    types = {torch.bfloat16: bfloat16, torch.float16: float16, torch.float8_e4m3fn: float8e4nv}
-
-    def tiles(rows: Tensor, count: int) -> Any:  # triton has no types of its own
-        shape = [count, config.block_k]
-        layout = NVMMASharedLayout.get_default_for(shape, types[rows.dtype])
-        return Tiles(rows, list(rows.shape), [rows.stride(0), 1], shape, layout)
-
     silu = y.shape[-1] != weight_NK.shape[0]
     # Two programs of four multiplying warps share a processor's registers.
     few = {"maxnreg": 128} if config.num_warps == 4 else {}
     stream_kernel[grid](
-        tiles(x_TK, first), tiles(x_TK, second or 16), tiles(weight_NK, config.block_n), *scales, y,
+        *(tma_boxes(x_TK, count, config.block_k) for count in (first, second or 16)),
+        tma_boxes(weight_NK, config.block_n, config.block_k), *scales, y,
         x_TK.shape[0], weight_NK.shape[0], launch.split_columns // config.block_k, y.stride(-2), y.stride(0),
         FIRST=first, SECOND=second, BLOCK_N=config.block_n, PAIR=config.pair, BLOCK_K=config.block_k,
         STAGES=config.num_stages, DEFERRED=config.deferred, FP8=kind == "fp8", SILU=silu, AT_ONCE=config.at_once,

@@ -16,8 +16,8 @@ from slipstream.kernels.triton.moe.rows import FP8_GROUP
 
 
 @triton.jit
-def tile_of(tiles_ptr, pairs_ptr, tile, num_outputs, ROWS_PER_INPUT: tl.constexpr,
-          BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+def tile_of(tiles_ptr, pairs_ptr, tile, ROWS_PER_INPUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+            SPLITS: tl.constexpr):  # fmt: skip
     """Return this program's expert, pairs, which of them are real, their input rows, its outputs and its split."""
     expert = tl.load(tiles_ptr + 3 * tile).to(tl.int64)
     first = tl.load(tiles_ptr + 3 * tile + 1)
@@ -81,7 +81,7 @@ def nibble_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, w_scale_2_ptr, tiles_p
     wait_for_inputs(PDL)
     for tile in range(tl.program_id(1), tl.load(tiles_ptr + 3 * max_tiles), tl.num_programs(1)):
         expert, pairs, real, rows, outputs, split = tile_of(
-            tiles_ptr, pairs_ptr, tile, N, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
+            tiles_ptr, pairs_ptr, tile, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
         )
         byte = tl.arange(0, BLOCK_B)
         is_output = outputs < N
@@ -146,7 +146,7 @@ def number_kernel(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, pairs_ptr, 
     wait_for_inputs(PDL)
     for tile in range(tl.program_id(1), tl.load(tiles_ptr + 3 * max_tiles), tl.num_programs(1)):
         expert, pairs, real, rows, outputs, split = tile_of(
-            tiles_ptr, pairs_ptr, tile, N, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
+            tiles_ptr, pairs_ptr, tile, ROWS_PER_INPUT, BLOCK_T, BLOCK_N, SPLITS
         )
         column = tl.arange(0, BLOCK_K)
         is_output = outputs < N
