@@ -13,14 +13,11 @@ first answer is complete, and the tokens that come in between are counted; at ba
 The floor is the time it takes to read a program's weights once a token, at the bandwidth measured in the same run.
 Ratios are medians over rounds, paired within a round. "text" is the share of tokens before the first that differs from
 our plain decoding: formats and roundings differ, but a program that runs another model would show here.
-
-With --lengths, prompts of random tokens instead, one at a time: tokens a second until the first token of the answer.
 """
 
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -46,7 +43,6 @@ QUESTIONS = Path(__file__).parent / "peers/questions.jsonl"
 POINTS = (Point("chat", 1), Point("gsm8k", 1), Point("chat", 8), Point("gsm8k", 8))
 CONTEXT = 1024
 CANDIDATES = 64  # prompts looked at for answers that are long enough
-TOKENS = range(1000, 32000)  # ids that no template gives a meaning
 SETTLE_S = 0.3  # OpenMP's threads spin for a while after their work; the next program shall not meet them
 Prompts = list[list[int]]
 
@@ -59,20 +55,17 @@ def main() -> int:
         sys.exit("This copy of slipstream ships no draft for the embedded model.")
     cpus = sorted(os.sched_getaffinity(0))[: args.threads]
     os.sched_setaffinity(0, cpus)  # inherited by every program
-    context, rows = (max(args.lengths) + 64, 1) if args.lengths else (CONTEXT, max(point.batch for point in POINTS))
-    arms = list(all_arms(embedded_folder() / GGUF_FILE, draft, args.depths, len(cpus), context, rows))
+    rows = max(point.batch for point in POINTS)
+    arms = list(all_arms(embedded_folder() / GGUF_FILE, draft, args.depths, len(cpus), CONTEXT, rows))
     with ExitStack() as stack:
         peers = _load(console, stack, arms)
         present = [arm for arm in arms if arm.name in peers]
-        if args.lengths:
-            turns, bandwidths = _prompt_rounds(present, peers, args), [peers[PLAIN].ask("read_memory")]
-        else:
-            files = {"chat": CHAT, "gsm8k": args.gsm8k}
-            prompts = {name: _prompts(peers[PLAIN], path, args.tokens) for name, path in files.items()}
-            turns, bandwidths = _rounds(console, present, peers, prompts, args)
+        files = {"chat": CHAT, "gsm8k": args.gsm8k}
+        prompts = {name: _prompts(peers[PLAIN], path, args.tokens) for name, path in files.items()}
+        turns, bandwidths = _rounds(console, present, peers, prompts, args)
     bandwidth = statistics.median(bandwidths)
     floors = {name: bandwidth / peer.about["weight_bytes"] for name, peer in peers.items()}
-    results = Results(turns, {} if args.lengths else floors)
+    results = Results(turns, floors)
     console.print(f"reading memory: {bandwidth / 1e9:.1f} GB/s; {len(cpus)} threads; {args.rounds} rounds")
     for point in results.points:
         console.print(results.table(point))
@@ -147,20 +140,6 @@ def _rounds(
     return turns, bandwidths
 
 
-def _prompt_rounds(arms: list[Arm], peers: dict[str, Peer], args: argparse.Namespace) -> list[Turn]:
-    """Let every arm compute prompts of each length, no two the same; a first, short round only warms up."""
-    rng, turns = random.Random(1), []
-    for number in range(-1, args.rounds):
-        for length in args.lengths if number >= 0 else args.lengths[:2]:
-            for arm in arms:
-                time.sleep(SETTLE_S)
-                [(seconds, _, _)] = peers[arm.name].ask("run", prompts=[rng.choices(TOKENS, k=length)], tokens=1)
-                if number >= 0:
-                    point = Point(f"{length} prompt tokens", 1)
-                    turns.append(Turn(number, point, arm.name, arm.program, length / seconds, 1.0, 1.0, seconds))
-    return turns
-
-
 def _turn(peer: Peer, groups: list[Prompts], tokens: int) -> list[Decoded]:
     return [decoded(peer.ask("run", prompts=group, tokens=tokens), len(group), tokens) for group in groups]
 
@@ -192,7 +171,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=2, help="prompts a round at batch 1")
     parser.add_argument("--depths", type=int, nargs="+", default=[0], help="chains our EAGLE-3 arms draft; 0: as pays")
-    parser.add_argument("--lengths", type=int, nargs="+", help="time prompts of these lengths instead of decoding")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON to write")
     return parser.parse_args()
