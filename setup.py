@@ -31,7 +31,7 @@ AVX512 += ["-Wno-uninitialized"]
 # Binds to versions of the C and C++ libraries that older systems have, too; see the header.
 OLD_SYSTEMS = ["-include", f"{NATIVE}/glibc.h"] if platform.system() == "Linux" else []
 # Objects of the plain instruction set come first: where objects share a function, the linker keeps the first.
-UNITS: dict[str, list[str]] = {"library": [], "pool": [], "repack": [], "text": [], "isa_portable": []}
+UNITS: dict[str, list[str]] = {"library": [], "pool": [], "repack": [], "text": [], "copies": [], "isa_portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     UNITS |= {"isa_avx2": AVX2, "isa_avx512": AVX512}
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-g0"]

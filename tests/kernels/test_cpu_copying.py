@@ -3,17 +3,20 @@
 import pytest
 import torch
 
-from slipstream.engine.build import build_engine
+from slipstream.engine.build import build_engine, copied_nodes
 from slipstream.engine.config import EngineConfig
+from slipstream.kernels import Cut
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.kernels.reference.text import Text
 from slipstream.kernels.texts import MATCH_LENGTHS
+from slipstream.speculation.controller import Reach
 from slipstream.speculation.copying import Copier
-from slipstream.speculation.merge import Guess, add_copies
+from slipstream.speculation.merge import CopyLimits, Drafted, grow
+from slipstream.speculation.pace import Pace
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
-from tiny import VOCAB, follower_draft, tiny_target
+from tiny import VOCAB, follower_draft, tiny_draft, tiny_target
 
 TARGET = tiny_target()
 CHAIN = TreeShape.chain(3)
@@ -69,6 +72,49 @@ def test_rounds_copy_what_their_parts_copy(cpu_ops):
         assert said == parts
         assert counted.passes == expected.passes
         assert counted.offered[3:] == expected.offered[3:]  # rounds cut the draft's own chains where an answer ends
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_by_default_nodes_of_either_source_are_chosen_by_what_they_cost_and_the_text_stays(cpu_ops, patience_s):
+    plain, _ = told(cpu_ops, None)
+    for draft in (follower_draft(TARGET), tiny_draft(TARGET, seed=5)):  # one is right often, one is not
+        alone, _ = told(cpu_ops, draft, None, patience_s, copied_tokens=0)
+        merged, _ = told(cpu_ops, draft, None, patience_s)
+        parts, _ = told(PartByPart(2, cpu_ops.isa), draft, None, patience_s)
+        assert merged == parts == alone == plain
+
+
+class Priced(Pace):
+    """Drafts whole chains where rows cost the same whatever was measured."""
+
+    row = 0.0
+
+    def start(self, num_requests, depth):
+        super().start(num_requests, depth)
+        return Reach(depth, Cut(row=Priced.row, trust=0.6))
+
+
+def test_rounds_choose_the_nodes_their_parts_choose_and_the_fewer_the_dearer_rows_are(cpu_ops, monkeypatch):
+    monkeypatch.setattr("slipstream.engine.build.Pace", Priced)
+    draft, drafted = follower_draft(TARGET), []
+    for row in (0.0, 0.4, 1.5):
+        Priced.row = row
+        said, counted = told(cpu_ops, draft)
+        parts, expected = told(PartByPart(1, cpu_ops.isa), draft)
+        assert said == parts
+        assert counted.passes == expected.passes
+        drafted.append(counted.drafted / counted.decoding_passes)
+    assert drafted == sorted(drafted, reverse=True)
+    assert drafted[0] > 2 * drafted[2]
+
+
+def test_copying_is_on_by_default_only_where_lengths_follow_the_cost(cpu_ops):
+    def most_copied(shape, **config):
+        return copied_nodes(TARGET, follower_draft(TARGET), shape, EngineConfig(**config), cpu_ops)
+
+    assert most_copied(None) > 0
+    assert most_copied(None, copied_tokens=0) == most_copied(CHAIN) == 0
+    assert most_copied(CHAIN, copied_tokens=7) == 7
 
 
 def test_copying_alone_is_n_gram_lookup_and_saves_passes(fast_ops):
@@ -127,17 +173,48 @@ def test_a_later_request_may_copy_an_earlier_answer(fast_ops):
     assert passes(0)[1] > again
 
 
-def test_what_a_tree_has_already_is_shared_and_the_likeliest_comes_first():
-    text = Text([0.9] * len(MATCH_LENGTHS))
-    text.extend([1, 2, 3, 4, 5, 9, 1, 2], learns=False)
-    guess = Guess([2, 3, 7], [-1, 0, 0], [0.0, -0.1, -3.0])  # a root and two children, of which one is copied too
-    add_copies(guess, text, 3, 60, 0.1)
-    assert guess.tokens == [2, 3, 7, 4, 5, 9]
-    assert guess.parents == [-1, 0, 0, 1, 3, 4]
-    assert guess.scores[3:] == sorted(guess.scores[3:], reverse=True)
-    shallow = Guess([2], [-1], [0.0])
-    add_copies(shallow, text, 10, 2, 0.1)
-    assert shallow.tokens == [2, 3, 4]
+def text_of(tokens, chance=0.9):
+    text = Text([chance] * len(MATCH_LENGTHS))
+    text.extend(tokens, learns=False)
+    return text
+
+
+def grown(drafted, text, nodes=60, depth=60, **cut):
+    (tree,) = grow([drafted], [text], [CopyLimits(nodes, depth)], Cut(**cut))
+    return tree
+
+
+def test_what_the_draft_names_too_is_shared_and_the_likeliest_comes_first():
+    text = text_of([1, 2, 3, 4, 5, 9, 1, 2])
+    tree = grown(Drafted([2, 3, 7], [-1, 0, 0], [0.0, -0.1, -3.0]), text, nodes=3)
+    assert tree.tokens == [2, 3, 7, 4, 5, 9]
+    assert tree.parents == [-1, 0, 0, 1, 3, 4]
+    assert tree.guessed == 2
+    assert grown(Drafted([2], [-1], [0.0]), text, depth=2).tokens == [2, 3, 4]
+
+
+def test_a_text_that_the_draft_contradicts_is_believed_less():
+    text, sure, unsure = text_of([1, 2, 3, 4, 1, 2], 0.5), -0.05, -2.5
+    copied = [grown(Drafted([2, 8], [-1, 0], [0.0, score]), text, least=0.2).tokens for score in (sure, unsure)]
+    assert copied == [[2, 8], [2, 8, 3]]
+    assert grown(Drafted([2], [-1], [0.0]), text, least=0.2).tokens == [2, 3, 4]
+
+
+def test_nodes_come_while_they_are_worth_their_rows_whoever_proposed_them():
+    drafted, text = Drafted([2, 8, 6], [-1, 0, 1], [0.0, -0.5, -2.0]), text_of([1, 2, 3, 4, 5, 1, 2])
+    sizes = [len(grown(drafted, text, row=row).tokens) for row in (0.0, 0.3, 1.0, 4.0)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[2] > sizes[3] == 1
+    assert grown(drafted, text, row=0.9).guessed < 2  # a chain ends where copies are likelier
+
+
+def test_the_likeliest_node_of_any_request_comes_next():
+    sure, unsure = (
+        Drafted([2, 8, 6], [-1, 0, 1], [0.0, -0.01, -0.02]),
+        Drafted([2, 8, 6], [-1, 0, 1], [0.0, -1.0, -2.0]),
+    )
+    trees = grow([unsure, sure], [None, None], [CopyLimits(0, 9)] * 2, Cut(row=1.0))
+    assert [tree.guessed for tree in trees] == [0, 2]
 
 
 def test_what_answers_said_of_guesses_is_where_the_next_begins():

@@ -311,7 +311,7 @@ def test_what_was_left_in_a_page_is_gone_with_the_page(cpu_ops, fused):
 
 
 def test_a_request_that_makes_room_while_the_draft_rests_leaves_what_is_late_to_itself(cpu_ops, fused):
-    config = EngineConfig(max_context=64, page_size=4, max_requests=2, num_pages=20)
+    config = EngineConfig(max_context=64, page_size=4, max_requests=2, num_pages=20, copied_tokens=0)
     engine = build_engine(TARGET, follower_draft(TARGET), None, config, cpu_ops)
     Scripted.drafts = False
     for token, count in ((3, 36), (9, 40)):

@@ -43,7 +43,7 @@ def serve(
     prefix_cache: o.PrefixCache = True,
     draft_window: o.DraftWindow = None,
     borrowed_tokens: o.BorrowedTokens = 64,
-    copied_tokens: o.CopiedTokens = 0,
+    copied_tokens: o.CopiedTokens = None,
     earlier_tokens: o.EarlierTokens = 0,
     kernel_settings: o.KernelSettings = None,
     simulated_acceptance: o.SimulatedAcceptance = None,

@@ -117,8 +117,8 @@ BorrowedTokens = Annotated[
     typer.Option(help="On a CPU: tokens of a request's own text, unknown to the draft, that it may propose; 0: none."),
 ]
 CopiedTokens = Annotated[
-    int,
-    typer.Option(help="On a CPU: nodes of a tree that may be copied from the text, beside a draft's; 0: none."),
+    int | None,
+    typer.Option(help="On a CPU: nodes copied from the text beside a draft's, at most; 0: none. [default: as pays]"),
 ]
 EarlierTokens = Annotated[
     int,

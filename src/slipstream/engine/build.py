@@ -31,7 +31,7 @@ from slipstream.speculation.eagle3_drafter import Beside, Eagle3Drafter, most_no
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeShape
 
-_PACED_DEPTH = 5
+_PACED_DEPTH, _PACED_COPIES = 5, 16
 _MENU = (*(TreeShape.chain(length) for length in (3, 7)), TreeShape(depth=5, width=4, budget=15))
 """What captured steps choose among where nobody asked for a shape; rows that run eagerly are drafted the first."""
 
@@ -141,7 +141,9 @@ def copied_nodes(
         return (asked or TreeShape()).depth
     if draft is None or target.ranks.size > 1 or draft.ranks.size > 1 or not config.drafts_on_host(device):
         return 0
-    return config.copied_tokens
+    if config.copied_tokens is not None:
+        return config.copied_tokens
+    return _PACED_COPIES if asked is None and paces(draft, ops) else 0
 
 
 def extra_slots(draft: Eagle3Draft | Literal["ngram"] | None, shapes: Sequence[TreeShape], copied: int) -> int:

@@ -33,7 +33,8 @@ class EngineConfig:
         prefix_cache: keep the pages of finished prompts and answers for requests that start the same way.
         borrowed_tokens: tokens of a request's own text that its draft may propose though it does not know them, the
             latest so many; 0: none. On a CPU only.
-        copied_tokens: nodes of a draft's tree that may be copied from the request's own text; 0: none. On a CPU only.
+        copied_tokens: nodes of a draft's tree that may be copied from the request's own text, at most; 0: none. None
+            copies as far as it pays, where the draft's chains are as long as they pay. On a CPU only.
         earlier_tokens: tokens of earlier answers, the latest, that requests may copy from as well; 0: none. How fast an
             answer comes may then tell what others were answered.
         cuda_graphs: run decoding as steps captured in CUDA graphs, with the host one step behind. "auto" does so on a
@@ -50,7 +51,7 @@ class EngineConfig:
     draft_kv_cache_dtype: KvCacheDtype | None = None
     prefix_cache: bool = True
     borrowed_tokens: int = 64
-    copied_tokens: int = 0
+    copied_tokens: int | None = None
     earlier_tokens: int = 0
     cuda_graphs: CudaGraphs = "auto"
 
@@ -66,7 +67,7 @@ class EngineConfig:
         for name in ("borrowed_tokens", "earlier_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0.")
-        if not 0 <= self.copied_tokens < _MAX_NODES:
+        if self.copied_tokens is not None and not 0 <= self.copied_tokens < _MAX_NODES:
             raise ConfigError(f"copied_tokens is {self.copied_tokens}; it lies between 0 and {_MAX_NODES - 1}.")
         if self.cuda_graphs not in get_args(CudaGraphs):
             raise ConfigError(f"cuda_graphs is {self.cuda_graphs!r}; it is {', '.join(get_args(CudaGraphs))}.")

@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
     prefix_cache: bool
     draft_window: int | None
     borrowed_tokens: int
-    copied_tokens: int
+    copied_tokens: int | None
     earlier_tokens: int
     cuda_graphs: CudaGraphs
     tp: int

@@ -23,6 +23,7 @@ from slipstream.kernels.ops import (
     Ops,
     RowSampling,
     Sight,
+    row_work,
     sight_of,
 )
 from slipstream.kernels.reference.bookkeeping import TorchBookkeeping
@@ -102,6 +103,7 @@ __all__ = [
     "TreePaths",
     "keys_and_values",
     "one_pool",
+    "row_work",
     "select",
     "sight_of",
     "step_ops",

@@ -294,18 +294,37 @@ class ChainStart:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where chains end short of their depth; by default nowhere.
+    """Which nodes a tree has of those that were drafted or may be copied; by default all that were drafted.
+
+    A node's chance of being kept is worked out from the draft's confidence and from what the text says. The likeliest
+    node of any request comes next, as long as its chance is worth another row of the pass.
 
     Args:
         floor: a token of a lower cumulative log-probability is not checked, and its chain not drafted further.
-        need: another level is drafted only if the chains' probabilities, each as far as it is above the floor's, add
-            up to so much.
-        least: a token that is copied, not drafted, is checked if its chance of being kept is no less.
+        need: another level is drafted only if the chains' chances, each as far as it is above the floor's, add up to so
+            much. A chain that the text goes on from counts less, the surer the text is.
+        least: a token that is copied, not drafted, is checked if its chance is no less.
+        row: a row's worth, in tokens, once there are many; see `price`.
+        trust: a drafted token's chance is its probability to this power, where the text says nothing.
     """
 
     floor: float = -math.inf
     need: float = 0.0
-    least: float = 0.1
+    least: float = 0.02
+    row: float = 0.0
+    trust: float = 1.0
+
+    def price(self, num_rows: int) -> float:
+        """Return what another row costs beside so many, in tokens."""
+        return self.row * (row_work(num_rows + 1) - row_work(num_rows)) if self.row else 0.0
+
+
+def row_work(num_rows: float) -> float:
+    """Return what a pass over so many rows costs beyond reading the weights, in rows.
+
+    The first rows cost little: they are multiplied while the weights of the next are read.
+    """
+    return num_rows * num_rows / (num_rows + 8)
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from slipstream.speculation.drafter import DraftView, Observed
 from slipstream.speculation.grow import with_trees
 from slipstream.speculation.late import LatePages, LateRun
 from slipstream.speculation.levels import LevelsStart, grown_trees
-from slipstream.speculation.merge import Guess, add_copies
+from slipstream.speculation.merge import CopyLimits, Drafted, grow
 from slipstream.speculation.outcomes import chains_of
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import MAX_NODES, TreeBatch, TreeShape
@@ -94,7 +94,7 @@ class Eagle3Drafter:
         self._ops = ops
         self._last: dict[int, _LastSlot] = {}
         self._followers: dict[int, tuple[Follower, Sequence[int]]] = {}
-        self._guesses: dict[int, list[int]] = {}  # of the round under way, where it is paced
+        self._guesses: dict[int, Sequence[int]] = {}  # of the round under way, where it is paced
         self._left = LatePages(kv.page_size, _LEFT_BYTES)
         self.shape: TreeShape = shape
         self.menu = beside.menu or (shape,)
@@ -141,44 +141,46 @@ class Eagle3Drafter:
         return self._borrowers is not None
 
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
-        """Return a tree for each view; a request the draft has not caught up with may only copy."""
+        """Return a tree for each view; a request the draft has not caught up with may only copy.
+
+        Where all are such, and nodes are chosen by their cost, nothing is: beside prompts no row is cheap.
+        """
         known = [index for index, view in enumerate(views) if self.knows(view.request_id, len(view.tokens) - 1)]
         roots = TreeBatch.lone_roots([view.tokens[-1] for view in views], self._draft.token_ids_V.device)
         if not known:
-            return self._with_copies(views, roots, {}, Cut())
+            return roots if self._pace is not None else self._grown(views, roots, {}, Cut())
         grown = [views[index] for index in known]
         self._catch_up({view.request_id: len(view.tokens) - 1 for view in grown})
-        cut = Cut() if self._pace is None else self._pace.start(len(views), self.shape.num_nodes - 1).cut
-        candidates = self._chains(grown, cut)
+        most = self.shape.num_nodes - 1
+        reach = Reach(most) if self._pace is None else self._pace.start(len(views), most)
+        if reach.depth == 0:
+            return self._grown(views, roots, dict.fromkeys(known, ()), reach.cut)
+        candidates = self._chains(grown, reach.cut)
         if candidates is None:
             start = LevelsStart(*self._stacked([self._last[view.request_id] for view in grown]), self._borrowed(grown))
             candidates = grown_trees(self._draft, self._kv, self._ops, grown, start, self.shape)
         trees = with_trees(roots, known, candidates)
         if self._copier is None and self._pace is None:
             return trees
-        scores = candidates.scores_RC.tolist()
-        if self._pace is not None:
-            kept_RC = candidates.scores_RC >= cut.floor
-            self._pace.drafted([view.request_id for view in grown], scores, kept_RC.sum(1).tolist())
-            tokens = candidates.tokens_RC.tolist()
-            self._guesses = {view.request_id: guess for view, guess in zip(grown, tokens, strict=True)}
-            trees = trees.cut(known, 1 + kept_RC.sum(1))
-        return self._with_copies(views, trees, dict(zip(known, scores, strict=True)), cut)
+        return self._grown(views, trees, dict(zip(known, candidates.scores_RC.tolist(), strict=True)), reach.cut)
 
-    def _with_copies(
+    def _grown(
         self, views: Sequence[DraftView], trees: TreeBatch, scores: Mapping[int, Sequence[float]], cut: Cut
     ) -> TreeBatch:
-        """Hang what each text would go on with beside its tree, where that is likely enough."""
-        if self._copier is None:
+        """Let trees grow of what was drafted and of what each text would go on with, as far as nodes are worth it."""
+        if self._copier is None and self._pace is None:
             return trees
-        merged = []
+        drafted, texts, limits = [], [], []
         for index, (view, tree) in enumerate(zip(views, trees.unpack(), strict=True)):
-            own = scores.get(index, ())[: len(tree.tokens) - 1]
-            guess = Guess(list(tree.tokens), list(tree.parents), [0.0, *own])
-            text = self.copied_text(view.request_id, view.tokens)
-            add_copies(guess, text, min(self._copier.most, view.wanted - 1), view.wanted - 1, cut.least)
-            merged.append((guess.tokens, guess.parents))
-        return TreeBatch.pack(merged, trees.tokens_RN.device)
+            drafted.append(Drafted(tree.tokens, tree.parents, [0.0, *scores.get(index, ())]))
+            texts.append(None if self._copier is None else self._copier.see(view.request_id, view.tokens))
+            limits.append(CopyLimits(min(self.most_copied, view.wanted - 1), view.wanted - 1))
+        grown = grow(drafted, texts, limits, cut)
+        if self._pace is not None and scores:
+            names = [views[index].request_id for index in scores]
+            self._pace.drafted(names, list(scores.values()), [grown[index].guessed for index in scores])
+            self._guesses = dict(zip(names, (drafted[index].tokens[1:] for index in scores), strict=True))
+        return TreeBatch.pack([(tree.tokens, tree.parents) for tree in grown], trees.tokens_RN.device)
 
     def copied_text(self, request_id: int, tokens: Sequence[int]) -> CopyText:
         """Return a request's text to copy from, as far as these tokens."""

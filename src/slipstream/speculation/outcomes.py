@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.kernels import Cut, RoundResult
+from slipstream.kernels import Cut, RoundResult, row_work
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,12 @@ class DraftedChain:
     checked: int
     kept: int
     beyond: Beyond | None = None
+
+    def gained(self, count: int) -> int:
+        """Return how many tokens more were kept than copying alone would have had, had so many been checked."""
+        if self.beyond is None:
+            return min(self.kept, count)
+        return max((self.beyond.kept if count >= self.kept else count) - self.beyond.foretold, 0)
 
     @property
     def copied(self) -> int:
@@ -69,26 +75,27 @@ class DraftedPass:
         """Tokens it gave out."""
         return sum(1 + (chain.kept if chain.beyond is None else chain.beyond.kept) for chain in self.chains)
 
+    @property
+    def work(self) -> float:
+        """What checking cost beyond reading the weights, in rows."""
+        return row_work(self.rows)
+
     def within(self, cut: Cut) -> tuple[int, int, int]:
         """Return how many levels would have run, tokens been checked and been kept, had chains been cut so.
 
         What copying would have had anyway is nothing that the draft gained.
         """
-        floor = math.exp(cut.floor)
+        floor = math.exp(cut.trust * cut.floor)
         levels, worth = 0, cut.need
         while levels < self.levels and worth >= cut.need:
             scores = [chain.scores[levels] for chain in self.chains if levels < len(chain.scores)]
-            above = [math.exp(score) - floor for score in scores if score >= cut.floor]
+            above = [math.exp(cut.trust * score) - floor for score in scores if score >= cut.floor]
             worth = sum(above) if above else -1.0
             levels += 1
         counts = [
             sum(score >= cut.floor for score in chain.scores[: min(levels, chain.checked)]) for chain in self.chains
         ]
-        kept = (
-            max(min(chain.kept, count) - (0 if chain.beyond is None else chain.beyond.foretold), 0)
-            for chain, count in zip(self.chains, counts, strict=True)
-        )
-        return levels, sum(counts), sum(kept)
+        return levels, sum(counts), sum(map(DraftedChain.gained, self.chains, counts))
 
 
 def chains_of(result: RoundResult) -> list[DraftedChain]:

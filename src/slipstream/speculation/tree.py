@@ -166,15 +166,6 @@ class TreeBatch:
         out.sizes_R[rows] = trees.sizes_R
         return out
 
-    def cut(self, rows: list[int], sizes: Tensor) -> "TreeBatch":
-        """Return these trees with only the first nodes of some rows."""
-        sizes_R = self.sizes_R.clone()
-        sizes_R[rows] = sizes
-        num_nodes = int(sizes_R.max())
-        kept_RN = torch.arange(num_nodes, device=sizes_R.device) < sizes_R[:, None]
-        parents_RN = self.parents_RN[:, :num_nodes].where(kept_RN, torch.full_like(self.parents_RN[:, :num_nodes], -1))
-        return TreeBatch(self.tokens_RN[:, :num_nodes], parents_RN, sizes_R)
-
     def in_preorder(self) -> "TreeBatch":
         """Return the same trees with each node's descendants right behind it, siblings in their order.
 

@@ -123,6 +123,7 @@ def describe_chain(start: ChainStart, depth: int, cut: Cut, outputs: tuple[Tenso
         depth,
         cut.floor,
         cut.need,
+        cut.trust,
     )
     native.keep = (start, hidden_RD, logits_RV, borrowed, outputs)
     return native

@@ -11,7 +11,7 @@ from slipstream.kernels.cpu.arena import Arena
 from slipstream.kernels.cpu.slots import MaskCallback, NativeSampleCall, NativeSampleOut, NativeSlots
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 14
+ABI = 15
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -219,7 +219,7 @@ class NativeChain(Structure):
         ("root_logits", c_void_p),
         ("hidden", c_void_p),
         ("borrowed", c_void_p),
-        ("worth", c_void_p),
+        ("texts", c_void_p),
         ("scores", c_void_p),
         ("tokens", c_void_p),
         ("page_table_stride", c_int64),
@@ -228,6 +228,7 @@ class NativeChain(Structure):
         ("depth", c_int32),
         ("floor", c_float),
         ("need", c_float),
+        ("trust", c_double),
     )
 
 
@@ -284,7 +285,9 @@ class NativeRounds(Structure):
         ("nodes", c_int32),
         ("floor", c_float),
         ("need", c_float),
-        ("least", c_float),
+        ("trust", c_double),
+        ("least", c_double),
+        ("row", c_double),
         ("follow", c_int32),
         ("capacity", c_int32),
         ("rounds", c_int32),

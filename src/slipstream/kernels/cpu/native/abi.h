@@ -190,7 +190,7 @@ struct Chain {
     const float* root_logits;  // [requests, head.n]: they foretell the first level
     float* hidden;             // [requests, width], what the first level is fed; overwritten
     const Borrowed* borrowed;  // [requests]; null: nobody has any
-    const float* worth;        // [requests], of a token beside one of another chain; null: all the same
+    void* const* texts;        // [requests], a Text each that goes on beside the chain, or null; null: nobody has one
     float* scores;             // [requests, depth], cumulative log-probability; -inf for what was not drafted
     int64_t* tokens;           // [requests, depth]
     int64_t page_table_stride;
@@ -198,7 +198,8 @@ struct Chain {
     int32_t page_size;
     int32_t depth;
     float floor;  // of the cumulative log-probability, below which a token is not checked
-    float need;   // what the chains' probabilities above the floor's must add up to for another level
+    float need;   // what the chains' chances above the floor's must add up to for another level
+    double trust;  // a token's chance is its probability to this power, where no text says more
 };
 
 // The models of a round; without a draft, both of its parts are null.
@@ -257,7 +258,9 @@ struct Rounds {
     int32_t nodes;     // of a tree, without its root: a chain's and copied ones
     float floor;       // as for a chain
     float need;
-    float least;       // chance of being kept, below which a token is not copied
+    double trust;
+    double least;      // chance of being kept, below which a token is not copied
+    double row;        // what a row is worth in tokens once there are many
     int32_t follow;    // let the draft follow at once, not when it next drafts
     int32_t capacity;  // of `late_states`
     int32_t rounds;    // at most

@@ -1,5 +1,6 @@
 // A chain of drafted tokens as one call: embed, run the draft's blocks, norm, head, best token, level after level.
 #pragma once
+#include "copies.h"
 #include "repack.h"
 
 namespace slip {
@@ -147,6 +148,7 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
     float *embedding = nullptr, *normed = nullptr, *logits = nullptr, *scores = nullptr;
     int32_t *starts = nullptr, *lengths = nullptr;
     int64_t *index = nullptr, *slots = nullptr, *causal = nullptr, *position = nullptr, *tokens = nullptr;
+    Prospect* prospects = nullptr;
     for (int pass = 0; pass < 2; ++pass) {
         own.begin(pass == 1);
         rows.take(own, chain);
@@ -161,8 +163,11 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
         causal = own.take<int64_t>(requests);
         position = own.take<int64_t>(requests);
         tokens = own.take<int64_t>(requests);
+        prospects = own.take<Prospect>(requests);
     }
     rows.start(chain);
+    for (int r = 0; r < requests; ++r) prospects[r].begin(chain.texts ? static_cast<const Text*>(chain.texts[r]) : nullptr);
+    const double lowest = std::exp(chain.trust * chain.floor);
     for (int64_t i = 0; i < static_cast<int64_t>(requests) * depth; ++i) {
         chain.scores[i] = -__builtin_inff();
         chain.tokens[i] = 0;
@@ -195,14 +200,16 @@ static void draft_chain(Pool& pool, Scratch& scratch, Scratch& own, const Stack&
         const Sampling sampling{rows.temperature, rows.seed, position};
         top_k(pool, scratch, {count, vocab, 1, 0}, foretold, draft.token_ids, sampling, scores, tokens);
         name_tokens(pool, draft, chain, rows, width, {sampling, foretold, x, scores, tokens});
-        float worth = 0.0f;
+        double worth = 0.0;
         rows.count = 0;
         for (int r = 0; r < count; ++r) {
             const int64_t at = static_cast<int64_t>(rows.who[r]) * depth + level;
             chain.scores[at] = (level > 0 ? chain.scores[at - 1] : 0.0f) + scores[r];
             chain.tokens[at] = tokens[r];
-            if (chain.scores[at] < chain.floor) continue;
-            worth += (chain.worth ? chain.worth[rows.who[r]] : 1.0f) * (expf(chain.scores[at]) - expf(chain.floor));
+            Prospect& prospect = prospects[rows.who[r]];
+            prospect.add(tokens[r], chain.scores[at], chain.trust);
+            if (prospect.chance < lowest) continue;
+            worth += std::max(prospect.worth() - lowest, 0.0);
             tokens[rows.count] = tokens[r];
             rows.move(r, rows.count++, stride, width);
         }

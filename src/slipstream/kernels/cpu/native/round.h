@@ -1,4 +1,4 @@
-// Rounds of decoding as one call. Each drafts chains and hangs copied tokens beside them, checks these trees in one pass of
+// Rounds of decoding as one call. Each drafts chains, hangs copied tokens beside them, checks the likeliest nodes in one pass of
 // the target, keeps what it agrees to, and runs the draft over what was kept, now or when it next drafts. Every part is a
 // call that exists on its own, so the bits are those of the parts.
 #pragma once
@@ -41,7 +41,7 @@ class RoundWork {
     bool run(int number) {
         const double began = now();
         const bool drafts = draft();
-        copy();
+        choose();
         if (r_.fill_masks) fill_masks(number);
         if (stopped_) return false;
         const double drafted = now();
@@ -84,8 +84,9 @@ class RoundWork {
             path_ = scratch.take<int64_t>(static_cast<int64_t>(rows) * r_.nodes);
             path_nodes_ = scratch.take<int32_t>(static_cast<int64_t>(requests) * (r_.nodes + 1));
             level_ = scratch.take<int32_t>(rows);
-            own_ = scratch.take<int>(static_cast<int64_t>(requests) * kMaxNodes);
-            num_own_ = scratch.take<int>(requests);
+            trees_ = scratch.take<Growing>(requests);
+            runs_ = scratch.take<Copying>(static_cast<int64_t>(requests) * (r_.depth + 1));
+            chances_ = scratch.take<double>(static_cast<int64_t>(requests) * (r_.depth + 1));
             mask_row_ = scratch.take<int64_t>(rows);
             off_path_ = scratch.take<uint8_t>(rows);
             logprob_ = scratch.take<float>(held);
@@ -107,7 +108,7 @@ class RoundWork {
             chain_scores_ = scratch.take<float>(requests * static_cast<int64_t>(r_.depth));
             chain_tokens_ = scratch.take<int64_t>(requests * static_cast<int64_t>(r_.depth));
             chain_borrowed_ = scratch.take<Borrowed>(requests);
-            chain_worth_ = scratch.take<float>(requests);
+            chain_texts_ = scratch.take<void*>(requests);
         }
         for (int i = 0; i < target_.num_captured; ++i) captured_out_[i] = captured_ + static_cast<int64_t>(i) * rows * width;
         target_.captured_out = captured_out_;
@@ -128,30 +129,31 @@ class RoundWork {
 
     int64_t* drafted(int request) const { return r_.drafted + static_cast<int64_t>(request) * r_.nodes; }
     int32_t* parents(int request) const { return r_.parents + static_cast<int64_t>(request) * r_.nodes; }
-    const Text* text(int request) const { return r_.texts ? static_cast<const Text*>(r_.texts[request]) : nullptr; }
 
-    // What a level of a request's chain is worth, beside a chain nobody else guesses at: it counts where copying fails.
-    float worth(int request) const {
-        return text(request) && r_.copies[request] > 0 ? 1.0f - static_cast<float>(first_chance(*text(request))) : 1.0f;
+    // What a request copies from; null: nothing.
+    const Text* text(int request) const { return r_.texts && r_.copies[request] > 0 ? static_cast<const Text*>(r_.texts[request]) : nullptr; }
+
+    // Tell whether even a certain token would be worth a level of the draft, as things stand at a request's root.
+    bool worth_drafting(int request) const {
+        if (r_.limits[request] == 0) return false;
+        Prospect prospect;
+        prospect.begin(text(request));
+        return prospect.worth() * r_.requests >= r_.need;
     }
 
-    // Draft for the requests that may, in one chain call; count what is worth checking. Tells whether there were any.
+    // Draft for the requests that may, in one chain call. Tells whether there were any.
     bool draft() {
         int count = 0, depth = 0;
         for (int i = 0; i < r_.requests; ++i) {
             r_.checked[i] = r_.guessed[i] = 0;
             for (int level = 0; level < r_.depth; ++level) r_.scores[static_cast<int64_t>(i) * r_.depth + level] = -__builtin_inff();
-            // Not even a certain token would be worth another level.
-            if (r_.limits[i] == 0 || worth(i) * static_cast<float>(r_.requests) < r_.need) continue;
-            ++count;
+            if (!worth_drafting(i)) continue;
+            who_[count++] = i;
             depth = r_.limits[i] > depth ? r_.limits[i] : depth;
         }
         if (count == 0) return false;
         follow(false);
         const int width = m_.draft_blocks->width;
-        count = 0;
-        for (int i = 0; i < r_.requests; ++i)
-            if (r_.limits[i] > 0 && worth(i) * static_cast<float>(r_.requests) >= r_.need) who_[count++] = i;
         for (int at = 0; at < count; ++at) {
             const int i = who_[at];
             copy_row(chain_hidden_ + static_cast<int64_t>(at) * width, r_.feedback[i], width);
@@ -159,7 +161,7 @@ class RoundWork {
             position_[at] = r_.lengths[i];
             temperature_[at] = static_cast<float>(slot_of(i).temperature);
             seed_[at] = slot_of(i).seed;
-            chain_worth_[at] = worth(i);
+            chain_texts_[at] = const_cast<Text*>(text(i));
             if (r_.borrowed) chain_borrowed_[at] = r_.borrowed[i];
         }
         const float* normed = chain_hidden_;
@@ -170,34 +172,46 @@ class RoundWork {
         linear(pool_, workspaces_.call, m_.draft->ends.head, normed, width, count, chain_logits_);
         draft_chain(pool_, workspaces_.call, workspaces_.chain, *m_.draft_blocks, *m_.draft,
                     {chain_pages_, position_, temperature_, seed_, chain_logits_, chain_hidden_,
-                     r_.borrowed ? chain_borrowed_ : nullptr, chain_worth_, chain_scores_, chain_tokens_,
-                     r_.page_table_stride, count, r_.page_size, depth, r_.floor, r_.need});
+                     r_.borrowed ? chain_borrowed_ : nullptr, chain_texts_, chain_scores_, chain_tokens_,
+                     r_.page_table_stride, count, r_.page_size, depth, r_.floor, r_.need, r_.trust});
         for (int at = 0; at < count; ++at) {
             const int i = who_[at];
-            bool goes_on = true;
             for (int level = 0; level < r_.limits[i]; ++level) {
                 const int64_t from = static_cast<int64_t>(at) * depth + level;
                 r_.scores[static_cast<int64_t>(i) * r_.depth + level] = chain_scores_[from];
                 drafted(i)[level] = chain_tokens_[from];
                 parents(i)[level] = level;
-                goes_on = goes_on && chain_scores_[from] >= r_.floor;
-                r_.guessed[i] += goes_on;
             }
-            r_.checked[i] = r_.guessed[i];
         }
         return true;
     }
 
-    // Hang copied tokens beside the chains.
-    void copy() {
+    // Choose among what was drafted and what may be copied.
+    void choose() {
+        const int64_t most = r_.depth + 1;
         for (int i = 0; i < r_.requests; ++i) {
-            num_own_[i] = 0;
-            if (!text(i) || r_.copies[i] == 0) continue;
-            Nodes nodes{drafted(i), parents(i), r_.guessed[i]};
-            const CopyLimits limits{r_.copies[i], r_.depths[i], r_.least};
-            num_own_[i] = add_copies(*text(i), limits, r_.scores + static_cast<int64_t>(i) * r_.depth, nodes, own_ + static_cast<int64_t>(i) * kMaxNodes);
-            r_.checked[i] = nodes.count;
+            const CopyLimits limits{text(i) ? r_.copies[i] : 0, r_.depths[i], r_.least};
+            trees_[i].begin(text(i), {drafted(i), parents(i), r_.limits[i]}, r_.scores + static_cast<int64_t>(i) * r_.depth, std::exp(r_.trust * r_.floor), r_.trust, limits,
+                            chances_ + i * most, runs_ + i * most);
         }
+        grow(trees_, r_.requests, r_.row);
+        for (int i = 0; i < r_.requests; ++i) {
+            r_.guessed[i] = trees_[i].guessed();
+            r_.checked[i] = trees_[i].finish();
+        }
+    }
+
+    // How many of a request's emitted tokens copying alone would have had.
+    int32_t foretold(int request) const {
+        if (!text(request)) return 0;
+        const int64_t* emitted = r_.emitted + static_cast<int64_t>(request) * (r_.nodes + 1);
+        int64_t tokens[kMaxNodes];
+        double chances[kMaxNodes];
+        const int most = r_.kept[request] < r_.copies[request] ? r_.kept[request] : r_.copies[request];
+        const int count = copy_run(*text(request), nullptr, 0, most, r_.least, tokens, chances);
+        int right = 0;
+        while (right < count && tokens[right] == emitted[right] && chances[right] >= price(r_.row, r_.requests + right)) ++right;
+        return right;
     }
 
     Batch batch_of(const RowsRoom& rows, int requests, const int32_t* page_table) const {
@@ -295,8 +309,6 @@ class RoundWork {
             for (int node; (node = nodes.child(path[kept], chosen_[first + path[kept]])) >= 0;) path[++kept] = node;
             if (chosen_[first + path[kept]] < 0) --kept;  // nothing may follow: the last token that may is the root of another round
             r_.kept[i] = kept;
-            r_.foretold[i] = 0;
-            while (r_.foretold[i] < num_own_[i] && r_.foretold[i] < kept && path[r_.foretold[i] + 1] == own_[static_cast<int64_t>(i) * kMaxNodes + r_.foretold[i]]) ++r_.foretold[i];
             int32_t* said = slot_of(i).uses & PENALTIES ? r_.sampling.said + r_.sampling_slots[i] * r_.sampling.vocab : nullptr;
             for (int at = 0; at <= kept; ++at) {
                 const int64_t token = chosen_[first + path[at]];
@@ -304,6 +316,7 @@ class RoundWork {
                 if (said) said[token] += 2;
                 if (path[at] != at) move_keys(slot(i, r_.lengths[i] + path[at]), slot(i, r_.lengths[i] + at));
             }
+            r_.foretold[i] = foretold(i);
         }
     }
 
@@ -404,8 +417,11 @@ class RoundWork {
     int64_t *seed_, *position_, *slot_, *path_, *mask_row_, *top_ids_, *chosen_, *chain_tokens_;
     uint8_t* off_path_;
     int32_t *path_nodes_, *level_;
-    int *own_, *num_own_, longest_ = 0;
-    float* chain_worth_;
+    int longest_ = 0;
+    Growing* trees_;
+    Copying* runs_;
+    double* chances_;
+    void** chain_texts_;
     double follow_s_ = 0.0;
     bool stopped_ = false;
     Borrowed* chain_borrowed_;
