@@ -18,6 +18,7 @@ from slipstream.train.data.corpus import Text, choose_vocab, join
 from slipstream.train.data.generate import GenerationRequest, Generator
 from slipstream.train.draft.objective import DraftShape, Objective, new_draft
 from slipstream.train.draft.packing import PackedContext, Packer
+from slipstream.train.run.output import RunRecord
 from slipstream.train.run.recipe import TrainConfig
 from slipstream.train.run.trainer import Hooks, Trainer
 from slipstream.train.run.world import World
@@ -224,3 +225,22 @@ def write_target_folder(folder, unused_tokens=0):
         writer.write_text("tokenizer.json", tokenizer.to_str())
         writer.write_json("tokenizer_config.json", {"eos_token": "<e>", "chat_template": TEMPLATE})
     return folder
+
+
+TRAIN_SETTINGS = {"rows_per_step": 1, "row_length": 8, "unroll": 2, "decay": 0.8, "lr": 1e-3}
+
+
+def run_record(results):
+    """Return the record of a run that never was."""
+    return RunRecord(
+        target="tiny",
+        target_digest="0" * 64,
+        recipe={"train": TRAIN_SETTINGS, "data": {"magpie": 0.6, "maths": 0.2}, "files": {"prompts": []}},
+        corpus={"texts": 3, "answer_tokens": 40, "tokens": 60, "shards": []},
+        coverage=0.99,
+        history=[{"step": 5}],
+        results=results,
+        versions={},
+        hardware="a test",
+        seconds={"training": 60.0},
+    )  # fmt: skip

@@ -6,25 +6,8 @@ import torch
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_draft
 from slipstream.train.draft.walk import measure
-from slipstream.train.run.output import RunRecord, result_record, write_draft
-from training import objective_for, random_texts, tiny_target
-
-TRAIN = {"rows_per_step": 1, "row_length": 8, "unroll": 2, "decay": 0.8, "lr": 1e-3}
-
-
-def record(results):
-    return RunRecord(
-        target="tiny",
-        target_digest="0" * 64,
-        recipe={"train": TRAIN, "data": {"magpie": 0.6, "maths": 0.2}, "files": {"prompts": []}},
-        corpus={"texts": 3, "answer_tokens": 40, "tokens": 60, "shards": []},
-        coverage=0.99,
-        history=[{"step": 5}],
-        results=results,
-        versions={},
-        hardware="a test",
-        seconds={"training": 60.0},
-    )  # fmt: skip
+from slipstream.train.run.output import result_record, write_draft
+from training import objective_for, random_texts, run_record, tiny_target
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm", "speculators"])
@@ -35,7 +18,7 @@ def test_a_written_draft_loads_back_as_the_draft_that_was_trained(tmp_path, dial
         for parameter in objective.draft.parameters():
             parameter.copy_(parameter.bfloat16().float())
     results = {"held-out": result_record(measure(objective, corpus))}
-    write_draft(tmp_path / "draft", objective.draft, dialect, record(results))
+    write_draft(tmp_path / "draft", objective.draft, dialect, run_record(results))
     loaded = load_draft(open_checkpoint(tmp_path / "draft"), target, torch.float32)
     assert loaded.spec.feedback == "post_norm" and loaded.spec.feature_norm == "per_layer"
     assert loaded.token_ids_V.equal(objective.draft.token_ids_V)

@@ -38,6 +38,9 @@ def drafts(
         int,
         typer.Option(min=0, help="Tokens of a request's own text, unknown to a draft, that it may propose; 0: none."),
     ] = 64,
+    copied_tokens: Annotated[
+        int, typer.Option(min=0, help="Each draft also with so many nodes copied from the text beside its own (CPU).")
+    ] = 0,
     by_length: Annotated[
         bool, typer.Option("--by-length", help="Tokens a pass by the length of the prompt, too.")
     ] = False,
@@ -53,17 +56,19 @@ def drafts(
       slipstream eval drafts questions.jsonl -d draft -d draft-fp8 --count 200
 
       slipstream eval drafts p.jsonl -d auto -d ngram --depths 3,6 --as-served
+
+      slipstream eval drafts p.jsonl -d auto -d ngram --copied-tokens 24
     """
     from slipstream.engine.config import EngineConfig
     from slipstream.engine.loading import LoadOptions, load
     from slipstream.speculation.sampling import SamplingParams
     from slipstream.train.data.prompts import read_prompts
-    from slipstream.train.draft.compare import compare_drafts
+    from slipstream.train.draft.compare import NGRAM, compare_drafts
 
     console = Console(markup=False)  # a draft's folder may be called [bold]
     asked = read_prompts(prompts)[:count]
     at_once = min(concurrency, max(1, len(asked) // _FEWEST_GROUPS))
-    engine = EngineConfig(borrowed_tokens=borrowed_tokens)
+    engine = EngineConfig(borrowed_tokens=borrowed_tokens, copied_tokens=copied_tokens)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     shapes = [options.tree_shape(depth, width, budget) for depth in _depths(depths)]
     chosen = options.kernel_choice(kernels)
@@ -71,7 +76,8 @@ def drafts(
     with Phases(Console(stderr=True)) as phases:
         phases.start("loading")
         loaded = load(LoadOptions(model, "none", kernels=chosen, max_requests=at_once, engine=engine))
-        phase = phases.start("answers", len(asked) * (1 + len(draft) * len(shapes)), "answers")
+        arms = len(draft) + sum(name != NGRAM for name in draft) * (copied_tokens > 0)
+        phase = phases.start("answers", len(asked) * (1 + arms * len(shapes)), "answers")
         results = compare_drafts(loaded, draft, shapes, asked, params, as_served, phase.advance)
     together = "one at a time" if at_once == 1 else f"{at_once} together"
     shape = f", {shapes[0]}" if len(shapes) == 1 else ""
@@ -95,7 +101,17 @@ def _speeds(results: "list[DraftResult]", title: str, several: bool) -> Table:
     """One row for each way of decoding: what it weighs, and what it is worth; `several` shapes have a column."""
     from slipstream.records.compare import speedup
 
-    headings = ("draft", *(("tree",) if several else ()), "MB", "tokens\na pass", "tokens/s", "95%", "speed-up", "95%")
+    headings = (
+        "draft",
+        *(("tree",) if several else ()),
+        "MB",
+        "tokens\na pass",
+        "95%",
+        "tokens/s",
+        "95%",
+        "speed-up",
+        "95%",
+    )
     table = narrow_table(title, headings, folding=("draft", "tree"))
     plain = dict(enumerate(results[0].speeds))
     for result in results:
@@ -108,12 +124,26 @@ def _speeds(results: "list[DraftResult]", title: str, several: bool) -> Table:
             *((_shape(result),) if several else ()),
             f"{result.nbytes / 1e6:.1f}" if result.nbytes else "-",
             f"{result.stats.acceptance_length:.3f}",
+            _acceptance_interval(result) if drafted else "-",
             f"{speed.ratio:.1f}",
             _interval(speed, 0),
             f"{ratio.ratio:.2f}x" if drafted else "-",
             _interval(ratio, 2) if drafted else "-",
         )
     return table
+
+
+def _acceptance_interval(result: "DraftResult") -> str:
+    """Show the interval of tokens a pass over other prompts of the kind: that of a ratio of sums."""
+    from slipstream.records.compare import mean_interval
+
+    length, answers = result.stats.acceptance_length, result.by_answer
+    passes = result.stats.decoding_passes / len(answers)
+    if len(answers) < 2 or not passes:
+        return "-"
+    off = [(own.acceptance_length - length) * own.decoding_passes / passes for own in answers]
+    low, high = mean_interval(off)
+    return f"{length + low:.2f}-{length + high:.2f}"
 
 
 def _answers(results: "list[DraftResult]", several: bool) -> Table:
@@ -134,7 +164,7 @@ def _answers(results: "list[DraftResult]", several: bool) -> Table:
         table.add_row(
             Path(result.name).name,
             *((_shape(result),) if several else ()),
-            " ".join(f"{rate:.0%}" for rate in result.stats.rates),
+            " ".join(f"{rate:.0%}" for rate in result.stats.rates[: result.shape.depth if result.shape else 0]),
             f"{result.stats.acceptance_length / first - 1:+.1%}",
             f"{result.straight.acceptance_length:.3f}",
             f"{result.num_looping / result.num_answers:.0%}",

@@ -24,6 +24,8 @@ from slipstream.train.draft.walk import length_name
 
 NGRAM = "ngram"
 NO_DRAFT = "no draft"
+COPYING = " and copying"
+"""Behind a draft's name: tokens copied from the text stand beside its own."""
 _WARM_UP_TOKENS = 8
 
 Answer = tuple[list[int], AcceptanceStats]
@@ -37,6 +39,7 @@ class DraftResult:
     Args:
         shape: the trees it drafted (n-gram lookup drafts chains of their depth); None for plain decoding.
         nbytes: the size of the draft's files; 0 for n-gram lookup.
+        by_answer: each answer's statistics, in order.
         straight: statistics of the answers that do not loop: a loop is easy to draft.
         by_length: statistics by the prompt's length (`length_name`).
         num_identical: answers equal, token for token, to those of plain decoding.
@@ -47,6 +50,7 @@ class DraftResult:
     shape: TreeShape | None
     nbytes: int
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    by_answer: list[AcceptanceStats] = field(default_factory=list)
     straight: AcceptanceStats = field(default_factory=AcceptanceStats)
     by_length: dict[str, AcceptanceStats] = field(default_factory=dict)
     num_answers: int = 0
@@ -71,7 +75,8 @@ def compare_drafts(
     machine does meanwhile.
 
     Args:
-        loaded: a target loaded without a draft.
+        loaded: a target loaded without a draft. If its settings say how many tokens to copy, each draft is followed by
+            itself with so many beside its own.
         drafts: folders, hub ids, "ngram", or "auto" (the draft that ships).
         as_served: read drafts as serving does, in INT8 where the CPU kernels run; otherwise as they are stored.
         advance: hears of finished answers.
@@ -79,7 +84,8 @@ def compare_drafts(
     if params.seed is None:
         raise ConfigError("Comparing drafts needs a seed: answers are compared token for token.")
     asked = [loaded.tokenizer.encode_chat(messages) for messages in prompts]
-    runners = [_Runner(DraftResult(NO_DRAFT, None, 0), loaded.engine), *_runners(loaded, drafts, shapes, as_served)]
+    plain = _Runner(DraftResult(NO_DRAFT, None, 0), loaded.engine)
+    runners = [plain, *_runners(loaded, drafts, shapes, as_served)]
     ends = loaded.tokenizer.eos_token_ids
     for runner in runners:
         runner.answer(asked[:1], dataclasses.replace(params, max_tokens=_WARM_UP_TOKENS, min_tokens=0), ends)
@@ -120,9 +126,10 @@ class _Runner:
 
 
 def _runners(loaded: Loaded, drafts: Sequence[str], shapes: Sequence[TreeShape], as_served: bool) -> list[_Runner]:
-    """Build an engine for each draft in every shape, over the same target."""
+    """Build an engine for each draft in every shape, over the same target, alone and with copied tokens beside it."""
     # The first engine may have taken what memory there is; the others make do with what its requests need.
     config = dataclasses.replace(loaded.engine.config, num_pages=None)
+    copied_tokens = config.copied_tokens or 0
     runners = []
     for name in drafts:
         folder = _folder(name)
@@ -130,10 +137,13 @@ def _runners(loaded: Loaded, drafts: Sequence[str], shapes: Sequence[TreeShape],
         if folder is not None:
             dtype = None if as_served else loaded.target.embed_tokens.dtype
             draft = read_draft(folder, loaded.target, dtype, loaded.ops)
+        nbytes = 0 if folder is None else _weight_file_bytes(folder)
+        arms = {name: 0} if folder is None or not copied_tokens else {name: 0, name + COPYING: copied_tokens}
         for shape in shapes:
-            engine = build_engine(loaded.target, draft, shape, config, loaded.ops)
-            nbytes = 0 if folder is None else _weight_file_bytes(folder)
-            runners.append(_Runner(DraftResult(name, shape, nbytes), engine))
+            for arm, copied in arms.items():
+                own = dataclasses.replace(config, copied_tokens=copied)
+                engine = build_engine(loaded.target, draft, shape, own, loaded.ops)
+                runners.append(_Runner(DraftResult(arm, shape, nbytes), engine))
     return runners
 
 
@@ -157,6 +167,7 @@ def _count(
         result.num_answers += 1
         result.num_identical += tokens == plain
         result.stats.add(stats)
+        result.by_answer.append(stats)
         result.by_length.setdefault(length_name(len(prompt)), AcceptanceStats()).add(stats)
         if loop_end(tokens) is None:
             result.straight.add(stats)
