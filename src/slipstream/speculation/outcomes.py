@@ -38,7 +38,12 @@ class DraftedChain:
         """Return how many tokens more were kept than copying alone would have had, had so many been checked."""
         if self.beyond is None:
             return min(self.kept, count)
-        return max((self.beyond.kept if count >= self.kept else count) - self.beyond.foretold, 0)
+        return max((self.beyond.kept if count >= self.kept else count) - self.foretold, 0)
+
+    @property
+    def foretold(self) -> int:
+        """Tokens that were kept and that copying alone would have had."""
+        return 0 if self.beyond is None else self.beyond.foretold
 
     @property
     def copied(self) -> int:
@@ -83,7 +88,7 @@ class DraftedPass:
     def within(self, cut: Cut) -> tuple[int, int, int]:
         """Return how many levels would have run, tokens been checked and been kept, had chains been cut so.
 
-        What copying would have had anyway is nothing that the draft gained.
+        What copying would have had anyway is nothing that the draft gained, nor that it cost.
         """
         floor = math.exp(cut.trust * cut.floor)
         levels, worth = 0, cut.need
@@ -95,7 +100,8 @@ class DraftedPass:
         counts = [
             sum(score >= cut.floor for score in chain.scores[: min(levels, chain.checked)]) for chain in self.chains
         ]
-        return levels, sum(counts), sum(map(DraftedChain.gained, self.chains, counts))
+        checked = (max(count - chain.foretold, 0) for chain, count in zip(self.chains, counts, strict=True))
+        return levels, sum(checked), sum(map(DraftedChain.gained, self.chains, counts))
 
 
 def chains_of(result: RoundResult) -> list[DraftedChain]:
