@@ -447,9 +447,9 @@ static void attend_block(const AttentionArgs& args, int block, int next, int mem
 
 // Every member calls this. Uses at most 3 phases.
 template <class T>
-static void attend_over(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
+static void attend_over(const AttentionArgs& args, bool together, float* transposed_buffers, Team& team) {
     const int units = args.plan.num_blocks * args.kv_heads, chunks = (args.head_dim + 31) / 32;
-    float* transposed = transposed_room + static_cast<int64_t>(team.id) * kScoreTiles * 16 * args.head_dim;
+    float* transposed = transposed_buffers + static_cast<int64_t>(team.id) * kScoreTiles * 16 * args.head_dim;
     if (!together) {
         const int mine = Team::part_begin(args.plan.num_blocks, team.id + 1, team.size);
         team.share(args.plan.num_blocks, 1, [&](int block, int) {
@@ -488,11 +488,11 @@ static void attend_over(const AttentionArgs& args, bool together, float* transpo
     });
 }
 
-static void attend(const AttentionArgs& args, bool together, float* transposed_room, Team& team) {
-    if (args.kv.format == BF16) attend_over<Brain>(args, together, transposed_room, team);
-    else if (args.kv.format == F16) attend_over<Half>(args, together, transposed_room, team);
-    else if (args.kv.format == E4M3) attend_over<Eight>(args, together, transposed_room, team);
-    else attend_over<float>(args, together, transposed_room, team);
+static void attend(const AttentionArgs& args, bool together, float* transposed_buffers, Team& team) {
+    if (args.kv.format == BF16) attend_over<Brain>(args, together, transposed_buffers, team);
+    else if (args.kv.format == F16) attend_over<Half>(args, together, transposed_buffers, team);
+    else if (args.kv.format == E4M3) attend_over<Eight>(args, together, transposed_buffers, team);
+    else attend_over<float>(args, together, transposed_buffers, team);
 }
 
 }  // namespace SLIP_NAMESPACE

@@ -66,7 +66,7 @@ struct Copying {
 // One request's tree under way: a chain whose nodes come one after another, and a run beside each of them.
 class Growing {
   public:
-    // `chain`: what was drafted, as far as its scores are finite. `chances` and `runs`: room for its nodes, and one more.
+    // `chain`: what was drafted, as far as its scores are finite. `chances` and `runs`: as many as its nodes, and one more.
     void begin(const Text* text, const Nodes& chain, const float* scores, double lowest, double trust, const CopyLimits& limits, double* chances, Copying* runs);
 
     // The chance of the likeliest node that may come next; -1 without any.

@@ -14,7 +14,7 @@ namespace SLIP_NAMESPACE {
 constexpr int kHeadRows = 48;  // rows of logits held at a time
 
 // The rows of one pass over some requests, in the order of the requests.
-struct RowsRoom {
+struct RowsBuffers {
     int32_t *starts, *lengths;
     int64_t *index, *position, *seen, *slots, *tokens;
 
@@ -34,7 +34,7 @@ class RoundWork {
     // `round`: where the outputs are those of this round.
     RoundWork(Pool& pool, Workspaces& workspaces, const RoundModels& models, const Rounds& round)
         : pool_(pool), workspaces_(workspaces), m_(models), r_(round), target_(*models.target) {
-        take_room();
+        take_scratch();
     }
 
     // Tells whether there was a round: whoever makes masks may end the call before it.
@@ -60,7 +60,7 @@ class RoundWork {
     static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
   private:
-    void take_room() {
+    void take_scratch() {
         int limits = 0, late = 0;
         for (int i = 0; i < r_.requests; ++i) {
             limits += r_.limits[i] + (r_.texts ? r_.copies[i] : 0);
@@ -214,12 +214,12 @@ class RoundWork {
         return right;
     }
 
-    Batch batch_of(const RowsRoom& rows, int requests, const int32_t* page_table) const {
+    Batch batch_of(const RowsBuffers& rows, int requests, const int32_t* page_table) const {
         return {rows.starts, rows.lengths, page_table, rows.index, rows.seen, rows.slots, rows.position,
                 r_.page_table_stride, requests, rows.starts[requests], r_.page_size, 0};
     }
 
-    void add_row(RowsRoom& rows, int row, int request, int64_t index, int64_t token) const {
+    void add_row(RowsBuffers& rows, int row, int request, int64_t index, int64_t token) const {
         rows.index[row] = rows.position[row] = index;
         rows.seen[row] = -1;
         rows.slots[row] = slot(request, index);
@@ -410,7 +410,7 @@ class RoundWork {
     const RoundModels& m_;
     const Rounds& r_;
     Stack target_;
-    RowsRoom checked_, followed_;
+    RowsBuffers checked_, followed_;
     float *hidden_, *normed_, *logits_, *temperature_, *captured_, **captured_out_, *features_, *stream_, *embedding_;
     float *chain_hidden_, *chain_normed_, *chain_logits_, *chain_scores_;
     float *logprob_, *top_logprobs_;
