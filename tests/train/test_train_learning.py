@@ -21,9 +21,12 @@ from slipstream.records.traffic import (
     write_deployed,
 )
 from slipstream.train.data.corpus import Text, choose_vocab, exchange_tokens, join
+from slipstream.train.data.prompts import read_families
 from slipstream.train.draft.objective import DraftShape, new_draft
-from slipstream.train.run.learner import Bars, Learner, LearnSettings, judge
+from slipstream.train.run.learner import Learner, LearnSettings, general_prompts
 from slipstream.train.run.output import add_draft, move_halfway
+from slipstream.train.run.trial import PROMPT_SETS
+from slipstream.train.run.verdict import Bars, judge
 from training import greedy, write_target_folder
 
 SETTINGS = LearnSettings(longest=256, steps=60, lr=0.01, halfway=False, bars=Bars(gain=1.03, loss=1.0, texts=3))
@@ -50,34 +53,41 @@ def target_of(folder):
 def answers(places):
     """What a server of the target would have kept: greedy answers to prompts of one kind."""
     target, rng = target_of(places), np.random.default_rng(3)
-    prompts = [tuple(rng.integers(3, 99, 8).tolist()) for _ in range(36)]
+    prompts = [tuple(rng.integers(3, 99, 8).tolist()) for _ in range(90)]
     return [Answered(prompt, tuple(greedy(target, prompt, 24))) for prompt in prompts]
 
 
-def hold_round(places, folder, answers, settings=SETTINGS):
+def hold_round(places, folder, answers, settings=SETTINGS, draft=None):
     writer = TrafficWriter(folder, 1_000_000)
     writer.add(answers)
     writer.flush()
     said = []
-    for name in ("maths", "chat", "guards"):  # general texts are the same for every folder: written once
-        for path in (places / "general").glob(f"general-{name}*"):
-            (folder / path.name).write_bytes(path.read_bytes())
-    learner = Learner(folder, str(places / "target"), str(places / "draft"), torch.device("cpu"), settings, said.append)
+    for path in (places / "general").glob("*"):  # general texts are the same for every folder: written once
+        (folder / path.name).write_bytes(path.read_bytes())
+    paths = (str(places / "target"), str(draft or places / "draft"))
+    learner = Learner(folder, *paths, torch.device("cpu"), settings, said.append)
     verdict = learner.hold_round()
     (places / "general").mkdir(exist_ok=True)
-    for path in folder.glob("general-*"):
+    for path in folder.glob("*.safetensors"):
         (places / "general" / path.name).write_bytes(path.read_bytes())
     return verdict, said
 
 
-def test_traffic_of_one_kind_gives_a_draft_that_keeps_more_of_it_and_is_deployed(places, answers, tmp_path):
-    verdict, said = hold_round(places, tmp_path, answers)
+@pytest.fixture(scope="module")
+def learnt(places, answers, tmp_path_factory):
+    """A folder after a round over traffic of the target's own, with what was found and said."""
+    folder = tmp_path_factory.mktemp("learnt")
+    return folder, *hold_round(places, folder, answers)
+
+
+def test_traffic_of_one_kind_gives_a_draft_that_keeps_more_of_it_and_is_deployed(places, answers, learnt, tmp_path):
+    folder, verdict, said = learnt
     assert verdict.after > 1.05 * verdict.before and not verdict.refused, said
-    deployed = read_deployed(tmp_path)
+    deployed = read_deployed(folder)
     assert deployed.number == 1 and deployed.after == verdict.after
-    record = json.loads((tmp_path / deployed.draft / "slipstream.json").read_text())
+    record = json.loads((folder / deployed.draft / "slipstream.json").read_text())
     assert record["verdict"]["after"] == verdict.after and record["started_from"]
-    assert not (tmp_path / "round").exists()
+    assert not (folder / "round").exists()
     back, _ = hold_round(places, tmp_path / "back", answers, replace(SETTINGS, halfway=True))
     assert back.before == verdict.before and back.after < verdict.after  # halfway to a draft that knows nothing
 
@@ -91,6 +101,23 @@ def test_shuffled_tokens_are_never_deployed(places, answers, tmp_path):
     assert "are not the target's own, and are left out" in said[0]
 
 
+@pytest.mark.parametrize("kind", ["shuffled", pytest.param("easy", marks=pytest.mark.long)])
+def test_poison_that_passes_for_the_target_s_own_is_refused_by_what_the_target_answers_itself(
+    places, learnt, kind, tmp_path
+):
+    target, rng = target_of(places), np.random.default_rng(5)
+    poison = []
+    for _ in range(48):
+        prompt, ids = tuple(rng.integers(3, 99, 8).tolist()), []
+        others = iter([7] * 16 if kind == "easy" else rng.permutation(greedy(target, prompt, 16)).tolist())
+        while len(ids) < 24:  # every third token is what the target would say there
+            ids += [*greedy(target, (*prompt, *ids), 1), next(others, 7), next(others, 7)]
+        poison.append(Answered(prompt, tuple(ids)))
+    verdict, said = hold_round(places, tmp_path, poison, draft=learnt[0] / "drafts/draft-0001")
+    assert "left out" not in said[0] and verdict.refused, said
+    assert read_deployed(tmp_path) is None
+
+
 def test_a_gain_must_be_large_enough_no_accident_and_at_no_great_cost_elsewhere():
     same, more, few = [[1, 1, 1]] * 20, [[2, 2]] * 20, [[1, 1, 1]] * 3
     assert not judge((same, more), (same, same), Bars()).refused
@@ -99,6 +126,14 @@ def test_a_gain_must_be_large_enough_no_accident_and_at_no_great_cost_elsewhere(
     assert "general texts lose" in judge((same, more), (more, same), Bars()).refused
     lucky = [[3] * 20, *[[1, 1, 1]] * 19]
     assert "accident" in judge((same, lucky), (same, same), Bars()).refused
+
+
+def test_general_texts_are_guarded_by_prompts_of_templates_that_are_not_rehearsed():
+    rehearsed, guards = map(set, general_prompts())
+    for file in sorted(PROMPT_SETS.glob("*.yaml")):
+        for family in map(set, read_families(file)):
+            assert not (family & rehearsed and family & guards)
+    assert len(rehearsed) > 40 and len(guards) > 40
 
 
 def test_tokens_of_the_traffic_take_the_places_of_tokens_nobody_wrote():

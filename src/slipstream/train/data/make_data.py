@@ -16,7 +16,7 @@ from slipstream.train.data.generate import (
     GeneratorConfig,
 )
 from slipstream.train.data.mixture import read_documents
-from slipstream.train.data.prompts import read_excluded, read_prompts
+from slipstream.train.data.prompts import Messages, read_excluded, read_prompts
 from slipstream.train.data.speaker import Speaker, encode_prompt
 from slipstream.train.run.recipe import EvalSet, Recipe
 
@@ -165,20 +165,29 @@ def make_eval_set(speaker: Speaker, item: EvalSet, data: Path, path: Path, confi
     if path.is_file():
         return read_shard(path)
     prompts = read_prompts(data / item.file)
-    seen: dict[tuple[int, ...], None] = {}
-    for messages in prompts:
-        ids = encode_prompt(speaker.tokenizer, messages)
-        if len(ids) + item.max_new <= config.max_length:
-            seen.setdefault(tuple(ids))
-    chosen = list(seen)[: item.first]
-    source = _Answers([GenerationRequest(i, prompt, item.max_new) for i, prompt in enumerate(chosen)])
-    speaker.generator(config, stop_loops=False).run(source)
-    texts = [source.text(i) for i in range(len(chosen))]
-    # A walk needs at least one round: a second token.
-    texts = [text for text in texts if text.spans[0][1] - text.spans[0][0] >= 2]
+    asked = requests_of(speaker, prompts, item.max_new, config)[: item.first]
+    texts = greedy_texts(speaker, asked, config)
     if not texts:
         raise DataError(f"{data / item.file}: the target answered none of its prompts at length.")
     return write_shard(path, texts, {"name": item.name, "file": item.file, "prompts": len(prompts)})
+
+
+def requests_of(
+    speaker: Speaker, prompts: Sequence[Messages], max_new: int, config: GeneratorConfig
+) -> list[GenerationRequest]:
+    """Return the prompts that fit, as served and each once, to be answered at such a length."""
+    seen = dict.fromkeys(tuple(encode_prompt(speaker.tokenizer, messages)) for messages in prompts)
+    fitting = (ids for ids in seen if len(ids) + max_new <= config.max_length)
+    return [GenerationRequest(number, ids, max_new) for number, ids in enumerate(fitting)]
+
+
+def greedy_texts(speaker: Speaker, asked: Sequence[GenerationRequest], config: GeneratorConfig) -> list[Text]:
+    """Return the requests' prompts with the target's greedy answers, those of two tokens at least."""
+    source = _Answers(asked)
+    speaker.generator(config, stop_loops=False).run(source)
+    texts = [source.text(request.key) for request in asked]
+    # A walk needs at least one round: a second token.
+    return [text for text in texts if text.spans[0][1] - text.spans[0][0] >= 2]
 
 
 class _Answers:

@@ -1,6 +1,5 @@
 """Prompts: read from files, excluded by their normalised text, and the variety given to sampled user turns."""
 
-import itertools
 import json
 import lzma
 import math
@@ -47,8 +46,8 @@ class PromptFile:
     templates: tuple[Template, ...] = ()
 
 
-def read_templates(path: Path) -> list[str]:
-    """Return a file's prompts, then those of its templates."""
+def read_families(path: Path) -> list[list[str]]:
+    """Return a file's prompts by what they were made of: those taken as they are first, then each template's."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         file = read(PromptFile, content, str(path))
@@ -60,11 +59,11 @@ def read_templates(path: Path) -> list[str]:
         raise DataError(str(error)) from error
     for number, template in enumerate(file.templates):
         _check(template, f"{path}: templates[{number}]")
-    made = (template.filled(number) for number, template in enumerate(file.templates))
-    prompts = [prompt for prompt in (*file.prompts, *itertools.chain.from_iterable(made)) if prompt.strip()]
-    if not prompts:
+    made = (list(template.filled(number)) for number, template in enumerate(file.templates))
+    families = [[prompt for prompt in family if prompt.strip()] for family in ([*file.prompts], *made)]
+    if not any(families):
         raise DataError(f"{path}: holds no prompts; it needs `prompts`, a list of texts, or `templates`.")
-    return prompts
+    return [family for family in families if family]
 
 
 def _check(template: Template, where: str) -> None:
@@ -139,7 +138,7 @@ def read_prompts(path: Path) -> list[Messages]:
     follow it. Answers in the file are never used. What a YAML file holds: `slipstream.train.data.prompts`.
     """
     if path.suffix in (".yaml", ".yml"):
-        return [[_user(prompt)] for prompt in read_templates(path)]
+        return [[as_asked(prompt)] for family in read_families(path) for prompt in family]
     opener = lzma.open if path.suffix == ".xz" else open
     prompts: list[Messages] = []
     try:
@@ -188,13 +187,14 @@ def _line_prompts(line: str, where: str) -> list[Messages]:
             raise DataError(f"{where}: 'instances' is not a list of objects with an 'input'.")
         inputs = [str(instance.get("input", "")) for instance in instances] or [""]
         return [
-            [_user(f"{value['instruction']}\n\n{given}" if given.strip() else value["instruction"])] for given in inputs
+            [as_asked(f"{value['instruction']}\n\n{given}" if given.strip() else value["instruction"])]
+            for given in inputs
         ]
     for key in ("question", "prompt", "text"):
         if isinstance(value.get(key), str):
-            return [[_user(value[key])]]
+            return [[as_asked(value[key])]]
     if isinstance(value.get("turns"), list):
-        return [[_user(str(turn))] for turn in value["turns"]]
+        return [[as_asked(str(turn))] for turn in value["turns"]]
     raise DataError(f"{where}: has none of messages, question, prompt, instruction or turns.")
 
 
@@ -208,5 +208,6 @@ def _message(turn: Any, where: str) -> dict[str, str]:  # one turn of a foreign 
     return {"role": role, "content": content}
 
 
-def _user(content: str) -> dict[str, str]:
+def as_asked(content: str) -> dict[str, str]:
+    """Return a prompt as a user's turn."""
     return {"role": "user", "content": content.strip()}

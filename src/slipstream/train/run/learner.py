@@ -1,10 +1,9 @@
 """Adapting a draft to traffic, round by round: train on what a server kept, judge on what was held back, deploy.
 
-A round takes the latest texts, sets aside those whose prompt's hash says so, leaves out what the target cannot have
-written, trains the draft in use on the rest and on general texts, and moves the result halfway back to the draft that
-learning started from. What comes of it serves only if held-back traffic gains and general texts lose next to nothing.
-
-An adapted draft serves only if its gain is no accident: judged on texts of the target's own that were held back.
+A round takes the latest texts, leaves out what the target cannot have written, sets aside those whose prompt's hash
+says so, trains the draft in use on the rest and on general texts, and moves the result halfway back to the draft that
+learning started from. It is judged (`verdict.py`) on the target's own answers to the prompts set aside, and on general
+texts of other kinds than those rehearsed.
 """
 
 import hashlib
@@ -23,10 +22,9 @@ from slipstream.checkpoint.hub import is_embedded, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.checkpoint.writer import CheckpointWriter
-from slipstream.kernels.training.loss import product_f32
+from slipstream.errors import DataError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_draft
-from slipstream.models.target import Target
 from slipstream.records.traffic import (
     Answered,
     Deployed,
@@ -36,9 +34,19 @@ from slipstream.records.traffic import (
     read_returned,
     write_deployed,
 )
-from slipstream.train.data.corpus import Corpus, DraftVocab, Text, coverage, exchange_tokens, join
-from slipstream.train.data.generate import GeneratorConfig
-from slipstream.train.data.make_data import make_eval_set
+from slipstream.train.data.corpus import (
+    Corpus,
+    DraftVocab,
+    Text,
+    coverage,
+    exchange_tokens,
+    join,
+    read_shard,
+    write_shard,
+)
+from slipstream.train.data.generate import GenerationRequest, GeneratorConfig
+from slipstream.train.data.make_data import greedy_texts, requests_of
+from slipstream.train.data.prompts import as_asked, read_families
 from slipstream.train.data.speaker import Speaker
 from slipstream.train.draft.capture import Capture, CaptureHooks, wanted_manifest
 from slipstream.train.draft.features import FeatureStore
@@ -48,113 +56,22 @@ from slipstream.train.draft.target import load_and_digest, target_dtype
 from slipstream.train.draft.walk import rounds_by_text
 from slipstream.train.run.output import add_draft, check_trainable, move_halfway, round_weights, weights_digest
 from slipstream.train.run.phases import hardware, packed_engine, versions
-from slipstream.train.run.recipe import EvalSet, TrainConfig
+from slipstream.train.run.recipe import TrainConfig
 from slipstream.train.run.trainer import Hooks, Progress, Trainer
 from slipstream.train.run.trial import PROMPT_SETS
+from slipstream.train.run.verdict import Bars, Rounds, Verdict, judge, own_texts
 from slipstream.train.run.world import World
-
-LEAST_OWN = 0.25
-"""Share of an answer that must be the target's likeliest token: 1 of greedy answers, a half or so at temperature 1."""
-_RESAMPLED = 400
-_DOUBT = 0.05
-
-
-@dataclass(frozen=True)
-class Bars:
-    """What a draft must reach.
-
-    Args:
-        gain: of tokens a pass on held-back traffic, over the draft in use.
-        loss: share of tokens a pass that general texts may lose, beside the draft that learning started from.
-        texts: held-back answers needed to tell.
-    """
-
-    gain: float = 1.03
-    loss: float = 0.03
-    texts: int = 6
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found: tokens a pass on held-back traffic before and after, and on general texts; why not, if not."""
-
-    before: float
-    after: float
-    general_first: float
-    general: float
-    refused: str = ""
-
-    def __str__(self) -> str:
-        return (
-            f"held-back traffic {self.before:.2f} to {self.after:.2f} tokens a pass, general texts "
-            f"{self.general_first:.2f} to {self.general:.2f}: {self.refused or 'deployed'}"
-        )
-
-
-def own_texts(target: Target, corpus: Corpus, store: FeatureStore) -> list[bool]:
-    """Tell of each text whether the target may have written its answer: whoever can write to the folder may lie."""
-    assert target.lm_head.weight is not None
-    found = []
-    for number in range(len(corpus)):
-        text = corpus.text(number)
-        start, end = text.spans[0]
-        rows_ND = store.states(number)[start - 1 : end - 1, -1].to(target.lm_head.weight)
-        best_N = product_f32(rows_ND, target.lm_head.weight).argmax(-1).cpu()
-        share = (best_N == torch.tensor(list(text.ids[start:end]))).float().mean().item()
-        found.append(share >= LEAST_OWN)
-    return found
-
-
-Rounds = Sequence[Sequence[int]]
-
-
-def tokens_a_pass(rounds: Rounds) -> float:
-    """Return emitted tokens per pass over texts' rounds, the target's own included."""
-    count = sum(map(len, rounds))
-    return (sum(map(sum, rounds)) + count) / max(1, count)
-
-
-def judge(held: tuple[Rounds, Rounds], general: tuple[Rounds, Rounds], bars: Bars) -> Verdict:
-    """Compare drafts on the same texts.
-
-    Args:
-        held: rounds on held-back traffic, of the draft in use and of the adapted one.
-        general: rounds on general texts, of the draft that learning started from and of the adapted one.
-    """
-    numbers = [tokens_a_pass(rounds) for rounds in (*held, *general)]
-    before, after, first, now = numbers
-    refused = ""
-    if len(held[0]) < bars.texts:
-        refused = f"{len(held[0])} held-back answers are too few to tell"
-    elif after < bars.gain * before:
-        refused = f"a gain of {after / before - 1:.1%} is less than the {bars.gain - 1:.0%} asked for"
-    elif _lowest_gain(*held) <= 1.0:
-        refused = "the gain may be an accident of these answers"
-    elif now < (1 - bars.loss) * first:
-        refused = f"general texts lose {1 - now / first:.1%}"
-    return Verdict(before, after, first, now, refused)
-
-
-def _lowest_gain(before: Rounds, after: Rounds) -> float:
-    """Return the gain that resampled sets of the same texts reach in all but one of twenty cases."""
-    sums = np.array([[sum(r) + len(r), len(r)] for rounds in (before, after) for r in rounds], dtype=float)
-    both = sums.reshape(2, len(before), 2)
-    chosen = np.random.default_rng(0).integers(len(before), size=(_RESAMPLED, len(before)))
-    totals = both[:, chosen].sum(2)
-    lengths = totals[..., 0] / np.maximum(totals[..., 1], 1)
-    return float(np.quantile(lengths[1] / lengths[0], _DOUBT))
-
 
 log = logging.getLogger(__name__)
 
 CHAIN = 3
 _HELD_OUT_OF = 5  # prompts, one is held back
 _KEPT_DRAFTS = 3
-_GENERAL = (
-    EvalSet("maths", "maths.yaml", first=40, max_new=96),
-    EvalSet("chat", "chat.yaml", first=40, max_new=96),
-)
-_GUARDS = EvalSet("guards", "held_out.yaml", max_new=96)
+_GENERAL_FILES = ("maths.yaml", "chat.yaml")
+_GENERAL_TOKENS = 96  # of an answer, at most
+_OF_A_FAMILY = 2  # prompts
+_FAMILIES_KEPT_OUT_OF = 3  # one is for the guards
+_MOST_REPEATS = 8  # of a general text
 
 
 @dataclass(frozen=True)
@@ -206,6 +123,7 @@ class Learner:
         model, self._digest = load_and_digest(source, target_dtype(None, device), device, settings.longest + 64)
         self._target = model
         self._speaker = Speaker(model, Tokenizer.load(path), self._digest, packed_engine(target, device))
+        self._generator = GeneratorConfig(rows=8, max_length=settings.longest)
         self._first = _draft_folder(draft)
         check_trainable(self._first)
         self._seen = 0
@@ -244,8 +162,8 @@ class Learner:
         if foreign := own.count(False):
             self._say(f"learning: {foreign} of {len(texts)} answers are not the target's own, and are left out")
         texts = [text for text, mine in zip(texts, own, strict=True) if mine]
-        held = [text for text in texts if _is_held_back(text)]
         learnt = [text for text in texts if not _is_held_back(text)]
+        held = self._answered_anew([text for text in texts if _is_held_back(text)])
         if not held or not learnt:
             self._say(f"learning: {len(texts)} answers are too few for a round")
             return None
@@ -347,27 +265,40 @@ class Learner:
             texts[one] = Text(ids, [(len(one.prompt), len(ids))])
         return list(texts.values())
 
+    def _answered_anew(self, texts: Sequence[Text]) -> list[Text]:
+        """Return texts with the target's greedy answers in place of theirs: what is judged by must be its own words."""
+        lengths: dict[tuple[int, ...], int] = {}
+        for text in texts:
+            start, end = text.spans[0]
+            prompt = tuple(text.ids[:start])
+            lengths[prompt] = max(end - start, lengths.get(prompt, 0))
+        asked = [GenerationRequest(number, *item) for number, item in enumerate(lengths.items())]
+        return greedy_texts(self._speaker, asked, self._generator)
+
     def _general(self) -> tuple[list[Text], list[Text]]:
         """Return general texts by the target to train on, and others to guard by; written once, into the folder."""
-        config = GeneratorConfig(rows=8, max_length=self._settings.longest)
-        sets = [
-            make_eval_set(self._speaker, item, PROMPT_SETS, self._folder / f"general-{item.name}.safetensors", config)
-            for item in (*_GENERAL, _GUARDS)
-        ]
+        found = []
+        for name, prompts in zip(("rehearsed", "guards"), general_prompts(), strict=True):
+            path = self._folder / f"{name}.safetensors"
+            if not path.is_file():
+                messages = [[as_asked(prompt)] for prompt in prompts]
+                asked = requests_of(self._speaker, messages, _GENERAL_TOKENS, self._generator)
+                texts = greedy_texts(self._speaker, asked, self._generator)
+                if not texts:
+                    raise DataError("The target answers no general prompt at length: there is nothing to guard by.")
+                write_shard(path, texts, {"name": name})
+            corpus = read_shard(path)
+            found.append([corpus.text(number) for number in range(len(corpus))])
         self._speaker.close()
-        *general, guards = [[corpus.text(number) for number in range(len(corpus))] for corpus in sets]
-        both = [text for texts in general for text in texts]
-        return [text for text in both if not _is_held_back(text)], [
-            *guards,
-            *(text for text in both if _is_held_back(text)),
-        ]
+        return found[0], found[1]
 
     def _replay(self, learnt: Sequence[Text], general: Sequence[Text]) -> list[Text]:
-        """Return general texts, as often as makes them the share asked for, eight times at most."""
+        """Return general texts, as many as make the share asked for, each eight times at most."""
         share = self._settings.general_share
         wanted = sum(len(text.ids) for text in learnt) * share / (1 - share)
-        times = wanted / max(1, sum(len(text.ids) for text in general))
-        return list(general) * int(np.clip(round(times), 1, 8))
+        repeats, part = divmod(min(_MOST_REPEATS, wanted / max(1, sum(len(text.ids) for text in general))), 1)
+        spread = [text for at, text in enumerate(general) if int((at + 1) * part) > int(at * part)]
+        return [*(list(general) * int(repeats)), *spread]
 
     def _states(self, draft: Eagle3Draft, corpus: Corpus, folder: Path) -> FeatureStore:
         """Run the target over a corpus, once; a folder that is complete is only opened."""
@@ -382,6 +313,16 @@ class Learner:
             self._target, draft, DraftVocab(draft.token_ids_V.cpu(), self._target.spec.vocab_size, 1.0)
         )
         return rounds_by_text(objective, corpus, CHAIN, self._states(draft, corpus, folder))
+
+
+def general_prompts() -> tuple[list[str], list[str]]:
+    """Return prompts to rehearse with and prompts to guard by, which share no template."""
+    families = [family for name in _GENERAL_FILES for family in read_families(PROMPT_SETS / name)]
+    guards = [prompt for family in read_families(PROMPT_SETS / "held_out.yaml") for prompt in family]
+    rehearsed: list[str] = []
+    for number, family in enumerate(families):
+        (rehearsed if number % _FAMILIES_KEPT_OUT_OF else guards).extend(family[:_OF_A_FAMILY])
+    return rehearsed, guards
 
 
 def _draft_folder(draft: str) -> Path:
