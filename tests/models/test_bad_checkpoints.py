@@ -76,6 +76,11 @@ def test_weights_that_are_no_numbers_are_refused(target_folder, value):
         load(target_folder)
 
 
+def test_numbers_whose_sum_is_too_large_for_their_type_are_read_all_the_same(target_folder):
+    change(target_folder, model__norm__weight=torch.full((32,), 60_000.0, dtype=torch.float16))
+    assert load(target_folder).norm.weight.eq(60_000).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
 def test_weights_of_a_type_that_nothing_explains_are_refused(target_folder, dtype):
     change(target_folder, model__layers__0__self_attn__q_proj__weight=torch.ones(32, 32).to(dtype))

@@ -108,3 +108,11 @@ def test_int8_activations_span_the_codes_and_zero_rows_stay_zero():
     assert codes[0].tolist() == [64, -127, 32]  # 63.5 and 31.75, to even and up
     assert scale.tolist() == [pytest.approx(2 / 127), 0.0]
     assert not codes[1].any()
+
+
+def test_int8_weights_are_the_same_whole_or_a_few_rows_at_a_time():
+    weight = torch.randn(700, 512)
+    codes, scales = int8.encode(weight, "best")
+    for rows in (slice(0, 1), slice(250, 520), slice(511, 700)):
+        own_codes, own_scales = int8.encode(weight[rows], "best")
+        assert own_codes.equal(codes[rows]) and own_scales.equal(scales[rows])

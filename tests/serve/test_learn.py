@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from slipstream.checkpoint.writer import CheckpointWriter
 from slipstream.cli.main import app
-from slipstream.errors import DataError
+from slipstream.errors import DataError, SlipstreamError
 from slipstream.records import traffic
 from slipstream.records.traffic import Deployed, part_paths, read_part, read_returned, write_deployed
 from slipstream.serve.config import LearnConfig
@@ -102,12 +102,20 @@ def test_a_draft_that_is_worse_in_use_is_given_up(tmp_path, monkeypatch):
     assert read_returned(tmp_path).number == 1
 
 
-def test_a_draft_that_does_not_fit_is_logged_and_serving_goes_on(tmp_path, caplog):
-    with Running(tiny_engine(), learn=LearnConfig(tmp_path)) as server, server.client() as client:
-        deploy(tmp_path, 1, "nowhere")
-        with pytest.raises(Exception, match="nowhere"):
-            learning_of(server).look()
-        assert client.post("/v1/completions", json=ASKED).status_code == 200
+def test_a_draft_that_is_missing_torn_or_damaged_never_takes_over_and_serving_goes_on(tmp_path):
+    engine = tiny_engine()
+    write_drafts(tmp_path, engine, 2)
+    (torn,) = (tmp_path / "drafts" / "0").glob("*.safetensors")
+    torn.write_bytes(torn.read_bytes()[:-64])
+    (damaged,) = (tmp_path / "drafts" / "1").glob("*.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-64] + b"\xff" * 64)  # NaN
+    with Running(engine, learn=LearnConfig(tmp_path)) as server, server.client() as client:
+        for number, draft in enumerate(("nowhere", "0", "1"), start=1):
+            deploy(tmp_path, number, draft)
+            with pytest.raises(SlipstreamError, match=f"drafts/{draft}"):
+                learning_of(server).look()
+            assert client.post("/v1/completions", json=ASKED).status_code == 200
+        assert client.get("/admin/draft").json()["draft"] == "as started"
 
 
 def test_a_full_disk_is_logged_nothing_piles_up_and_serving_goes_on(tmp_path, caplog, monkeypatch):

@@ -69,6 +69,26 @@ def test_a_borrowed_row_is_the_row_the_draft_would_have_had(whole):
     assert [token for token in range(VOCAB) if lender.unknown[token]] == odd
 
 
+def test_a_draft_trained_on_keeps_the_map_and_a_draft_unlike_it_gets_its_own():
+    first = Lender.fit(HALF, TARGET, OPS)
+    trained_on, odd = knowing_half(WHOLE), list(range(1, VOCAB, 2))
+    trained_on.lm_head.weight.add_(0.001 * torch.randn(trained_on.lm_head.weight.shape))
+    trained_on.token_ids_V = HALF.token_ids_V.clone()
+    assert torch.equal(Lender.fit(trained_on, TARGET, OPS, first).rows(odd), first.rows(odd))
+    other = affine_draft()
+    lender = Lender.fit(knowing_half(other), TARGET, OPS, first)
+    torch.testing.assert_close(lender.rows(odd), other.lm_head.weight[odd], rtol=1e-3, atol=1e-4)
+
+
+def test_what_a_draft_had_lent_is_forgotten_when_another_takes_over():
+    built = engine(HALF)
+    drafter, first = built.drafter, built.drafter.borrowers
+    assert drafter.borrowed(0, [2, 1, 3]).count == 2
+    drafter.exchange(HALF, Borrowers(first.lender, 8))
+    drafter.exchange(HALF, first)
+    assert drafter.borrowed(0, [2, 4, 6]) is None  # row 0 has another request's text since
+
+
 def test_rows_are_made_of_a_quantized_head_too():
     ops = select(torch.device("cpu"), "auto")
     if ops.name != "cpu":
@@ -181,18 +201,18 @@ def test_a_prompt_whose_pages_were_cached_lends_its_tokens_all_the_same():
 def test_where_rows_cannot_be_made_nothing_is_borrowed_and_a_line_says_why(draft, reason, caplog):
     with caplog.at_level(logging.INFO, logger="slipstream.speculation.borrowed"):
         built = engine(draft())
-    assert not built.drafter.borrows
+    assert built.drafter.borrowers is None
     assert [reason in record.message for record in caplog.records] == ([] if reason is None else [True])
 
 
 def test_without_room_for_borrowed_tokens_only_known_ones_are_drafted(caplog):
     with caplog.at_level(logging.INFO, logger="slipstream.speculation.borrowed"):
         none = engine(HALF, borrowed_tokens=0)
-    assert not none.drafter.borrows and not caplog.records
+    assert none.drafter.borrowers is None and not caplog.records
     assert accepted_unknown(drafted(none, [ODD_PROMPT])) == 0
     with pytest.raises(ConfigError, match="borrowed_tokens is -1"):
         EngineConfig(borrowed_tokens=-1)
 
 
 def test_cycles_go_on_with_the_drafts_own_tokens():
-    assert not engine(HALF, cuda_graphs="on").drafter.borrows
+    assert engine(HALF, cuda_graphs="on").drafter.borrowers is None

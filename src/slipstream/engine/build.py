@@ -202,13 +202,21 @@ def _check_kv(target: Target, config: EngineConfig, ops: Ops) -> None:
 
 
 def borrowers_of(
-    target: Target, draft: Eagle3Draft | Literal["ngram"] | None, config: EngineConfig, ops: Ops
+    target: Target,
+    draft: Eagle3Draft | Literal["ngram"] | None,
+    config: EngineConfig,
+    ops: Ops,
+    like: Borrowers | None = None,
 ) -> Borrowers | None:
-    """Return what lets requests borrow tokens the draft does not know, where both models are whole and on a CPU."""
+    """Return what lets requests borrow tokens the draft does not know, where both models are whole and on a CPU.
+
+    Args:
+        like: that of the draft before, which this one was trained on from.
+    """
     if not isinstance(draft, Eagle3Draft) or target.ranks.size > 1 or draft.ranks.size > 1:
         return None
     if config.borrowed_tokens == 0 or not config.drafts_on_host(target.embed_tokens.device.type):
         return None
     with torch.inference_mode():
-        lender = Lender.fit(draft, target, ops)
+        lender = Lender.fit(draft, target, ops, None if like is None else like.lender)
     return None if lender is None else Borrowers(lender, config.borrowed_tokens)

@@ -4,6 +4,7 @@ What is emitted never depends on the draft, so any draft may take over at any ti
 Requests under way keep the draft's keys they have: guesses made over another draft's keys are worse for a while.
 """
 
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from slipstream.engine.loading import read_draft
 from slipstream.errors import ConfigError
 from slipstream.executors.distributed import LeadingExecutor
 from slipstream.executors.eager import EagerExecutor
+from slipstream.kernels import Ops, beside, one_pool
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers
 from slipstream.speculation.borrowed import Borrowers
@@ -58,11 +60,13 @@ class Served:
 
 
 class DraftShelf:
-    """Exchanges an engine's draft; called on the engine's thread, between two steps."""
+    """Reads drafts on any thread, and exchanges an engine's on the engine's own, between two steps."""
 
     def __init__(self, engine: Engine, name: str = AS_STARTED) -> None:
         self._engine = engine
         self._name = name
+        self._reading = threading.Lock()
+        self._ops: Ops | None = None  # what drafts are read with
         self._before: ReadDraft | None = None
         self._served = {name: Served(name)}
         self._counted = Served("")
@@ -83,12 +87,18 @@ class DraftShelf:
         return [one + since if one.name == now else one for one in list(self._served.values())]
 
     def read(self, path: str | Path) -> ReadDraft:
-        """Read a draft and see whether it can take over; ConfigError or CheckpointError if not."""
+        """Read a draft and see whether it can take over; ConfigError or CheckpointError if not.
+
+        On any thread but the engine's, which goes on decoding: on one core, and waiting for nothing that a step uses.
+        """
         executor, drafter = self._parts()
         runner = executor.runner
-        draft = read_draft(resolve(path), runner.model, None, runner.ops)
-        _check_alike(str(path), drafter, draft, captured_layers(draft.spec, runner.model.spec))
-        borrowers = borrowers_of(runner.model, draft, self._engine.config, runner.ops) if drafter.borrows else None
+        with self._reading, one_pool(runner.ops):
+            ops = self._ops = self._ops or beside(runner.ops)
+            draft = read_draft(resolve(path), runner.model, None, ops)
+            _check_alike(str(path), drafter, draft, captured_layers(draft.spec, runner.model.spec))
+            like = drafter.borrowers
+            borrowers = None if like is None else borrowers_of(runner.model, draft, self._engine.config, ops, like)
         return ReadDraft(str(path), draft, borrowers)
 
     def use(self, chosen: ReadDraft) -> None:

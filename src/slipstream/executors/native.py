@@ -185,7 +185,7 @@ class NativeExecutor(EagerExecutor):
     def _borrowed(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Borrowed | None]:
         """Return what the rows that may draft have borrowed; nothing is looked up while drafting rests."""
         eagle = self._eagle
-        if eagle is None or not eagle.borrows or not any(limits):
+        if eagle is None or eagle.borrowers is None or not any(limits):
             return []
         return [
             eagle.borrowed(row.number, row.tokens) if limit else None for row, limit in zip(rows, limits, strict=True)

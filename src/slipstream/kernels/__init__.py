@@ -101,6 +101,7 @@ __all__ = [
     "TreeNodes",
     "TreeOutcome",
     "TreePaths",
+    "beside",
     "keys_and_values",
     "one_pool",
     "row_work",
@@ -165,6 +166,11 @@ def _triton(device: torch.device, choice: KernelChoice, tiles: Mapping[str, int]
 def step_ops(ops: Ops) -> StepOps:
     """Return what does a step's bookkeeping beside a backend: the backend itself, or torch."""
     return ops if isinstance(ops, StepOps) else TorchBookkeeping(ops)
+
+
+def beside(ops: Ops) -> Ops:
+    """Return a backend that prepares weights while another runs: in the same layouts, on the caller's thread alone."""
+    return CpuOps(1, ops.isa) if isinstance(ops, CpuOps) else ops
 
 
 def one_pool(ops: Ops) -> AbstractContextManager[None]:

@@ -1,11 +1,12 @@
 """Speculation at run time: what it does now, and routes to change tree or draft, or simulate acceptance."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
 from fastapi import FastAPI
 
-from slipstream.engine.drafts import DraftShelf
+from slipstream.engine.drafts import DraftShelf, ReadDraft
 from slipstream.engine.engine import Engine
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.serve.answers import speculation_json
@@ -56,19 +57,20 @@ def add_routes(app: FastAPI, engine: Engine, worker: EngineWorker, shelf: DraftS
 
     @app.post("/admin/draft", tags=["admin"], responses={400: {"description": "The draft cannot take over."}})
     async def exchange(body: DraftRequest) -> Json:
-        """Exchange the draft between two steps; no answer changes by it. Decoding waits while it is read."""
+        """Exchange the draft between two steps; no answer changes by it. Decoding goes on while it is read."""
         if (body.path is None) != body.go_back:
             raise HttpError(400, "Say either 'path', a draft's folder, or 'go_back': true.")
 
-        def apply(engine: Engine) -> Json:
-            if body.path is None:
+        def apply(chosen: ReadDraft | None) -> Json:
+            if chosen is None:
                 shelf.go_back()
             else:
-                shelf.use(shelf.read(body.path))
+                shelf.use(chosen)
             return _drafts(shelf)
 
         try:
-            told = await worker.call(apply)
+            chosen = None if body.path is None else await asyncio.to_thread(shelf.read, body.path)
+            told = await worker.call(lambda engine: apply(chosen))
         except (ConfigError, CheckpointError) as error:
             raise HttpError(400, str(error)) from error
         logger.info("draft exchanged: %s", shelf.name)

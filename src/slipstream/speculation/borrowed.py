@@ -9,7 +9,7 @@ Shape letters: N known tokens, B borrowed ones, C target width, D draft width.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,8 +23,37 @@ from slipstream.models.target import Target
 _COMES_AGAIN = 2.0  # added to a borrowed token's logit: what stood in the text is likelier than its row says
 _LEAST_EXPLAINED = 0.3  # of the variance of rows that were not fitted; below that a made row would mislead
 _MOST_FITTED = 8192  # known tokens; more explain little more
+_AS_WELL = 0.01  # less of the variance explained: then a map is fitted anew
 _RIDGE = 1e-6
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Affine:
+    """A map of the target's rows to the draft's.
+
+    Args:
+        explained: share of the variance of rows it was not fitted by.
+    """
+
+    mean_C: Tensor
+    map_CD: Tensor
+    offset_D: Tensor
+    explained: float = 0.0
+
+    @staticmethod
+    def fit(x_NC: Tensor, y_ND: Tensor) -> "_Affine":
+        """Return the map that fits rows best."""
+        mean_C, offset_D = x_NC.mean(0), y_ND.mean(0)
+        return _Affine(mean_C, _least_squares(x_NC - mean_C, y_ND - offset_D), offset_D)
+
+    def of(self, x_NC: Tensor) -> Tensor:
+        """Return rows [N, D] made of the target's."""
+        return torch.addmm(self.offset_D, x_NC - self.mean_C, self.map_CD)
+
+    def explains(self, x_NC: Tensor, y_ND: Tensor) -> float:
+        """Return which share of the variance of rows it explains."""
+        return 1 - float((self.of(x_NC) - y_ND).square().sum() / (y_ND - self.offset_D).square().sum())
 
 
 @dataclass(frozen=True)
@@ -38,13 +67,16 @@ class Lender:
     unknown: bytes
     _head: Linear
     _ops: Ops
-    _mean_C: Tensor
-    _map_CD: Tensor
-    _offset_D: Tensor
+    _affine: _Affine
 
     @staticmethod
-    def fit(draft: Eagle3Draft, target: Target, ops: Ops) -> "Lender | None":
-        """Fit the affine map on tokens the draft knows; None, with a line that says why, if nothing can be lent."""
+    def fit(draft: Eagle3Draft, target: Target, ops: Ops, like: "Lender | None" = None) -> "Lender | None":
+        """Fit the affine map on tokens the draft knows; None, with a line that says why, if nothing can be lent.
+
+        Args:
+            like: what lends for a draft that this one was trained on from; its map stays where it explains this
+                draft's rows as well, for fitting is most of what it takes to make a draft ready.
+        """
         known_V = draft.token_ids_V
         if len(known_V) == target.spec.vocab_size:
             return None
@@ -53,37 +85,39 @@ class Lender:
         if int((~judged_N).sum()) < 2 * (1 + target.spec.hidden_size):
             _log.info("Nothing is borrowed: %d known tokens are too few to fit rows by.", len(known_V))
             return None
+
+        def rows(entries: Tensor) -> tuple[Tensor, Tensor]:
+            return target.lm_head.read_rows(known_V[entries], ops), draft.lm_head.read_rows(entries, ops)
+
         try:
-            x_NC = target.lm_head.read_rows(known_V[entries_N], ops)
-            y_ND = draft.lm_head.read_rows(entries_N, ops)
+            judged = rows(entries_N[judged_N])
+            affine = None if like is None else like._affine
+            if affine is None or not affine.explains(*judged) >= affine.explained - _AS_WELL:
+                affine = _Affine.fit(*rows(entries_N[~judged_N]))
+                affine = replace(affine, explained=affine.explains(*judged))
         except KernelError as error:
             _log.info("Nothing is borrowed: %s", error)
             return None
-        mean_C, offset_D = x_NC[~judged_N].mean(0), y_ND[~judged_N].mean(0)
-        map_CD = _least_squares(x_NC[~judged_N] - mean_C, y_ND[~judged_N] - offset_D)
-        rest_ND = y_ND[judged_N] - offset_D
-        explained = 1 - float(((x_NC[judged_N] - mean_C) @ map_CD - rest_ND).square().sum() / rest_ND.square().sum())
-        if not explained >= _LEAST_EXPLAINED:  # also where it is not a number
+        if not affine.explained >= _LEAST_EXPLAINED:  # also where it is not a number
             _log.info(
                 "Nothing is borrowed: the target's rows explain %.0f%% of the variance of the draft's, so rows made "
                 "of them would mislead.",
-                100 * explained,
+                100 * affine.explained,
             )
             return None
         unknown = bytearray(b"\1") * target.spec.vocab_size
         for token in known_V.tolist():
             unknown[token] = 0
-        return Lender(bytes(unknown), target.lm_head, ops, mean_C, map_CD, offset_D)
+        return Lender(bytes(unknown), target.lm_head, ops, affine)
 
     @property
     def width(self) -> int:
         """Columns of a row."""
-        return len(self._offset_D)
+        return len(self._affine.offset_D)
 
     def rows(self, tokens: Sequence[int]) -> Tensor:
         """Return rows [B, D] for tokens."""
-        rows_BC = self._head.read_rows(torch.tensor(tokens), self._ops)
-        return torch.addmm(self._offset_D, rows_BC - self._mean_C, self._map_CD)
+        return self._affine.of(self._head.read_rows(torch.tensor(tokens), self._ops))
 
 
 class Borrowers:
@@ -92,6 +126,11 @@ class Borrowers:
     def __init__(self, lender: Lender, capacity: int) -> None:
         self._lender, self._capacity = lender, capacity
         self._texts: dict[int, _Text] = {}
+
+    @property
+    def lender(self) -> Lender:
+        """What makes the rows."""
+        return self._lender
 
     def see(self, request_id: int, tokens: Sequence[int]) -> Borrowed | None:
         """Take in what a request's text has grown by; return what it has borrowed, None if nothing."""
@@ -108,6 +147,10 @@ class Borrowers:
     def forget(self, request_id: int) -> None:
         """Drop what a request has borrowed."""
         self._texts.pop(request_id, None)
+
+    def forget_all(self) -> None:
+        """Drop what every request has borrowed: somebody else will see their texts grow."""
+        self._texts.clear()
 
     def _borrow(self, text: "_Text", found: Sequence[int]) -> None:
         fresh: dict[int, int] = {}

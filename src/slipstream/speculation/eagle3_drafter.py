@@ -136,9 +136,9 @@ class Eagle3Drafter:
         return self._kv
 
     @property
-    def borrows(self) -> bool:
-        """Whether requests may borrow tokens that the draft does not know."""
-        return self._borrowers is not None
+    def borrowers(self) -> Borrowers | None:
+        """What lets requests borrow tokens that the draft does not know, if anything does."""
+        return self._borrowers
 
     def propose(self, views: Sequence[DraftView]) -> TreeBatch:
         """Return a tree for each view; a request the draft has not caught up with may only copy.
@@ -342,6 +342,8 @@ class Eagle3Drafter:
         """Draft with another draft of the same shape from now on; return what was used so far."""
         self._settle_followers()
         before = Exchanged(self._draft, self._borrowers)
+        if self._borrowers is not None:
+            self._borrowers.forget_all()
         self._draft, self._borrowers = draft, borrowers
         for last in self._last.values():  # what the other draft thought of the next token is in its own vocabulary
             last.logits_V = None

@@ -8,10 +8,15 @@ from slipstream.quant.formats.rounding import SCALE_FLOOR, Rounding, row_amax, s
 LOW, HIGH = -128, 127
 ACTIVATION_MAX = 127.0
 _SHRINK = (1.0, 0.99, 0.97, 0.93)
+_AT_A_TIME = 1 << 17  # weights: what the search for a scale goes over again and again stays in a core's cache
 
 
 def encode(weight_OI: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """Return int8 codes [O, I] and float32 scales [O]."""
+    most = max(1, _AT_A_TIME // max(1, weight_OI.shape[1]))
+    if len(weight_OI) > most and weight_OI.device.type == "cpu":
+        parts = [encode(rows, rounding) for rows in torch.split(weight_OI, most)]
+        return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
     if rounding == "quark":
         # Quark evaluates the scale in the weight's dtype, and multiplies by its reciprocal.
         scale_O = (row_amax(weight_OI) / 127.5).clamp(min=SCALE_FLOOR).float()
