@@ -6,9 +6,7 @@ the one before.
 """
 
 import logging
-import os
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,7 +33,6 @@ _LOOK_S = 2.0
 _LEAST_ANSWER = 8  # tokens: less says nothing about a draft
 _WAITING = 4096  # answers between two looks; more are dropped
 _JUDGED_TOKENS = 2000  # drafted by a draft in use, before it is compared with the one before
-_LOWEST_PRIORITY = 19
 _LEAST_SHARE = 0.9  # of the share of drafted tokens that one had kept; below, the server returns
 
 
@@ -72,9 +69,7 @@ class Learning:
     def start(self) -> None:
         """Begin to write, to look for drafts, and to train."""
         if self._config.trainer:
-            self._trainer = subprocess.Popen(
-                ["nice", "-n", str(_LOWEST_PRIORITY), *self._config.trainer], stdin=subprocess.DEVNULL
-            )
+            self._trainer = subprocess.Popen(["nice", "-n", "19", *self._config.trainer], stdin=subprocess.DEVNULL)
         logger.info(
             "learning: answers are kept as token ids in %s, at most %s tokens",
             self._config.folder,
@@ -101,8 +96,6 @@ class Learning:
             self._judge(self._in_use)
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # elsewhere it would be the process's
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while not self._ends.wait(_LOOK_S):
             self._reported(self.look)
             if self._trainer is not None and self._trainer.poll() is not None:
