@@ -12,6 +12,7 @@ is.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -22,140 +23,9 @@ from pathlib import Path
 from slipstream import LLM, TreeShape
 from slipstream.train.data.prompts import Messages, read_prompts
 
-_RIVER = (
-    "The Aldermoor canal was dug between 1791 and 1804 to carry coal from the pits at Harrow Fell to the port of "
-    "Saltby. It is 43 kilometres long and climbs 61 metres through nineteen locks. In its best year, 1838, it carried "
-    "210,000 tonnes of coal and lime. The railway reached Saltby in 1846, and within ten years the canal had lost two "
-    "thirds of its traffic. The last working boat, the Margaret Ellen, made its final trip in November 1931. Since "
-    "1974 volunteers of the Aldermoor Society have restored twelve of the nineteen locks, and in 2009 the upper pound "
-    "was opened to pleasure boats. The society hopes to reach Saltby by 2030, if the road bridge at Low Marsh, which "
-    "was built across the bed of the canal in 1967, can be raised."
-)
-_HIVE = (
-    "A honey bee colony survives the winter as a cluster. When the temperature in the hive falls below 14 degrees, the "
-    "bees crowd together around the queen and shiver their flight muscles to make heat. The bees on the outside of "
-    "the cluster form a dense mantle, one to three layers thick, with their heads pointing inward. The temperature in "
-    "the centre is kept at about 35 degrees while brood is present and at about 20 degrees otherwise. The cluster "
-    "moves slowly through the combs and feeds on stored honey; a strong colony uses between 15 and 20 kilograms from "
-    "October to March. A colony rarely dies of cold alone. It dies when the cluster is too small to keep warm, or when "
-    "it is separated from its honey by empty combs."
-)
-_MINUTES = (
-    "Minutes of the allotment committee, 4 March. Present: Ruth Okafor (chair), Daniel Price, Mei Tanaka, Jon Hale. "
-    "The water tank at the north gate leaks. Daniel Price will ask two plumbers for an offer before 20 March. The rent "
-    "for a full plot stays at 46 pounds a year; the rent for a half plot rises from 23 to 25 pounds. Mei Tanaka "
-    "reported that eleven people are on the waiting list and that plots 7, 12 and 31 have not been worked since last "
-    "summer. The chair will write to the three tenants. Jon Hale asked for a second compost bay beside the shed. The "
-    "committee agreed, and set aside 120 pounds for timber. Next meeting: 8 April, half past seven, village hall."
-)
-_TOTAL = '''def total_price(items, tax_rate):
-    """Return the price of all items with tax."""
-    total = 0
-    for item in items:
-        if item.quantity <= 0:
-            continue
-        price = item.price * item.quantity
-        if item.discount:
-            price = price - price * item.discount
-        total = total + price
-    return total + total * tax_rate
-'''
-_READ = """import csv
-
-def read_scores(path):
-    scores = {}
-    with open(path) as file:
-        reader = csv.reader(file)
-        next(reader)
-        for row in reader:
-            name = row[0]
-            score = int(row[1])
-            if name in scores:
-                scores[name].append(score)
-            else:
-                scores[name] = [score]
-    return scores
-"""
-_STACK = """class Stack:
-    def __init__(self):
-        self.items = []
-
-    def push(self, item):
-        self.items.append(item)
-
-    def pop(self):
-        if not self.items:
-            raise IndexError("pop from an empty stack")
-        return self.items.pop()
-
-    def peek(self):
-        if not self.items:
-            raise IndexError("peek at an empty stack")
-        return self.items[-1]
-
-    def size(self):
-        return len(self.items)
-"""
-_ORDERS = (
-    '[{"order": 1041, "customer": "Elena Marsh", "city": "Bergen", "status": "shipped", "total": 84.50},\n'
-    ' {"order": 1042, "customer": "Tomas Lind", "city": "Oslo", "status": "pending", "total": 19.90},\n'
-    ' {"order": 1043, "customer": "Amina Yusuf", "city": "Bergen", "status": "shipped", "total": 240.00},\n'
-    ' {"order": 1044, "customer": "Peter Novak", "city": "Stavanger", "status": "returned", "total": 55.25}]'
-)
-PROMPTS: dict[str, Sequence[str]] = {
-    "summaries": [
-        f"Summarize the text in three sentences, using its own words.\n\n{_RIVER}",
-        f"Summarize the text in three sentences, using its own words.\n\n{_HIVE}",
-        f"Summarize these minutes for somebody who was not there.\n\n{_MINUTES}",
-        f"Write the key facts of this text as a list.\n\n{_RIVER}",
-        f"Write the key facts of this text as a list.\n\n{_HIVE}",
-        f"Shorten this text to half its length.\n\n{_RIVER}",
-    ],
-    "retrieval": [
-        f"{_RIVER}\n\nQuote the sentences of the text that speak of the railway and of the last boat.",
-        f"{_HIVE}\n\nQuote the passage that says what the bees do when it is cold.",
-        f"{_MINUTES}\n\nQuote what was decided about the rent and the compost bay.",
-        f"{_HIVE}\n\nHow much honey does a strong colony use, and when does a colony die? Quote the text.",
-        f"{_MINUTES}\n\nWho will do what? Quote the minutes for each person.",
-        f"{_RIVER}\n\nWhat has happened since 1974? Answer with the words of the text.",
-    ],
-    "code edits": [
-        f"Rename the variable total to amount here. Answer with the whole function.\n\n```python\n{_TOTAL}```",
-        f"Add a docstring to this function. Answer with the whole file.\n\n```python\n{_READ}```",
-        f"Add a method clear that removes all items. Answer with the whole class.\n\n```python\n{_STACK}```",
-        f"Add type hints to this function. Answer with the whole function.\n\n```python\n{_TOTAL}```",
-        f"Rename the class to Pile. Answer with the whole class.\n\n```python\n{_STACK}```",
-        f"Let this function skip rows with no score. Answer with the whole file.\n\n```python\n{_READ}```",
-    ],
-    "JSON": [
-        f"Here are orders as JSON:\n{_ORDERS}\n\nWrite the same JSON with the country, Norway, in every order.",
-        f"Here are orders as JSON:\n{_ORDERS}\n\nWrite the shipped orders as JSON.",
-        f"Here are orders as JSON:\n{_ORDERS}\n\nWrite the same JSON sorted by total.",
-        f"Here are orders as JSON:\n{_ORDERS}\n\nWrite a JSON object for each customer with name, city and total.",
-        f"Extract from these minutes a JSON list of tasks with person, task and date.\n\n{_MINUTES}",
-        f"Write the facts of this text as JSON with year and event.\n\n{_RIVER}",
-    ],
-    "chat": [
-        "What should I think of before I adopt a dog?",
-        "Write a short poem about the sea in winter.",
-        "Explain to a child why the sky is blue.",
-        "I have an interview tomorrow and I am nervous. What can I do?",
-        "Tell me a story about a lighthouse keeper who finds a letter.",
-        "What is the difference between a lake and a pond?",
-    ],
-    "maths": [
-        "A baker sells 24 loaves in the morning and twice as many in the afternoon. How many loaves does he sell?",
-        "A train travels 180 kilometres in 2 hours and 15 minutes. What is its average speed?",
-        "Anna has 5 boxes with 12 pencils each. She gives 17 pencils away. How many are left?",
-        "What is the sum of the first twenty odd numbers? Explain each step.",
-        "A shirt costs 40 dollars and is reduced by 15 percent, then by another 10 percent. What does it cost?",
-        "Solve 3x + 7 = 31 and check the answer.",
-    ],
-}
 COPYING = ("summaries", "retrieval", "code edits", "JSON")
-
-
 MERGED = "merged"
+OWN_PROMPTS = Path(__file__).with_suffix(".jsonl")
 
 
 @dataclass
@@ -233,7 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--kinds", default=",".join(PROMPTS))
+    parser.add_argument("--kinds", help="of our own prompts, names with commas; by default all six")
     parser.add_argument("--prompts", type=Path, help="a file's prompts, as `slipstream eval drafts` reads them")
     parser.add_argument("--count", type=int, default=24, help="of the file's prompts")
     parser.add_argument("--earlier", type=int, default=0, help="tokens of earlier answers to copy from")
@@ -247,7 +117,11 @@ def _arguments() -> argparse.Namespace:
 def _asked(options: argparse.Namespace) -> dict[str, list[Messages]]:
     if options.prompts is not None:
         return {options.prompts.name: read_prompts(options.prompts)[: options.count]}
-    return {kind: [[{"role": "user", "content": text}] for text in PROMPTS[kind]] for kind in options.kinds.split(",")}
+    asked: dict[str, list[Messages]] = {}
+    for one in map(json.loads, OWN_PROMPTS.read_text(encoding="utf-8").splitlines()):
+        if options.kinds is None or one["kind"] in options.kinds.split(","):
+            asked.setdefault(one["kind"], []).append([{"role": "user", "content": one["prompt"]}])
+    return asked
 
 
 def _arms(options: argparse.Namespace) -> dict[str, Arm]:
