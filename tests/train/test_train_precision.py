@@ -42,7 +42,7 @@ def test_a_draft_is_unrolled_and_learns_in_float32_beside_a_target_in_float16(ta
     last, captured = objective.features(batch.ids_BT, batch.positions_BT, seen)
     assert {states.dtype for states in (last, *captured)} == {torch.float16}
     ctx = UnrollContext(objective.ops, batch.positions_BT, seen)
-    for hidden in objective.unroll(captured, batch.ids_BT, ctx, 2):
+    for hidden in objective.unroll(captured, batch.ids_BT, ctx, 2, batch.slots_BS):
         assert hidden.normed_TD.dtype == hidden.feedback_TD.dtype == torch.float32
 
 

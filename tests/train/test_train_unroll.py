@@ -16,6 +16,36 @@ def test_the_written_out_gradient_of_draft_attention_is_the_true_one():
     assert torch.autograd.gradcheck(lambda *xs: DraftAttention.apply(xs[0], bias, *xs[1:]), (q, *keys_values))
 
 
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_slots_unrolled_by_themselves_have_the_states_and_gradients_of_whole_rows(target, window, num_layers):
+    objective, corpus, _ = objective_for(target, random_texts(9, seed=3), num_layers=num_layers, window=window)
+    draft = objective.draft
+    batch = Packer(corpus, 96, 2, 4, seed=0).batch(0)
+    seen = Seen(batch.text_BT)
+    _, captured = objective.features(batch.ids_BT, batch.positions_BT, seen)
+    weights = torch.randn(4, *batch.slots_BS.shape, draft.spec.hidden_size)
+    kept = torch.ones_like(batch.slots_BS, dtype=torch.bool)
+    kept[:, 1:] = batch.slots_BS[:, 1:] != batch.slots_BS[:, :-1]  # a row with fewer slots repeats its last one
+    states, gradients = [], []
+    for slots_BS in (batch.slots_BS, None):
+        draft.zero_grad()
+        ctx = UnrollContext(objective.ops, batch.positions_BT, seen)
+        steps = [hidden.normed_TD for hidden in unroll(draft, captured, batch.ids_BT, ctx, 4, slots_BS)]
+        if slots_BS is None:
+            at = batch.slots_BS[..., None].expand(-1, -1, steps[0].shape[-1])
+            steps = [step.gather(1, at) for step in steps]
+        found = torch.stack(steps)
+        (found * weights * kept[None, ..., None]).sum().backward()
+        states.append(found.detach())
+        gradients.append({name: p.grad for name, p in draft.named_parameters() if p.grad is not None})
+    assert batch.slots_BS.shape[1] < 96
+    torch.testing.assert_close(*states)
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 5
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize(
     ("feedback", "feature_norm", "window"),
     [("pre_norm", "none", None), ("pre_norm", "per_layer", None), ("post_norm", "none", None),

@@ -192,7 +192,8 @@ def test_a_batch_supervises_exactly_the_slots_serving_reaches():
     corpus = join([Text([5] * 10, [(4, 8)])])
     batch = to_device(Packer(corpus, 16, 1, 3, 0).batch(0), torch.device("cpu"))
     # The answer is tokens 4..7: a round may start with 4, 5 or 6 as the target's own token (slots 3, 4, 5).
-    assert [rows.slots_N.tolist() for rows in batch.steps] == [[3, 4, 5], [3, 4], [3]]
+    assert batch.slots_BS.tolist() == [[3, 4, 5]]
+    assert [rows.slots_N.tolist() for rows in batch.steps] == [[0, 1, 2], [0, 1], [0]]
     assert batch.teacher_slots_N.tolist() == [3, 4, 5, 6]
     assert [rows.teacher_N.tolist() for rows in batch.steps] == [[1, 2, 3], [2, 3], [3]]
 

@@ -58,16 +58,24 @@ class Eagle3Layer(nn.Module):
     def forward(self, hidden_TD: Tensor, ctx: ForwardContext, embedding_TD: Tensor) -> Tensor:
         """Return the stream after this block, before any final norm."""
         ops = ctx.ops
-        rotary = self.rotary(ctx.positions_T)
-        if self.hidden_norm is not None:
-            normed_TD = self.hidden_norm(hidden_TD, ops)
-            x = torch.cat([self.input_layernorm(embedding_TD, ops), normed_TD], dim=-1)
-            residual_TD = normed_TD if self.normed_residual else hidden_TD
-        else:
-            x, residual_TD = self.input_layernorm(hidden_TD, ops), hidden_TD
-        hidden_TD = residual_TD + self.self_attn(x, rotary, ctx)
+        x, residual_TD = self._read(hidden_TD, ops, embedding_TD)
+        hidden_TD = residual_TD + self.self_attn(x, self.rotary(ctx.positions_T), ctx)
         out_TD: Tensor = hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD, ops), ops)
         return out_TD
+
+    def keys_and_values(self, hidden_TD: Tensor, ctx: ForwardContext, embedding_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what others see of each slot, without the rest of the block; attention by head only."""
+        assert isinstance(self.self_attn, Attention), "latents are no keys and values by head"
+        x, _ = self._read(hidden_TD, ctx.ops, embedding_TD)
+        return self.self_attn.project(x, self.rotary(ctx.positions_T), ctx)[1:]
+
+    def _read(self, hidden_TD: Tensor, ops: Ops, embedding_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what attention reads, and what its output is added to."""
+        if self.hidden_norm is None:
+            return self.input_layernorm(hidden_TD, ops), hidden_TD
+        normed_TD = self.hidden_norm(hidden_TD, ops)
+        x = torch.cat([self.input_layernorm(embedding_TD, ops), normed_TD], dim=-1)
+        return x, normed_TD if self.normed_residual else hidden_TD
 
 
 @dataclass(frozen=True)

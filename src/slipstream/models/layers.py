@@ -184,8 +184,16 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor] | None, ctx: ForwardContext) -> Tensor:
         """Attend to what the context lets each token see; `rotary` is None in a block that knows no positions."""
+        q, k, v = self.project(x_TD, rotary, ctx)
+        out = ctx.attend(self.layer_index, q, k, v, self.shape.softmax_scale, self.sight)
+        projected: Tensor = self.o_proj(out.reshape(*x_TD.shape[:-1], -1), ctx.ops)
+        return projected
+
+    def project(
+        self, x_TD: Tensor, rotary: tuple[Tensor, Tensor] | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by head, in their positions."""
         shape = self.shape
-        leading = x_TD.shape[:-1]
         qkv = self.qkv_proj(x_TD, ctx.ops).unflatten(-1, (-1, shape.head_dim))
         q, k, *own = qkv.split([rows // shape.head_dim for rows in self.qkv_proj.parts.values()], dim=-2)
         v = k if shape.keys_as_values else own[0]
@@ -199,9 +207,7 @@ class Attention(nn.Module):
                 q, k = (self._unit(x, shape.unit_qk_eps, ctx.ops) for x in (q, k))
         elif shape.tempering is not None:
             q = q * _temper(ctx.positions_T, shape.tempering).to(q.dtype)
-        out = ctx.attend(self.layer_index, q, k, v, shape.softmax_scale, self.sight)
-        projected: Tensor = self.o_proj(out.reshape(*leading, -1), ctx.ops)
-        return projected
+        return q, k, v
 
     def _unit(self, x_THd: Tensor, eps: float, ops: Ops) -> Tensor:
         """Norm each head, without a weight."""

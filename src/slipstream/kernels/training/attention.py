@@ -1,6 +1,7 @@
 """Attention over packed rows in torch's own operations: the target's, and that of the draft's unrolled steps.
 
-Shape letters beyond the models': B rows, T slots of a row, R query heads per key head.
+Shape letters beyond the models': B rows, T slots of a row, S slots of a row that have queries (all T, or some), R query
+heads per key head.
 """
 
 from collections.abc import Sequence
@@ -25,29 +26,29 @@ def packed_attention(q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, bias_BTT: T
 
 
 def draft_attention(
-    q_BTHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], bias_BTT: Tensor, scale: float
+    q_BSHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], bias_BST: Tensor, scale: float
 ) -> Tensor:
-    """Attend to the first step's keys [B, T, G, d] that the bias lets through, and to each later step's own."""
+    """Attend to the first step's keys [B, T, G, d] that the bias lets through, and to later steps' own [B, S, G, d]."""
     apply: Any = DraftAttention.apply  # torch leaves it untyped
-    out: Tensor = apply(q_BTHd.transpose(1, 2) * scale, bias_BTT, *(x.transpose(1, 2) for x in (*keys, *values)))
+    out: Tensor = apply(q_BSHd.transpose(1, 2) * scale, bias_BST, *(x.transpose(1, 2) for x in (*keys, *values)))
     return out.transpose(1, 2)
 
 
 class DraftAttention(torch.autograd.Function):
     """Softmax over the step-0 block and the later steps' own keys together.
 
-    The gradient is written out because the block's weights are all it needs to keep: one [B, H, T, T] tensor a step.
+    The gradient is written out because the block's weights are all it needs to keep: one [B, H, S, T] tensor a step.
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BHTd: Tensor, bias_BTT: Tensor, *keys_values: Tensor) -> Tensor:  # torch's own ctx
+    def forward(ctx: Any, q_BHSd: Tensor, bias_BST: Tensor, *keys_values: Tensor) -> Tensor:  # torch's own ctx
         """Return what each query gathers, having kept what the gradient needs."""
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
-        B, H, T, d = q_BHTd.shape
-        G = keys[0].shape[1]
-        q = q_BHTd.reshape(B, G, H // G, T, d)
-        scores = (q.reshape(B, G, -1, d) @ keys[0].transpose(-1, -2)).view(B, G, H // G, T, T)
-        scores += bias_BTT[:, None, None]
+        B, H, S, d = q_BHSd.shape
+        G, T = keys[0].shape[1:3]
+        q = q_BHSd.reshape(B, G, H // G, S, d)
+        scores = (q.reshape(B, G, -1, d) @ keys[0].transpose(-1, -2)).view(B, G, H // G, S, T)
+        scores += bias_BST[:, None, None]
         own = [(q * key[:, :, None]).sum(-1, dtype=_wide(q)) for key in keys[1:]]
         best = scores.amax(-1).to(_wide(q))
         for score in own:
@@ -58,12 +59,12 @@ class DraftAttention(torch.autograd.Function):
         total = block.sum(-1, dtype=_wide(q)) + sum(own)
         block.div_(total[..., None].to(block.dtype))
         own = [weight / total for weight in own]
-        out = (block.view(B, G, -1, T) @ values[0]).view(B, G, H // G, T, d)
+        out = (block.view(B, G, -1, T) @ values[0]).view(B, G, H // G, S, d)
         for weight, value in zip(own, values[1:], strict=True):
             out = out + weight.to(out.dtype)[..., None] * value[:, :, None]
         ctx.save_for_backward(q, block, out, *own, *keys, *values)
         ctx.num_own = len(own)
-        return out.view(B, H, T, d)
+        return out.view(B, H, S, d)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # torch's own types
@@ -71,22 +72,23 @@ class DraftAttention(torch.autograd.Function):
         q, block, out, *rest = ctx.saved_tensors
         n = ctx.num_own
         own, keys, values = rest[:n], rest[n : 2 * n + 1], rest[2 * n + 1 :]
-        B, G, R, T, d = q.shape
-        grad = grads[0].reshape(B, G, R, T, d)
-        flat_grad = grad.reshape(B, G, R * T, d)
+        B, G, R, S, d = q.shape
+        T = keys[0].shape[2]
+        grad = grads[0].reshape(B, G, R, S, d)
+        flat_grad = grad.reshape(B, G, R * S, d)
         drop = (grad * out).sum(-1, dtype=_wide(q))
-        grad_block = (flat_grad @ values[0].transpose(-1, -2)).view(B, G, R, T, T)
+        grad_block = (flat_grad @ values[0].transpose(-1, -2)).view(B, G, R, S, T)
         grad_block.sub_(drop.to(block.dtype)[..., None]).mul_(block)
-        flat_block, flat_weights = grad_block.view(B, G, R * T, T), block.view(B, G, R * T, T)
-        grad_q = (flat_block @ keys[0]).view(B, G, R, T, d)
-        grad_keys = [flat_block.transpose(-1, -2) @ q.reshape(B, G, R * T, d)]
+        flat_block, flat_weights = grad_block.view(B, G, R * S, T), block.view(B, G, R * S, T)
+        grad_q = (flat_block @ keys[0]).view(B, G, R, S, d)
+        grad_keys = [flat_block.transpose(-1, -2) @ q.reshape(B, G, R * S, d)]
         grad_values = [flat_weights.transpose(-1, -2) @ flat_grad]
         for weight, key, value in zip(own, keys[1:], values[1:], strict=True):
             grad_score = weight * ((grad * value[:, :, None]).sum(-1, dtype=_wide(q)) - drop)
             grad_q = grad_q + grad_score.to(q.dtype)[..., None] * key[:, :, None]
             grad_keys.append((grad_score.to(q.dtype)[..., None] * q).sum(2))
             grad_values.append((weight.to(q.dtype)[..., None] * grad).sum(2))
-        return grad_q.view(B, G * R, T, d), None, *grad_keys, *grad_values
+        return grad_q.view(B, G * R, S, d), None, *grad_keys, *grad_values
 
 
 def _wide(x: Tensor) -> torch.dtype:

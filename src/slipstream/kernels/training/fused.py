@@ -24,6 +24,7 @@ class FusedOps(TrainOps):
     def __init__(self, device: torch.device, parts: Collection[str] = ("loss", "attention", "pointwise")) -> None:
         super().__init__(device)
         self._parts = frozenset(parts)
+        self.fuses_attention = "attention" in self._parts
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Scale each row to unit root mean square, then by `weight_D`, in one kernel."""

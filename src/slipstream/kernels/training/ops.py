@@ -25,6 +25,7 @@ class TrainOps(ReferenceOps):
     """
 
     name = "train"
+    fuses_attention = False
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Multiply by a dense weight stored [out, in], in the precision of `x_TD`."""

@@ -22,15 +22,20 @@ class Seen:
     def bias(self, dtype: torch.dtype) -> Tensor:
         """Return 0 where slot t may see slot s (same text, s <= t, in the window) and -inf elsewhere, [B, T, T]."""
         if dtype not in self._biases:
-            text_BT = self.text_BT
-            length = text_BT.shape[1]
-            causal_TT = torch.ones(length, length, dtype=torch.bool, device=text_BT.device).tril()
-            if self._window is not None:
-                causal_TT = causal_TT.triu(1 - self._window)
-            seen_BTT = (text_BT[:, :, None] == text_BT[:, None, :]) & causal_TT
-            bias_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=text_BT.device)
-            self._biases[dtype] = bias_BTT.masked_fill_(~seen_BTT, -torch.inf)
+            rows, length = self.text_BT.shape
+            slots_BT = torch.arange(length, device=self.text_BT.device).expand(rows, -1)
+            self._biases[dtype] = self.bias_at(slots_BT, dtype)
         return self._biases[dtype]
+
+    def bias_at(self, slots_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows of `bias` of some slots of each row, [B, S, T], without making the others."""
+        text_BT, slots_BS1 = self.text_BT, slots_BS[..., None]
+        index_T = torch.arange(text_BT.shape[1], device=text_BT.device)
+        seen_BST = (text_BT.gather(1, slots_BS)[..., None] == text_BT[:, None]) & (slots_BS1 >= index_T)
+        if self._window is not None:
+            seen_BST &= slots_BS1 < index_T + self._window
+        bias_BST = torch.zeros(seen_BST.shape, dtype=dtype, device=text_BT.device)
+        return bias_BST.masked_fill_(~seen_BST, -torch.inf)
 
     def within(self, window: int | None, chunk: int | None, position_BT: Tensor) -> Tensor:
         """Tell whether slot t sees slot s in a layer that shows a window, or chunks of its text, [B, T, T]."""

@@ -207,10 +207,10 @@ class Objective:
         return self.draft.lm_head.weight.to(self.dtype)
 
     def unroll(
-        self, captured: tuple[Tensor, ...], ids_BT: Tensor, ctx: UnrollContext, steps: int
+        self, captured: tuple[Tensor, ...], ids_BT: Tensor, ctx: UnrollContext, steps: int, slots_BS: Tensor
     ) -> Iterator[DraftHidden]:
-        """Unroll the draft over the target's captured states."""
-        return unroll(self.draft, tuple(states.to(self.dtype) for states in captured), ids_BT, ctx, steps)
+        """Unroll the draft over the target's captured states; yield the states of some slots of each row."""
+        return unroll(self.draft, tuple(states.to(self.dtype) for states in captured), ids_BT, ctx, steps, slots_BS)
 
     def __call__(self, batch: Batch, total: Callable[[Tensor], Tensor] = lambda count_J: count_J) -> StepOutput:
         """Return the loss; `total` adds supervised slots up over processes, so that all divide alike."""
@@ -225,7 +225,7 @@ class Objective:
         assert self.draft.lm_head.weight is not None
         ctx = UnrollContext(self.ops, batch.positions_BT, seen)
         losses, agreed = [], []
-        hidden_steps = self.unroll(captured, batch.ids_BT, ctx, len(batch.steps))
+        hidden_steps = self.unroll(captured, batch.ids_BT, ctx, len(batch.steps), batch.slots_BS)
         for step, (rows, hidden) in enumerate(zip(batch.steps, hidden_steps, strict=True)):
             normed_ND = hidden.normed_TD.flatten(0, 1).index_select(0, rows.slots_N)
             scale = self._emphasis.decay**step / count_J[step].clamp(min=1)

@@ -4,9 +4,10 @@ Slot t is supervised at step j if tokens t + 1 (the target's own, which starts t
 predicted) belong to the same answer: those are the slots that exist while serving.
 
 The draft is unrolled over such rows at once, with exactly the attention that step-by-step drafting has (`unroll`): step
-j of slot t sees the step-0 keys of slots up to t in its own text and, from each step 1..j, slot t's own key.
+j of slot t sees the step-0 keys of slots up to t in its own text and, from each step 1..j, slot t's own key. So of a
+slot that is never supervised, a prompt's, nothing is needed but its step-0 key and value.
 
-Shape letters beyond the models': B rows, T slots of a row.
+Shape letters beyond the models': B rows, T slots of a row, S slots of a row that are unrolled.
 """
 
 from collections.abc import Generator, Iterator
@@ -20,9 +21,10 @@ from torch import Tensor
 from slipstream.errors import DataError
 from slipstream.kernels import KvLayer, Sight, sight_of
 from slipstream.kernels.reference.attention import sink_attention
+from slipstream.kernels.training.attention import draft_attention
 from slipstream.kernels.training.ops import TrainOps
 from slipstream.kernels.training.seen import Seen
-from slipstream.models.eagle3 import DraftHidden, Eagle3Draft
+from slipstream.models.eagle3 import DraftHidden, Eagle3Draft, Eagle3Layer
 from slipstream.models.latent import LatentUp, attend_by_head
 from slipstream.train.data.corpus import Array, Corpus, answer_numbers
 from slipstream.train.draft.features import FeatureStore
@@ -32,7 +34,7 @@ ROW_SEARCH = 64
 
 @dataclass(frozen=True)
 class StepRows:
-    """The supervised slots of one unrolled step, and for each the row of the teacher (both flat indices)."""
+    """The supervised slots of one unrolled step (flat indices of `slots_BS`), and for each the row of the teacher."""
 
     slots_N: Tensor
     teacher_N: Tensor
@@ -46,6 +48,7 @@ class Batch:
         text_BT: which text of the row a token belongs to; padding is -1.
         positions_BT: each token's position in its text.
         teacher_slots_N: flat positions whose next token the target's opinion is needed for.
+        slots_BS: each row's supervised slots; where a row has fewer than another, its last one again.
         states_LBTD: the target's states where they are stored: the captured ones, then the normed last one.
     """
 
@@ -53,6 +56,7 @@ class Batch:
     text_BT: Tensor
     positions_BT: Tensor
     teacher_slots_N: Tensor
+    slots_BS: Tensor
     steps: tuple[StepRows, ...]
     states_LBTD: Tensor | None = None
 
@@ -168,6 +172,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         move(batch.text_BT),
         move(batch.positions_BT),
         move(batch.teacher_slots_N),
+        move(batch.slots_BS),
         tuple(StepRows(move(rows.slots_N), move(rows.teacher_N)) for rows in batch.steps),
         None if batch.states_LBTD is None else move(batch.states_LBTD),
     )
@@ -181,18 +186,33 @@ def _batch(ids: Array, text: Array, positions: Array, answers: Array, steps: int
     teacher = np.flatnonzero(first.reshape(-1) > 0)
     teacher_row = np.full(ids.size, -1, np.int64)
     teacher_row[teacher] = np.arange(len(teacher))
+    # A later step supervises some of the slots that the first one does.
+    slots_BS, place = _by_row((first > 0) & (padded[:, 2 : 2 + length] == first))
     step_rows = []
     for step in range(steps):
         valid = (first > 0) & (padded[:, 2 + step : 2 + step + length] == first)
         slots = np.flatnonzero(valid.reshape(-1))
-        step_rows.append(StepRows(torch.from_numpy(slots), torch.from_numpy(teacher_row[slots + 1 + step])))
+        step_rows.append(StepRows(torch.from_numpy(place[slots]), torch.from_numpy(teacher_row[slots + 1 + step])))
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(text),
         torch.from_numpy(positions),
         torch.from_numpy(teacher),
+        torch.from_numpy(slots_BS),
         tuple(step_rows),
     )
+
+
+def _by_row(wanted_BT: Array) -> tuple[Array, Array]:
+    """Return the wanted slots of each row, [B, S], and for each flat slot that is wanted its flat place in those."""
+    count_B = wanted_BT.sum(1)
+    width = max(1, int(count_B.max()))
+    # Stable: wanted slots first, in order.
+    order_BT = np.argsort(~wanted_BT, axis=1, kind="stable")
+    at_BS = np.minimum(np.arange(width), np.maximum(count_B, 1)[:, None] - 1)
+    place = np.full(wanted_BT.size, -1, np.int64)
+    place[np.flatnonzero(wanted_BT)] = np.flatnonzero(np.arange(width) < count_B[:, None])
+    return np.take_along_axis(order_BT, at_BS, axis=1), place
 
 
 class PackedContext:
@@ -225,30 +245,46 @@ class PackedContext:
 
 
 class UnrollContext:
-    """The context of draft steps: `advance` moves every slot one token on, keeping earlier steps' keys."""
+    """The context of draft steps: `advance` moves every slot one token on, keeping earlier steps' keys.
+
+    After `narrow` steps are of some slots of each row only, over the first step's keys of all of them.
+    """
 
     def __init__(self, ops: TrainOps, positions_BT: Tensor, seen: Seen) -> None:
         self.ops = ops
         self.positions_T = positions_BT
         self._seen = seen
+        self._step = 0
+        self._slots_BS: Tensor | None = None
         self._windowed: dict[int, Seen] = {}
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
 
     def advance(self) -> None:
         """Go on to the next step."""
+        self._step += 1
         self.positions_T = self.positions_T + 1
 
+    def narrow(self, slots_BS: Tensor, key_BTGd: Tensor, value_BTGd: Tensor) -> None:
+        """Go on with some slots of each row; what they see of the draft's one layer in the first step is given."""
+        self._slots_BS = slots_BS
+        self._keys[0], self._values[0] = [key_BTGd], [value_BTGd]
+        self.positions_T = self.positions_T.gather(1, slots_BS)
+
     def attend(
-        self, layer_index: int, q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, scale: float, window: int | Sight | None
+        self, layer_index: int, q_BSHd: Tensor, k_BSGd: Tensor, v_BSGd: Tensor, scale: float, window: int | Sight | None
     ) -> Tensor:
         """Keep this step's keys and values, and attend as drafting would."""
-        shown = sight_of(window).window
         keys, values = self._keys.setdefault(layer_index, []), self._values.setdefault(layer_index, [])
-        keys.append(k_BTGd)
-        values.append(v_BTGd)
-        seen = self._seen if shown is None or shown >= q_BTHd.shape[1] else self._within(shown + 1 - len(keys))
-        return self.ops.draft_attention(q_BTHd, keys, values, seen, scale)
+        if len(keys) == self._step:
+            keys.append(k_BSGd)
+            values.append(v_BSGd)
+        shown = sight_of(window).window
+        all_seen = shown is None or shown >= self._seen.text_BT.shape[1]
+        seen = self._seen if all_seen or shown is None else self._within(shown + 1 - len(keys))
+        if self._slots_BS is None:
+            return self.ops.draft_attention(q_BSHd, keys, values, seen, scale)
+        return draft_attention(q_BSHd, keys, values, seen.bias_at(self._slots_BS, q_BSHd.dtype), scale)
 
     def _within(self, window: int) -> Seen:
         """Return what is seen of the first step's keys; each later step's own takes a place in the window."""
@@ -262,16 +298,46 @@ class UnrollContext:
 
 
 def unroll(
-    draft: Eagle3Draft, features: tuple[Tensor, ...], ids_BT: Tensor, ctx: UnrollContext, steps: int
+    draft: Eagle3Draft,
+    features: tuple[Tensor, ...],
+    ids_BT: Tensor,
+    ctx: UnrollContext,
+    steps: int,
+    slots_BS: Tensor | None = None,
 ) -> Iterator[DraftHidden]:
-    """Yield each step's hidden states; step j of slot t is given token t + 1 + j (past the row's end, token 0)."""
-    hidden_BTD = draft.fuse(features, ctx.ops)
-    for step in range(steps):
+    """Yield each step's hidden states; step j of slot t is given token t + 1 + j (past the row's end, token 0).
+
+    With `slots_BS` the states are those slots' only, and of the others no more is computed than they see.
+    """
+    hidden = draft.fuse(features, ctx.ops)
+    tokens_JBT = [shift_left(ids_BT, 1 + step) for step in range(steps)]
+    narrow = slots_BS is not None and _narrows(draft, ctx.ops)
+    if slots_BS is not None and narrow:
+        layer = draft.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        embedding_BTD = draft.embed_tokens(tokens_JBT[0], ctx.ops).to(hidden.dtype)
+        ctx.narrow(slots_BS, *layer.keys_and_values(hidden, ctx, embedding_BTD))
+        hidden, tokens_JBT = _at(hidden, slots_BS), [tokens.gather(1, slots_BS) for tokens in tokens_JBT]
+    for step, tokens in enumerate(tokens_JBT):
         if step > 0:
             ctx.advance()
-        out: DraftHidden = draft(hidden_BTD, shift_left(ids_BT, 1 + step), ctx)
+        out: DraftHidden = draft(hidden, tokens, ctx)
+        hidden = out.feedback_TD
+        if slots_BS is not None and not narrow:
+            out = DraftHidden(_at(out.normed_TD, slots_BS), _at(out.feedback_TD, slots_BS))
         yield out
-        hidden_BTD = out.feedback_TD
+
+
+def _narrows(draft: Eagle3Draft, ops: TrainOps) -> bool:
+    """Tell whether some slots can be unrolled by themselves: fused attention knows whole rows only.
+
+    And what a second layer would read of the other slots is their first layer's output.
+    """
+    return draft.spec.num_layers == 1 and draft.spec.mla is None and not ops.fuses_attention
+
+
+def _at(states_BTD: Tensor, slots_BS: Tensor) -> Tensor:
+    return states_BTD.gather(1, slots_BS[..., None].expand(-1, -1, states_BTD.shape[-1]))
 
 
 def shift_left(ids_BT: Tensor, by: int) -> Tensor:

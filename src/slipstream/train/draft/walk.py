@@ -96,9 +96,9 @@ def kept_tokens(
     kept_BT = torch.zeros_like(ids_BT)
     draft, head = objective.draft, objective.head()
     first = min(text.spans[0][0] for text in texts) - 1
-    for step, hidden in enumerate(objective.unroll(captured, ids_BT, ctx, steps)):
-        normed_BSD = hidden.normed_TD[:, first:]
-        best_BS = product_f32(normed_BSD.flatten(0, 1), head).argmax(-1).view(normed_BSD.shape[:2])
+    slots_BS = torch.arange(first, length, device=device).expand(len(texts), -1)
+    for step, hidden in enumerate(objective.unroll(captured, ids_BT, ctx, steps, slots_BS)):
+        best_BS = product_f32(hidden.normed_TD.flatten(0, 1), head).argmax(-1).view(slots_BS.shape)
         right_BT[:, first:] &= draft.token_ids_V[best_BS] == shift_left(ids_BT, 2 + step)[:, first:]
         kept_BT[:, first:] += right_BT[:, first:]
     kept: Array = kept_BT.cpu().numpy()
