@@ -187,7 +187,7 @@ def _matrix(launch: Recorded, architecture: str, ttgir: str) -> str:
     keys = {"k_scales_ptr", "ancestors_ptr"} & {*launch.source.signature}  # FP8 keys are multiplied as bfloat16
     if "fp8e4nv" in types and not keys:
         return "fp8" if read_tuning(architecture).fp8_dot else "bf16"
-    return "int8" if "*i8" in types.split() else "bf16"
+    return "int8" if launch.source.signature.get("x_ptr") == "*i8" else "bf16"  # 4-bit weights lie in bytes, too
 
 
 def _measured(compiled, architecture: str, matrix: str, overlaps: bool, gluon: bool) -> dict[str, object]:
