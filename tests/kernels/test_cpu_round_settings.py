@@ -10,6 +10,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.kernels import Cut, Onward, RoundModels, RoundStart, SamplingState
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.reference.ops import ReferenceOps
+from slipstream.kernels.rounds import AllowedNodes, DraftedNodes
 from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
@@ -109,7 +110,11 @@ def test_rounds_that_go_on_count_what_was_said_and_report_log_probabilities(fast
         assert answers(fast_ops, draft, 60.0, settings) == answers(PartByPart(2), draft, 0.0, settings)
 
 
-def round_start(state, fill, rounds):
+def with_masks(drafted, masks):
+    return [AllowedNodes(nodes, own) for nodes, own in zip(drafted, masks, strict=True)]
+
+
+def round_start(state, fill, rounds, room):
     return RoundStart(
         pages=[[0, 1, 2, 3], [4, 5, 6, 7]],
         roots=[3, 5],
@@ -120,13 +125,18 @@ def round_start(state, fill, rounds):
         followers=[None, None],
         onward=Onward(rounds, 60.0, [12, 12], [(), ()]),
         masks=fill,
+        room=room,
     )
 
 
-def run_rounds(ops, fill, rounds=4):
+def run_rounds(ops, fill, rounds=4, room=()):
     kv = KvCache.allocate(TARGET.kv_shape, 8, 4, torch.float32, CPU)
     state = SamplingState(2, VOCAB, CPU)
-    return ops.run_rounds(RoundModels(TARGET, kv), round_start(state, fill, rounds), 0, Cut())
+    return ops.run_rounds(RoundModels(TARGET, kv), round_start(state, fill, rounds, room), 0, Cut())
+
+
+def no_masks(_, drafted, __):
+    return with_masks(drafted, [[-1] * (1 + len(nodes.tokens)) for nodes in drafted])
 
 
 def test_masks_are_asked_for_in_every_round_with_what_was_said_before(fast_ops):
@@ -136,18 +146,42 @@ def test_masks_are_asked_for_in_every_round_with_what_was_said_before(fast_ops):
     def fill(emitted, drafted, words_MW):
         asked.append(([list(tokens) for tokens in emitted], [list(nodes.tokens) for nodes in drafted]))
         words_MW[1] = 0x55555555
-        return None if len(asked) == 3 else [[1], [-1]]
+        return None if len(asked) == 3 else with_masks(drafted, [[1], [-1]])
 
     results = run_rounds(fast_ops, fill)
     tokens = [[result.tokens[row][0] for result in results] for row in range(2)]
-    free = run_rounds(fast_ops, lambda *_: [[-1], [-1]])
+    free = run_rounds(fast_ops, no_masks)
     assert len(results) == 2 and all(token % 2 == 0 for token in tokens[0])
     assert tokens[1] == [result.tokens[1][0] for result in free[:2]]
     assert asked == [([tokens[0][:n], tokens[1][:n]], [[], []]) for n in range(3)]
 
 
+def test_nodes_put_in_place_of_what_was_drafted_are_checked_like_those(fast_ops):
+    """A fork at the first request's root, with the text that plain rounds give on its longer branch."""
+    text = [result.tokens[0][0] for result in run_rounds(fast_ops, no_masks, 5)]
+    wrong = (text[0] + 1) % VOCAB
+
+    def fill(_, drafted, __):
+        fork = DraftedNodes([wrong, *text[:3]], [0, 0, 2, 3])
+        return with_masks([fork, drafted[1]], [[-1] * 5, [-1]])
+
+    (result,) = run_rounds(fast_ops, fill, rounds=1, room=[4, 0])
+    assert list(result.tokens[0]) == text[:4] and len(result.tokens[1]) == 1
+    assert result.drafted[0].by_depth() == [2, 1, 1] and result.drafted[1].by_depth() == []
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [DraftedNodes([1, 2, 3], [0, 1, 2]), DraftedNodes([1, 2], [0, 2]), DraftedNodes([VOCAB], [0]),
+     DraftedNodes([1], [0], guessed=2)],
+)  # fmt: skip
+def test_nodes_there_is_no_room_for_or_that_are_no_tree_are_refused(fast_ops, nodes):
+    with pytest.raises(Exception, match="outside"):
+        run_rounds(fast_ops, lambda _, drafted, __: with_masks([nodes, drafted[1]], [[-1], [-1]]), room=[2, 0])
+
+
 def test_a_request_whose_mask_leaves_nothing_emits_nothing_and_ends_the_call(fast_ops):
-    results = run_rounds(fast_ops, lambda _, __, words_MW: [[len(words_MW) - 1], [-1]])
+    results = run_rounds(fast_ops, lambda _, drafted, words_MW: with_masks(drafted, [[len(words_MW) - 1], [-1]]))
     assert [list(map(len, result.tokens)) for result in results] == [[0, 1]]
 
 
@@ -158,7 +192,7 @@ def test_what_goes_wrong_with_masks_is_raised(fast_ops):
     with pytest.raises(ValueError, match="on purpose"):
         run_rounds(fast_ops, fill)
     with pytest.raises(Exception, match="outside"):
-        run_rounds(fast_ops, lambda _, __, words_MW: [[len(words_MW)], [-1]])
+        run_rounds(fast_ops, lambda _, drafted, words_MW: with_masks(drafted, [[len(words_MW)], [-1]]))
 
 
 def test_log_probabilities_in_rounds_are_those_of_the_samplers_reference(fast_ops):

@@ -2,8 +2,7 @@
 
 A round does what an eager step does for rows that have one token to compute. Tokens, statistics and keys are the same;
 only the Python between the parts is gone, which on a CPU takes as long as a third of the pass. With patience, a call
-runs several rounds, until an answer ends: then the Python between rounds is gone too. Prompts run eagerly, and so do
-rows whose grammar leaves one text, which an eager step drafts.
+runs several rounds, until an answer ends: then the Python between rounds is gone too. Prompts run eagerly.
 """
 
 import dataclasses
@@ -34,13 +33,13 @@ from slipstream.kernels import (
     RoundStart,
     one_pool,
 )
-from slipstream.kernels.rounds import DraftedNodes
+from slipstream.kernels.rounds import AllowedNodes, DraftedNodes
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.borrowed import Borrowers
 from slipstream.speculation.controller import Reach
 from slipstream.speculation.drafter import CopyDrafter, Drafter, NoDrafter
 from slipstream.speculation.eagle3_drafter import Eagle3Drafter, Exchanged
-from slipstream.speculation.grammar import forces_text
+from slipstream.speculation.grammar import forced_text, tree_along
 from slipstream.speculation.tree import Tree
 
 _MOST_ROUNDS = 16  # of a call
@@ -126,8 +125,6 @@ class NativeExecutor(EagerExecutor):
             return False
         if not work.drafts and (self._eagle is None or not row.joined.speculate):
             return True
-        if work.drafts and forces_text(row.grammar):  # an eager step drafts that text, and a guess after it
-            return False
         return self._eagle is None or self._eagle.knows(row.number, len(row.tokens) - 1)
 
     def _rounds(
@@ -147,6 +144,13 @@ class NativeExecutor(EagerExecutor):
             min(reach.depth, most - 1) if work.drafts else 0 for (_, work), most in zip(planned, wanted, strict=True)
         ]
         has_grammar = any(row.grammar is not None for row in rows)
+        room = [
+            min(self._drafter.max_nodes, most) - 1 if work.drafts and row.grammar is not None else 0
+            for (row, work), most in zip(planned, wanted, strict=True)
+        ]
+        forced = [forced_text(row.grammar, most) if most else [] for row, most in zip(rows, room, strict=True)]
+        # The draft guesses from the root, so there is nothing for it to guess within such a text.
+        limits = [0 if len(text) >= limit else limit for text, limit in zip(forced, limits, strict=True)]
         # A grammar takes in what was emitted after the call.
         copying = self._copying(planned, wanted)
         most_copied = 0 if copying is None else max(copying.limits)
@@ -164,11 +168,14 @@ class NativeExecutor(EagerExecutor):
             borrowed=self._borrowed(rows, limits),
             onward=Onward(rounds, patience_s, wanted, ends, self._hurry),
             copying=copying,
-            masks=functools.partial(self._fill_masks, rows) if has_grammar else None,
+            masks=functools.partial(self._fill_masks, rows, room) if has_grammar else None,
+            room=room if has_grammar else (),
         )
         results = self._run_rounds(self._models, start, depth, reach.cut)
         self._hurry.take_back()
         self._able = results is not None
+        if results is not None and has_grammar:
+            results = [result.foretelling(forced) for result in results]
         if results is not None and self._eagle is not None and drafting:
             own = results if len(drafting) == len(rows) else [result.of(drafting) for result in results]
             self._eagle.end_rounds([rows[index].number for index in drafting], own)
@@ -225,17 +232,37 @@ class NativeExecutor(EagerExecutor):
         return outputs
 
     def _fill_masks(
-        self, rows: Sequence[Row], emitted: Sequence[Sequence[int]], drafted: Sequence[DraftedNodes], words_MW: Tensor
-    ) -> list[list[int]]:
-        """Write what grammars leave at the rows' roots and drafted tokens, and return the masks of each row's nodes."""
-        trees = [_tree(row.tokens[-1], nodes) for row, nodes in zip(rows, drafted, strict=True)]
+        self,
+        rows: Sequence[Row],
+        room: Sequence[int],
+        emitted: Sequence[Sequence[int]],
+        drafted: Sequence[DraftedNodes],
+        words_MW: Tensor,
+    ) -> list[AllowedNodes]:
+        """Let grammars draft, write what they leave at the rows' roots and nodes, and return each row's."""
+        nodes = [
+            _along(row, found, most) if most else found for row, found, most in zip(rows, drafted, room, strict=True)
+        ]
+        trees = [_tree(row.tokens[-1], own) for row, own in zip(rows, nodes, strict=True)]
         masks = self._chooser.masks(rows, trees)
         assert masks is not None, "a row has a grammar"
         words_MW[: len(masks.words_MW)] = masks.words_MW
         starts = list(accumulate((len(tree.tokens) for tree in trees), initial=0))
         roots = {start: row.number for row, start in zip(rows, starts[:-1], strict=True)}
         self._mask_failures = {roots[node]: error for node, error in masks.failed.items() if node in roots}
-        return [list(masks.row_L[start:end]) for start, end in itertools.pairwise(starts)]
+        parts = (masks.row_L[start:end] for start, end in itertools.pairwise(starts))
+        return [AllowedNodes(own, part) for own, part in zip(nodes, parts, strict=True)]
+
+
+def _along(row: Row, drafted: DraftedNodes, most: int) -> DraftedNodes:
+    """Return a row's nodes as its grammar drafts them: the draft's chain first, as far as it is allowed."""
+    found = tree_along(_tree(row.tokens[-1], drafted), row.grammar, most, trunk=drafted.guessed)
+    if found is None:
+        return drafted
+    tokens, parents = found[0][1:], found[1][1:]
+    pairs = zip(tokens, parents, drafted.tokens[: drafted.guessed], itertools.count(), strict=False)
+    guessed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[2] and pair[1] == pair[3], pairs))
+    return DraftedNodes(tokens, parents, guessed)
 
 
 def _tree(root: int, nodes: DraftedNodes) -> Tree:

@@ -3,9 +3,10 @@
 Shape letters: D draft width, L tokens a draft is late with, F captured features of a token.
 """
 
+import itertools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -132,19 +133,27 @@ class DraftedNodes:
         return counts
 
 
+@dataclass(frozen=True)
+class AllowedNodes:
+    """What a grammar makes of a request's tree: the nodes to check, and the mask of the root and of each of them."""
+
+    nodes: DraftedNodes
+    masks: Sequence[int]
+
+
 class MaskFiller(Protocol):
     """Says what grammars leave, in the middle of each round: when it is drafted and before it is checked."""
 
     def __call__(
         self, emitted: Sequence[Sequence[int]], drafted: Sequence[DraftedNodes], words_MW: Tensor
-    ) -> Sequence[Sequence[int]] | None:
-        """Write masks, and return which of them each request's nodes have: the root, then its drafted tokens.
+    ) -> Sequence[AllowedNodes] | None:
+        """Write masks; return each request's nodes, these or others in their place, and which mask each node has.
 
         None ends the call before this round. What it raises is raised once the call has ended, before this round too.
 
         Args:
             emitted: what each request has emitted since the call began.
-            drafted: what is checked after each root.
+            drafted: what would be checked after each root.
             words_MW: int32, a bit for each token, to write to: a mask for every node there can be, and the last, which
                 leaves nothing. A node's mask may be any of them, or -1 for none.
         """
@@ -166,6 +175,7 @@ class RoundStart:
         onward: how rounds follow this one; None: none does.
         copying: what is copied beside what is drafted; None: nothing.
         masks: makes the masks of requests with a grammar; None if nobody has one.
+        room: how many nodes that may put into each request's tree; nothing: it leaves all as they are.
     """
 
     pages: Sequence[Sequence[int]]
@@ -180,6 +190,7 @@ class RoundStart:
     onward: Onward | None = None
     copying: Copying | None = None
     masks: MaskFiller | None = None
+    room: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -190,7 +201,7 @@ class RoundResult:
         tokens: nothing for a request that has none to choose from at its root; where that happens further on, it is met
             again when that node is the root.
         drafted: the nodes that were checked.
-        foretold: of the tokens that were kept, those that copying alone would have had.
+        foretold: of the tokens that were kept, those that copying or a grammar alone would have had.
         scores: cumulative log-probabilities of a chain's tokens, whether checked or not; none if nobody might draft.
         seconds: what drafting, checking and following took.
         sampled: the emitted tokens with log probabilities, for requests that want them; None if nobody does.
@@ -216,6 +227,12 @@ class RoundResult:
             self.sampled,
             [self.places[row] for row in rows],
         )
+
+    def foretelling(self, texts: Sequence[Sequence[int]]) -> "RoundResult":
+        """Return what became of each request, where such texts were known beforehand to follow their roots."""
+        pairs = (zip(text, kept[:-1], strict=False) for text, kept in zip(texts, self.tokens, strict=True))
+        known = (sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)) for both in pairs)
+        return replace(self, foretold=[max(both) for both in zip(self.foretold, known, strict=True)])
 
 
 @runtime_checkable

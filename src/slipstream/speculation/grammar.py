@@ -56,14 +56,14 @@ class DraftingState(Protocol):
         ...
 
 
-def forces_text(state: object) -> bool:
-    """Tell whether only one text can follow an answer, as far as its grammar can say so."""
+def forced_text(state: object, most: int) -> list[int]:
+    """Return the text that alone can follow an answer, as far as its grammar can say so: at most so many tokens."""
     if not _drafts(state):
-        return False
+        return []
     try:
-        return bool(state.draft((), 1))
+        return state.draft((), most)
     except Exception:  # noqa: BLE001 (a request's own data: its masks fail as well, and end that request only)
-        return False
+        return []
 
 
 def _drafts(state: object) -> TypeGuard[DraftingState]:
@@ -80,40 +80,44 @@ def draft_along(trees: TreeBatch, states: Sequence[object], most: int) -> TreeBa
     Args:
         states: where each answer stands; whatever does not draft keeps its tree, and so does an answer without a state.
     """
-    drafting: dict[int, DraftingState] = {}
-    for row, state in enumerate(states):
-        if _drafts(state):
-            drafting[row] = state
-    if not drafting:
+    if not any(map(_drafts, states)):
         return trees
-    unpacked = trees.unpack()
     changed: dict[int, tuple[list[int], list[int]]] = {}
-    for row, state in drafting.items():
-        try:
-            changed[row] = _along(unpacked[row], state, most)
-        except Exception:  # noqa: BLE001, S112 (a request's own data: its masks fail as well, and end that request only)
-            continue
+    for row, (tree, state) in enumerate(zip(trees.unpack(), states, strict=True)):
+        found = tree_along(tree, state, most)
+        if found is not None:
+            changed[row] = found
     if not changed:
         return trees
     return trees.replace(list(changed), TreeBatch.pack(list(changed.values()), trees.tokens_RN.device))
 
 
-def _along(tree: Tree, state: DraftingState, most: int) -> tuple[list[int], list[int]]:
-    """Return the tokens and parents of a tree whose paths are those of another as a grammar has them."""
+def tree_along(tree: Tree, state: object, most: int, trunk: int = 0) -> tuple[list[int], list[int]] | None:
+    """Return the tokens and parents of a tree, its paths as a grammar has them; None: it leaves them as they are.
+
+    Args:
+        most: drafted tokens.
+        trunk: the node whose path comes first.
+    """
+    if not _drafts(state):
+        return None
     tokens, parents = [tree.tokens[0]], [-1]
     children: dict[tuple[int, int], int] = {}
-    inner = set(tree.parents)
-    for leaf in (node for node in range(len(tree.tokens)) if node not in inner):
-        node = 0
-        for token in state.draft(tree.path(leaf), most):
-            known = children.get((node, token))
-            if known is None:
-                if len(tokens) > most:
-                    return tokens, parents
-                known = children[node, token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-            node = known
+    others = set(range(len(tree.tokens))) - {*tree.parents, trunk}
+    try:
+        for end in (trunk, *sorted(others)):
+            node = 0
+            for token in state.draft(tree.path(end), most):
+                known = children.get((node, token))
+                if known is None:
+                    if len(tokens) > most:
+                        return tokens, parents
+                    known = children[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = known
+    except Exception:  # noqa: BLE001 (a request's own data: its masks fail as well, and end that request only)
+        return None
     return tokens, parents
 
 

@@ -11,7 +11,7 @@ from slipstream.kernels.cpu.arena import Arena
 from slipstream.kernels.cpu.slots import MaskCallback, NativeSampleCall, NativeSampleOut, NativeSlots
 
 LIBRARY_PATH = Path(__file__).with_name("libslipstream_cpu.so")
-ABI = 15
+ABI = 16
 
 Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")
@@ -265,6 +265,7 @@ class NativeRounds(Structure):
         ("late", c_void_p),
         ("texts", c_void_p),
         ("copies", c_void_p),
+        ("room", c_void_p),
         ("depths", c_void_p),
         ("scores", c_void_p),
         ("drafted", c_void_p),

@@ -96,13 +96,14 @@ class RoundsCall:
     def __init__(self, start: RoundStart, page_size: int, depth: int, cut: Cut) -> None:
         requests = len(start.roots)
         copying = start.copying or Copying([None] * requests, [0] * requests)
-        nodes = depth + max(copying.limits, default=0)
+        room = start.room or [0] * requests
+        nodes = max(depth + max(copying.limits, default=0), *room, 0)
         onward = start.onward or Onward(1, 0.0, [1 + nodes] * requests, [()] * requests)
         rounds = onward.rounds
         columns = max((len(pages) for pages in start.pages), default=0)
         self._depth, self._nodes = depth, nodes
         self._texts = None if start.copying is None else _texts(copying)
-        self._copies = (c_int32 * requests)(*copying.limits)
+        self._copies, self._room = (c_int32 * requests)(*copying.limits), (c_int32 * requests)(*room)
         self._inputs = _inputs(start, onward, page_size, columns)
         self._slots, self._limits = (c_int64 * requests)(*start.slots), (c_int32 * requests)(*start.limits)
         self._masks = _Masks(self, start.masks, requests, nodes, start.sampling.vocab_size)
@@ -131,6 +132,7 @@ class RoundsCall:
             ctypes.addressof(self._late),
             None if self._texts is None else ctypes.addressof(self._texts),
             ctypes.addressof(self._copies),
+            ctypes.addressof(self._room),
             None,
             *(ctypes.addressof(array) for array in outputs),
             NativeSampleOut(None, *scored),
@@ -162,13 +164,20 @@ class RoundsCall:
         return self._scores, self._drafted, self._parents, *counts, self._emitted
 
     def fill_masks(self, fill: MaskFiller, number: int, words_MW: Tensor) -> Sequence[Sequence[int]] | None:
-        """Let masks be made for a round, which is drafted."""
+        """Let masks be made for a round, which is drafted, and other nodes take the place of those."""
         requests = len(self._start.roots)
         emitted: list[list[int]] = [[] for _ in range(requests)]
-        for before in range(number):
-            for request, tokens in enumerate(self._tokens(before)):
+        for earlier in range(number):
+            for request, tokens in enumerate(self._tokens(earlier)):
                 emitted[request] += tokens
-        return fill(emitted, self._nodes_of(number), words_MW)
+        drafted = self._nodes_of(number)
+        allowed = fill(emitted, drafted, words_MW)
+        if allowed is None:
+            return None
+        for request, (before, after) in enumerate(zip(drafted, allowed, strict=True)):
+            if after.nodes is not before:
+                self._put(number * requests + request, after.nodes)
+        return [one.masks for one in allowed]
 
     def results(self) -> list[RoundResult]:
         """Return what the call left, round by round, and tell the followers how late they are."""
@@ -185,6 +194,12 @@ class RoundsCall:
             part = slice(at * self._nodes, at * self._nodes + self._checked[at])
             drafted.append(DraftedNodes(self._drafted[part], self._parents[part], self._guessed[at]))
         return drafted
+
+    def _put(self, at: int, nodes: DraftedNodes) -> None:
+        """Let other nodes be checked in a request's round; the library looks at what they are."""
+        part = slice(at * self._nodes, at * self._nodes + len(nodes.tokens))
+        self._drafted[part], self._parents[part] = list(nodes.tokens), list(nodes.parents)
+        self._checked[at], self._guessed[at] = len(nodes.tokens), nodes.guessed
 
     def _tokens(self, number: int) -> list[list[int]]:
         """Return what each request emitted in a round."""

@@ -224,7 +224,8 @@ struct Rounds {
     SlotTable sampling;      // what is emitted is added to what slots with penalties have said
     const int64_t* sampling_slots;
     // Writes the masks of a round, counted from 0, to `words` and each node's to `mask_rows`, once what is drafted lies in
-    // `drafted`; anything but 0 ends the call before this round. Null: nobody has a grammar.
+    // `drafted`, where it may put other nodes, as many as there is `room` for; anything but 0 ends the call before this
+    // round. Null: nobody has a grammar.
     int32_t (*fill_masks)(int32_t round);
     int32_t* words;          // [masks, num_words]
     int64_t* mask_rows;      // [requests, nodes + 1]; -1: none
@@ -238,9 +239,10 @@ struct Rounds {
     int32_t* late;                 // how many, replaced
     void* const* texts;      // [requests], a Text each, with the root; what is emitted is added. Null: nobody copies
     const int32_t* copies;   // [requests], copied nodes beside a chain at most
+    const int32_t* room;     // [requests], nodes that `fill_masks` may put there at most
     const int32_t* depths;   // [requests], nodes of a path at most; the call works them out
     float* scores;           // [rounds, requests, depth], cumulative log-probability; -inf for tokens not drafted
-    int64_t* drafted;        // [rounds, requests, nodes], what came before the target: a chain, then what was copied
+    int64_t* drafted;        // [rounds, requests, nodes], what came before the target: a chain, then what was copied or forced
     int32_t* parents;        // [rounds, requests, nodes]: node n's, n from 1, lies at n - 1; 0 is the root
     int32_t* guessed;        // [rounds, requests], nodes of the chain
     int32_t* checked;        // [rounds, requests], nodes
@@ -255,7 +257,7 @@ struct Rounds {
     int32_t requests;
     int32_t page_size;
     int32_t depth;
-    int32_t nodes;     // of a tree, without its root: a chain's and copied ones
+    int32_t nodes;     // of a tree, without its root: a chain's and copied ones, or what there is room for
     float floor;       // as for a chain
     float need;
     double trust;
@@ -267,6 +269,9 @@ struct Rounds {
 };
 
 // How many tokens a request may have drafted in a round, whose chain has `limit` at most.
-inline int32_t drafted_most(const Rounds& r, int request, int32_t limit) { return limit + (r.texts ? r.copies[request] : 0); }
+inline int32_t drafted_most(const Rounds& r, int request, int32_t limit) {
+    const int32_t most = limit + (r.texts ? r.copies[request] : 0);
+    return most > r.room[request] ? most : r.room[request];
+}
 
 }  // namespace slip

@@ -125,7 +125,7 @@ bool valid(const Rounds& r, const RoundModels& m, int64_t vocab) {
 }  // namespace
 
 // Raised whenever a structure or a function's arguments change; Python refuses a library of another number.
-SLIP_EXPORT int32_t slip_abi() { return 15; }
+SLIP_EXPORT int32_t slip_abi() { return 16; }
 
 SLIP_EXPORT int32_t slip_best_isa() {
 #if defined(__x86_64__)

@@ -63,7 +63,7 @@ class RoundWork {
     void take_scratch() {
         int limits = 0, late = 0;
         for (int i = 0; i < r_.requests; ++i) {
-            limits += r_.limits[i] + (r_.texts ? r_.copies[i] : 0);
+            limits += drafted_most(r_, i, r_.limits[i]);
             if (m_.draft && r_.feedback[i]) late += r_.late[i];
         }
         const int requests = r_.requests, rows = requests + limits, width = target_.width, behind = rows + late;
@@ -230,6 +230,13 @@ class RoundWork {
         stopped_ = r_.fill_masks(number) != 0;
         for (int64_t at = 0; !stopped_ && at < static_cast<int64_t>(r_.requests) * (r_.nodes + 1); ++at)
             if (r_.mask_rows[at] >= r_.masks) throw std::out_of_range("a mask that is not there");
+        for (int i = 0; !stopped_ && i < r_.requests; ++i) {
+            const int count = r_.checked[i];
+            bool valid = count >= 0 && count <= drafted_most(r_, i, r_.limits[i]) && r_.guessed[i] <= count;
+            for (int node = 0; valid && node < count; ++node)
+                valid = parents(i)[node] >= 0 && parents(i)[node] <= node && drafted(i)[node] >= 0 && drafted(i)[node] < m_.ends->head.n;
+            if (!valid) throw std::out_of_range("a tree that a grammar put there");
+        }
     }
 
     // The target's token at every root and every drafted token.
