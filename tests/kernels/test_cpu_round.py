@@ -115,6 +115,27 @@ def test_rounds_that_go_on_emit_what_single_ones_emit(cpu_ops, name, temperature
         assert len(patient) < len(single) / 2
 
 
+@pytest.mark.parametrize("name", ["none", "follower"])
+def test_rounds_that_went_on_take_pages_one_by_one_where_few_are_left(fast_ops, name):
+    """Two answers that do not fit together: several rounds to a step at first, then one, then somebody waits."""
+
+    def tell(patience_s, num_pages):
+        config = EngineConfig(max_context=64, page_size=4, max_requests=2, num_pages=num_pages, prefix_cache=False)
+        engine = build_engine(TARGET, DRAFTS[name](), CHAIN, config, fast_ops)
+        for seed in range(2):
+            engine.add([3, 1, 4, 1, 5][seed:], SamplingParams(max_tokens=50), seed)
+        said = [[], []]
+        while engine.has_work:
+            for emission in engine.step(patience_s):
+                said[emission.request_id] += [token.token_id for token in emission.tokens]
+            engine.check_invariants()
+        return said, engine.stats.preemptions
+
+    whole, _ = tell(0.0, None)
+    said, preemptions = tell(60.0, 20)
+    assert said == whole and preemptions > 0
+
+
 class Spelled:
     """Every token is a letter."""
 

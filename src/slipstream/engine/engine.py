@@ -295,6 +295,8 @@ class Engine:
             request = self._by_row.get(row.row)
             if request is None or request.epoch != row.epoch:
                 continue
+            if row.tokens and request.request_id not in emissions:
+                self._scheduler.read(request)
             emission = self._commit_row(request, row)
             if emission is not None:
                 emissions.setdefault(request.request_id, []).append(emission)

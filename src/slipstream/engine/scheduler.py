@@ -140,6 +140,10 @@ class Scheduler:
             self._reserve(request, missing[request.request_id])
         return True
 
+    def read(self, request: Request) -> None:
+        """Take note that what a step emits is here; it is committed round by round, if the step ran several."""
+        request.num_unread -= 1
+
     def commit(self, request: Request, num_tokens: int, emitted: list[int]) -> None:
         """Record what a step gave: `num_tokens` known ones have their keys in the cache, and `emitted` follow them.
 
@@ -148,7 +152,6 @@ class Scheduler:
         request.num_committed += num_tokens + max(len(emitted) - 1, 0)
         request.tokens.extend(emitted)
         if emitted:
-            request.num_unread -= 1
             request.num_sent = len(request.tokens) - (request.num_unread == 0)
         assert request.num_committed < len(request.tokens), "the last token is always left to compute"
         if self._config.prefix_cache:
@@ -176,6 +179,7 @@ class Scheduler:
             assert request.num_committed <= len(request.pages) * self._config.page_size, "committed past the pages"
             assert request.num_committed < len(request.tokens), "a running request has nothing to compute"
             assert request.num_committed <= request.num_sent <= len(request.tokens), "sent is between done and known"
+            assert request.num_unread >= 0, "more was read than was asked for"
         for request in self._waiting:
             assert request.status is Status.WAITING
             assert not request.pages, "a waiting request holds pages"
