@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from slipstream.kernels.training import attention
 from slipstream.kernels.training.attention import DraftAttention
 from slipstream.kernels.training.seen import Seen
 from slipstream.train.draft.packing import Packer, UnrollContext, unroll
@@ -14,6 +15,32 @@ def test_the_written_out_gradient_of_draft_attention_is_the_true_one():
     q = torch.randn(2, 4, 5, 3, dtype=torch.float64, requires_grad=True)
     keys_values = [torch.randn(2, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(6)]
     assert torch.autograd.gradcheck(lambda *xs: DraftAttention.apply(xs[0], bias, *xs[1:]), (q, *keys_values))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_texts_attended_to_one_by_one_gather_what_whole_rows_do(window, narrow):
+    torch.manual_seed(0)
+    text = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3, [0] * 12])
+    seen = Seen(text, window)
+    slots = torch.tensor([[1, 2, 7, 7], [3, 4, 8, 11]]) if narrow else torch.arange(12).expand(2, -1)
+    heads = [(slots.shape[1], 4), (12, 2), (slots.shape[1], 2), (12, 2), (slots.shape[1], 2)]
+    q, key, own_key, value, own_value = leaves = [
+        torch.randn(2, length, count, 3, dtype=torch.float64, requires_grad=True) for length, count in heads
+    ]
+    parts = q, [key, own_key], [value, own_value]
+    both = (
+        attention.draft_attention(*parts, seen.bias_at(slots, torch.float64), 0.3),
+        attention.draft_attention_by_text(*parts, seen, slots, 0.3),
+    )
+    torch.testing.assert_close(*both)
+    weights = torch.randn_like(both[0])
+    for one, other in zip(*(torch.autograd.grad((out * weights).sum(), leaves) for out in both), strict=True):
+        torch.testing.assert_close(one, other)
+    if window is None and not narrow:
+        whole = attention.packed_attention(q, key, value, seen.bias(torch.float64), 0.3)
+        by_text = attention.packed_attention_by_text(q, key, value, seen, 0.3)
+        torch.testing.assert_close(whole[text >= 0], by_text[text >= 0])
 
 
 @pytest.mark.parametrize("window", [None, 16])

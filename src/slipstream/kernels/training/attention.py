@@ -1,5 +1,9 @@
 """Attention over packed rows in torch's own operations: the target's, and that of the draft's unrolled steps.
 
+On a CPU both go text by text (`packed_attention_by_text`, `draft_attention_by_text`): of a row of many short texts most
+pairs of slots are of two texts, and a long row's are more than all products of the model. Elsewhere a row is one
+product, for launches cost more there.
+
 Shape letters beyond the models': B rows, T slots of a row, S slots of a row that have queries (all T, or some), R query
 heads per key head.
 """
@@ -9,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from slipstream.kernels.training.seen import Seen
 
 
 def packed_attention(q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, bias_BTT: Tensor, scale: float) -> Tensor:
@@ -32,6 +38,47 @@ def draft_attention(
     apply: Any = DraftAttention.apply  # torch leaves it untyped
     out: Tensor = apply(q_BSHd.transpose(1, 2) * scale, bias_BST, *(x.transpose(1, 2) for x in (*keys, *values)))
     return out.transpose(1, 2)
+
+
+def packed_attention_by_text(q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, seen: Seen, scale: float) -> Tensor:
+    """Attend to the slots of one's own text up to oneself; padding gathers nothing."""
+    rows = []
+    for row, lengths in enumerate(seen.lengths):
+        heads = (torch.split(x_BTHd[row].transpose(0, 1)[None], lengths, 2) for x_BTHd in (q_BTHd, k_BTGd, v_BTGd))
+        parts = [
+            torch.zeros_like(q_1HTd)
+            if padding
+            else torch.nn.functional.scaled_dot_product_attention(
+                q_1HTd, k_1GTd, v_1GTd, is_causal=True, scale=scale, enable_gqa=True
+            )
+            for q_1HTd, k_1GTd, v_1GTd, padding in zip(*heads, seen.padding[row], strict=True)
+        ]
+        rows.append(torch.cat(parts, 2)[0].transpose(0, 1))
+    return torch.stack(rows)
+
+
+def draft_attention_by_text(
+    q_BSHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], seen: Seen, slots_BS: Tensor, scale: float
+) -> Tensor:
+    """Attend as `draft_attention` does with what `slots_BS`, ascending in each row, see."""
+    rows = []
+    for row, lengths in enumerate(seen.lengths):
+        ends = torch.tensor(lengths).cumsum(0)
+        before = torch.searchsorted(slots_BS[row].contiguous(), ends)
+        counts = before.diff(prepend=torch.zeros_like(before[:1])).tolist()
+        firsts = (torch.split(x_BTGd[row][None], lengths, 1) for x_BTGd in (keys[0], values[0]))
+        others = [torch.split(x_BSHd[row][None], counts, 1) for x_BSHd in (q_BSHd, *keys[1:], *values[1:])]
+        slots = torch.split(slots_BS[row][None], counts, 1)
+        parts = []
+        for number, (key_1TGd, value_1TGd) in enumerate(zip(*firsts, strict=True)):
+            q_1SHd, *own = (x[number] for x in others)
+            if q_1SHd.shape[1] == 0:
+                continue
+            bias_1ST = seen.alone(lengths[number]).bias_at(slots[number] - ends[number] + lengths[number], q_BSHd.dtype)
+            own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
+            parts.append(draft_attention(q_1SHd, [key_1TGd, *own_keys], [value_1TGd, *own_values], bias_1ST, scale))
+        rows.append(torch.cat(parts, 1))
+    return torch.cat(rows)
 
 
 class DraftAttention(torch.autograd.Function):

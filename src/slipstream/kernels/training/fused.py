@@ -52,12 +52,19 @@ class FusedOps(TrainOps):
         return triton_attention.attention(q_BTHd, [k_BTGd], [v_BTGd], seen, scale)
 
     def draft_attention(
-        self, q_BTHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], seen: Seen, scale: float
+        self,
+        q_BSHd: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        seen: Seen,
+        scale: float,
+        slots_BS: Tensor | None = None,
     ) -> Tensor:
         """Attend to the first step's keys [B, T, G, d] that each slot sees, and to each later step's own."""
-        if "attention" not in self._parts or not triton_attention.fits(q_BTHd, *keys, *values):
-            return super().draft_attention(q_BTHd, keys, values, seen, scale)
-        return triton_attention.attention(q_BTHd, keys, values, seen, scale)
+        whole = slots_BS is None and "attention" in self._parts
+        if not whole or not triton_attention.fits(q_BSHd, *keys, *values):
+            return super().draft_attention(q_BSHd, keys, values, seen, scale, slots_BS)
+        return triton_attention.attention(q_BSHd, keys, values, seen, scale)
 
     def read_logits(self, full_NF: Tensor, token_ids_V: Tensor, out_NV: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the draft's columns of whole logits; return each row's best column of all, and logsumexp of the copy."""
@@ -97,7 +104,8 @@ def _check_attention(device: torch.device) -> None:
         q, *rest = leaves = [x.detach().clone().requires_grad_() for x in given]
         out = ops.draft_attention(q, rest[:3], rest[3:], seen, 0.125)
         grads = torch.autograd.grad(out, leaves, out.detach().roll(1, 1))
-        results.append([out, ops.packed_attention(given[0], given[1], given[4], seen, 0.125), *grads])
+        packed = ops.packed_attention(given[0], given[1], given[4], seen, 0.125)
+        results.append([out, packed[:, :79], *grads])  # what padding gathers is nobody's
     _agree(*results)
 
 

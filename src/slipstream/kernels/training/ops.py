@@ -38,13 +38,30 @@ class TrainOps(ReferenceOps):
 
     def packed_attention(self, q_BTHd: Tensor, k_BTGd: Tensor, v_BTGd: Tensor, seen: Seen, scale: float) -> Tensor:
         """Attend to what each slot of packed rows sees."""
+        if q_BTHd.device.type == "cpu":
+            return attention.packed_attention_by_text(q_BTHd, k_BTGd, v_BTGd, seen, scale)
         return attention.packed_attention(q_BTHd, k_BTGd, v_BTGd, seen.bias(q_BTHd.dtype), scale)
 
     def draft_attention(
-        self, q_BTHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], seen: Seen, scale: float
+        self,
+        q_BSHd: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        seen: Seen,
+        scale: float,
+        slots_BS: Tensor | None = None,
     ) -> Tensor:
-        """Attend to the first step's keys [B, T, G, d] that each slot sees, and to each later step's own."""
-        return attention.draft_attention(q_BTHd, keys, values, seen.bias(q_BTHd.dtype), scale)
+        """Attend to the first step's keys [B, T, G, d] that each slot sees, and to each later step's own [B, S, G, d].
+
+        Queries are of all slots, or of `slots_BS`, ascending in each row.
+        """
+        if q_BSHd.device.type == "cpu":
+            all_BS = torch.arange(q_BSHd.shape[1]).expand(len(q_BSHd), -1)
+            slots_BS = all_BS if slots_BS is None else slots_BS
+            return attention.draft_attention_by_text(q_BSHd, keys, values, seen, slots_BS, scale)
+        dtype = q_BSHd.dtype
+        bias_BST = seen.bias(dtype) if slots_BS is None else seen.bias_at(slots_BS, dtype)
+        return attention.draft_attention(q_BSHd, keys, values, bias_BST, scale)
 
     def read_logits(self, full_NF: Tensor, token_ids_V: Tensor, out_NV: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the draft's columns of whole logits; return each row's best column of all, and logsumexp of the copy."""

@@ -50,6 +50,20 @@ class Seen:
         return seen_BTT
 
     @cached_property
+    def lengths(self) -> list[list[int]]:
+        """How many slots each text of each row has, in order, padding last; the host reads it."""
+        return [torch.unique_consecutive(text_T, return_counts=True)[1].tolist() for text_T in self.text_BT]
+
+    @cached_property
+    def padding(self) -> list[list[bool]]:
+        """Of `lengths`, which are no text's."""
+        return [(torch.unique_consecutive(text_T) < 0).tolist() for text_T in self.text_BT]
+
+    def alone(self, length: int) -> "Seen":
+        """Return what the slots of one text see of it."""
+        return Seen(torch.zeros(1, length, dtype=torch.int64, device=self.text_BT.device), self._window)
+
+    @cached_property
     def first_BT(self) -> Tensor:
         """The first slot that each slot sees, its text's or its window's, in int32."""
         index_T = torch.arange(self.text_BT.shape[1], device=self.text_BT.device)

@@ -21,7 +21,6 @@ from torch import Tensor
 from slipstream.errors import DataError
 from slipstream.kernels import KvLayer, Sight, sight_of
 from slipstream.kernels.reference.attention import sink_attention
-from slipstream.kernels.training.attention import draft_attention
 from slipstream.kernels.training.ops import TrainOps
 from slipstream.kernels.training.seen import Seen
 from slipstream.models.eagle3 import DraftHidden, Eagle3Draft, Eagle3Layer
@@ -282,9 +281,7 @@ class UnrollContext:
         shown = sight_of(window).window
         all_seen = shown is None or shown >= self._seen.text_BT.shape[1]
         seen = self._seen if all_seen or shown is None else self._within(shown + 1 - len(keys))
-        if self._slots_BS is None:
-            return self.ops.draft_attention(q_BSHd, keys, values, seen, scale)
-        return draft_attention(q_BSHd, keys, values, seen.bias_at(self._slots_BS, q_BSHd.dtype), scale)
+        return self.ops.draft_attention(q_BSHd, keys, values, seen, scale, self._slots_BS)
 
     def _within(self, window: int) -> Seen:
         """Return what is seen of the first step's keys; each later step's own takes a place in the window."""
