@@ -210,6 +210,9 @@ def test_chains_and_trees_over_a_sliding_window_give_the_tokens_of_plain_decodin
     bounded = follower_draft(target)
     bounded.see_last(4)
     assert bounded.spec == follower_draft(target, sliding_window=4).spec
+    lifted = follower_draft(target, sliding_window=4)
+    lifted.see_last(lifted.spec.max_position)
+    assert lifted.spec == follower_draft(target).spec
     for shape in (TreeShape.chain(3), TreeShape(depth=4, width=3, budget=12)):
         for draft in (tiny_draft(target), follower_draft(target), bounded):
             engine = engine_of(target, draft, shape, page_size=page_size)

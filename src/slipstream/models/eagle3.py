@@ -125,11 +125,12 @@ class Eagle3Draft(nn.Module):
         self.embed_tokens = embedding
 
     def see_last(self, window: int) -> None:
-        """Have attention see the last `window` keys only; latents (MLA) have no windows."""
-        self.spec = replace(self.spec, sliding_window=window)
+        """Have attention see the last `window` keys only, all if that is a whole context; latents have no windows."""
+        shown = window if window < self.spec.max_position else None
+        self.spec = replace(self.spec, sliding_window=shown)
         for layer in self.layers:
             assert isinstance(layer.self_attn, Attention), "only attention by head has windows"
-            layer.self_attn.shape = replace(layer.self_attn.shape, window=window)
+            layer.self_attn.shape = replace(layer.self_attn.shape, window=shown)
 
     def fuse(self, features: tuple[Tensor, ...], ops: Ops) -> Tensor:
         """Turn the target's captured states at each position into the draft's input hidden state."""

@@ -29,7 +29,7 @@ class DraftShape:
         captured_layers: k = number of target blocks applied before the capture; None is the target's default.
         feature_norm: `per_layer` and feedback `post_norm` together are EAGLE-3.1.
         window: how many keys the draft's attention shows, the last ones; None shows all, or keeps what a draft to start
-            from has.
+            from has, and the target's whole context lifts that.
         renew_vocab: of a draft to start from, choose the vocabulary again by the new data, instead of keeping it.
     """
 
