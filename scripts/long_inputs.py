@@ -1,9 +1,11 @@
 """Make the long inputs: documents from texts in the public domain, an evaluation set of some, the rest for training.
 
     python scripts/long_inputs.py --sources MIRRORS --evaluate recipes/eval/long --documents documents.jsonl.xz
+    python scripts/long_inputs.py --sources MIRRORS --develop prompts --documents prompts/documents.jsonl.xz
 
 MIRRORS holds git directories of the repositories in `SOURCES`, each at the commit named there, as OWNER+NAME. A
 document goes to the evaluation set or to training by the hash of its name, once and for all: no text is in both.
+With `--develop` a part of the latter is not trained on but makes a smaller set of the same kind, to choose settings by.
 """
 
 import argparse
@@ -28,8 +30,9 @@ SOURCES = {
     # Julian Street, American Adventures, 1917, public domain
     "GITenberg+American-AdventuresA-Second-Trip-Abroad-at-home-_18304": "748434ca594b6997cc8e8ff6af53cb9d343071bd",
 }
-HELD_BACK = 0.12
+HELD_BACK, DEVELOPED_ON = 0.12, 0.17
 COUNTS = {"articles": 60, "passages": 60, "deep": 30}
+DEVELOP_COUNTS = {"articles": 24, "passages": 24, "deep": 8}
 _SUMMARISE = (
     "Summarize the article below.",
     "Write a summary of this text in about five sentences.",
@@ -69,10 +72,10 @@ class Document:
     text: str
 
     @property
-    def held_back(self) -> bool:
-        """Whether it belongs to the evaluation set: by its name, or of a country's passages by the country."""
+    def share(self) -> float:
+        """Where it lies in [0, 1), which tells its set: by its name, or of a country's passages by the country."""
         digest = hashlib.sha256(self.name.split("#")[0].encode()).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64 < HELD_BACK
+        return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def main() -> None:
@@ -80,27 +83,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", type=Path, required=True)
     parser.add_argument("--evaluate", type=Path)
+    parser.add_argument("--develop", type=Path)
     parser.add_argument("--documents", type=Path)
     args = parser.parse_args()
     documents = [document for name, commit in SOURCES.items() for document in read(args.sources, name, commit)]
+    kept_from = HELD_BACK if args.develop is None else DEVELOPED_ON
     if args.documents is not None:
-        kept = [d for d in documents if not d.held_back]
+        kept = [d for d in documents if d.share >= kept_from]
         lines = [json.dumps({"kind": d.kind, "title": d.title, "text": d.text, "source": d.source}) for d in kept]
         args.documents.write_bytes(lzma.compress(("\n".join(lines) + "\n").encode(), preset=9))
         print(f"{args.documents}: {len(kept)} documents, {sum(len(d.text) for d in kept):,} characters")
     if args.evaluate is not None:
-        held = [d for d in documents if d.held_back]
-        tokenizer = Tokenizer.load(embedded_model())
-        for name, prompts in evaluation(held, tokenizer).items():
-            lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
-            path = args.evaluate / f"{name}.jsonl.xz"
-            content = ("\n".join(lines) + "\n").encode()
-            path.write_bytes(lzma.compress(content, preset=9))
-            tokens = sorted(len(tokenizer.encode(prompt, add_special=False)) for prompt in prompts)
-            print(
-                f"{path}: {len(prompts)} prompts of {tokens[0]} to {tokens[-1]} tokens (median "
-                f"{tokens[len(tokens) // 2]}); SHA-256 of the text {hashlib.sha256(content).hexdigest()}"
-            )
+        write_sets([d for d in documents if d.share < HELD_BACK], COUNTS, args.evaluate)
+    if args.develop is not None:
+        write_sets([d for d in documents if HELD_BACK <= d.share < DEVELOPED_ON], DEVELOP_COUNTS, args.develop, "dev_")
+
+
+def write_sets(documents: list[Document], counts: dict[str, int], folder: Path, prefix: str = "") -> None:
+    """Write the three sets of prompts made from documents."""
+    tokenizer = Tokenizer.load(embedded_model())
+    for name, prompts in evaluation(documents, tokenizer, counts).items():
+        lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+        path = folder / f"{prefix}{name}.jsonl.xz"
+        content = ("\n".join(lines) + "\n").encode()
+        path.write_bytes(lzma.compress(content, preset=9))
+        tokens = sorted(len(tokenizer.encode(prompt, add_special=False)) for prompt in prompts)
+        print(
+            f"{path}: {len(prompts)} prompts of {tokens[0]} to {tokens[-1]} tokens (median "
+            f"{tokens[len(tokens) // 2]}); SHA-256 of the text {hashlib.sha256(content).hexdigest()}"
+        )
 
 
 def read(mirrors: Path, name: str, commit: str) -> Iterator[Document]:
@@ -185,13 +196,13 @@ def plain(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
-def evaluation(held: list[Document], tokenizer: Tokenizer) -> dict[str, list[str]]:
+def evaluation(held: list[Document], tokenizer: Tokenizer, counts: dict[str, int]) -> dict[str, list[str]]:
     """Return the three sets of prompts, made from the documents held back."""
     rng = random.Random(28)
     articles = [d for d in held if d.kind == "article"]
     sized = [(len(tokenizer.encode(d.text, add_special=False)), d) for d in articles]
     rng.shuffle(sized)
-    alone = [d for size, d in sized if 500 <= size <= 1500][: COUNTS["articles"]]
+    alone = [d for size, d in sized if 500 <= size <= 1500][: counts["articles"]]
     summaries = []
     for d in alone:
         task = rng.choice(_SUMMARISE)
@@ -201,7 +212,7 @@ def evaluation(held: list[Document], tokenizer: Tokenizer) -> dict[str, list[str
     asked = [d for d in passages if d.title.partition(": ")[2] in _QUESTIONS]
     rng.shuffle(asked)
     questions = []
-    for d in asked[: COUNTS["passages"]]:
+    for d in asked[: counts["passages"]]:
         country, _, field = d.title.partition(": ")
         others = [
             o for o in passages if o.title != d.title and (o.title.startswith(f"{country}:") or rng.random() < 0.1)
@@ -213,7 +224,7 @@ def evaluation(held: list[Document], tokenizer: Tokenizer) -> dict[str, list[str
         questions.append(f"{shown}\n\nQuestion: {question}" if rng.random() < 0.7 else f"{question}\n\n{shown}")
     deep = []
     rest = [d for size, d in sized if d not in alone] + [d for size, d in sized if d in alone]
-    goals = [2000 + 4000 * i // (COUNTS["deep"] - 1) for i in range(COUNTS["deep"])]
+    goals = [2000 + 4000 * i // (counts["deep"] - 1) for i in range(counts["deep"])]
     for goal in goals:
         texts: list[str] = []
         while len(tokenizer.encode("\n\n".join(texts), add_special=False)) < goal - 300:
