@@ -36,6 +36,25 @@ def test_the_written_out_gradient_is_that_of_the_mixed_label(hard_share):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("hard_share", [0.0, 0.3])
+def test_the_written_out_gradient_is_that_of_the_overlap(hard_share):
+    torch.manual_seed(0)
+    teacher, weight = _teacher(5, 11), torch.rand(5)
+    hidden = torch.randn(5, 3, requires_grad=True)
+    head = torch.randn(11, 3, requires_grad=True)
+    ours = soft_cross_entropy(hidden, head, teacher, Labels(torch.arange(5), weight, hard_share, 3.0), PLAIN)
+    got = torch.autograd.grad(ours.loss, (hidden, head))
+    best = torch.nn.functional.one_hot(teacher.best_N, 11)
+    label = (1 - hard_share) * teacher.logits_NV.softmax(-1) + hard_share * best
+    log_q = (hidden @ head.t()).log_softmax(-1)
+    overlap = torch.minimum(label, log_q.exp()).sum(-1)
+    share = torch.exp(-3.0 * overlap.detach())
+    plain = ((share * -(label * log_q).sum(-1) + (1 - share) * (1 - overlap)) * weight).sum()
+    torch.testing.assert_close(ours.loss, plain)
+    for a, b in zip(got, torch.autograd.grad(plain, (hidden, head)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_muon_lowers_the_loss_and_goes_on_from_its_state(target, tmp_path):
     def run(folder, **settings):
         objective, corpus, _ = objective_for(target, random_texts(24))
@@ -58,3 +77,7 @@ def test_settings_out_of_range_are_refused():
         TrainConfig(steps=1, hard_share=2)
     with pytest.raises(ConfigError, match="optimizer is 'sgd'"):
         TrainConfig(steps=1, optimizer="sgd")
+    with pytest.raises(ConfigError, match="overlap is -1"):
+        TrainConfig(steps=1, overlap=-1)
+    with pytest.raises(ConfigError, match="draft_dtype is 'float16'; it is bfloat16 or float32"):
+        TrainConfig(steps=1, draft_dtype="float16")

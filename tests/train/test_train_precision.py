@@ -6,6 +6,7 @@ import torch
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.errors import ConfigError
 from slipstream.kernels.training.seen import Seen
+from slipstream.train.draft.objective import Objective
 from slipstream.train.draft.packing import Packer, UnrollContext
 from slipstream.train.draft.target import check_range, load_and_digest
 from slipstream.train.draft.walk import measure
@@ -44,6 +45,20 @@ def test_a_draft_is_unrolled_and_learns_in_float32_beside_a_target_in_float16(ta
     ctx = UnrollContext(objective.ops, batch.positions_BT, seen)
     for hidden in objective.unroll(captured, batch.ids_BT, ctx, 2, batch.slots_BS):
         assert hidden.normed_TD.dtype == hidden.feedback_TD.dtype == torch.float32
+
+
+def test_a_draft_learns_the_same_in_bfloat16_on_a_cpu(target):
+    objective, corpus, vocab = objective_for(target, random_texts(60, seed=2), draft_vocab=96)
+    batch, gradients = Packer(corpus, 128, 4, 3, 0).batch(0), []
+    for dtype in (None, torch.bfloat16):
+        each = Objective(target, objective.draft, vocab, dtype=dtype)
+        objective.draft.zero_grad()
+        each(batch).loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in each.draft.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[1].items():
+        assert gradient.dtype == torch.float32
+        difference = float((gradient - gradients[0][name]).norm() / gradients[0][name].norm())
+        assert 0 < difference < 0.05, name
 
 
 def test_a_draft_overfits_texts_of_a_target_in_float16(half, tmp_path):

@@ -74,7 +74,7 @@ class FusedOps(TrainOps):
 
     def compare(self, logits_NV: Tensor, teacher: Teacher, labels: Labels, dtype: torch.dtype) -> Compared:
         """Compare rows of the draft's logits with what they are taught; `logits_NV` may be overwritten."""
-        if "loss" not in self._parts:
+        if "loss" not in self._parts or labels.overlap is not None:
             return super().compare(logits_NV, teacher, labels, dtype)
         return triton_loss.compare(logits_NV, teacher, labels, dtype)
 

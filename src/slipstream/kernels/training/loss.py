@@ -3,7 +3,7 @@
 Shape letters: N rows (valid slots), D width, V draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -54,11 +54,15 @@ class Labels:
         rows_N: each row's place in the teacher.
         weight_N: each row's weight, the loss's scale included.
         hard_share: share of the label that is the target's best token alone; the rest is its whole distribution.
+        overlap: None teaches by cross-entropy alone. A number n mixes in 1 - a, a the overlap of label and draft (the
+            chance that sampling keeps the token): cross-entropy counts exp(-n a) and 1 - a the rest, so that a row
+            is taught the label as a whole while it is far from it, and what is kept once it is near.
     """
 
     rows_N: Tensor
     weight_N: Tensor
     hard_share: float = 0.0
+    overlap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class LossKernels(Protocol):
 def soft_cross_entropy(
     hidden_ND: Tensor, head_VD: Tensor, teacher: Teacher, labels: Labels, kernels: LossKernels
 ) -> StepLoss:
-    """Return the weighted sum over rows of -p log q, p the label; rows outside count nothing."""
+    """Return the weighted sum over rows of -p log q, p the label (and 1 - overlap); rows outside count nothing."""
     apply: Any = _SoftCrossEntropy.apply  # torch leaves it untyped
     loss, agreed_N = apply(hidden_ND, head_VD, teacher, labels, kernels)
     return StepLoss(loss, agreed_N)
@@ -102,9 +106,19 @@ def compare(logits_NV: Tensor, teacher: Teacher, labels: Labels, dtype: torch.dt
     if labels.hard_share > 0:
         hard = p.new_full(best_N1.shape, labels.hard_share)
         p.mul_(1 - labels.hard_share).scatter_add_(1, best_N1, hard)
-    loss_N = (p * log_q).sum(-1) * weight
+    loss_N = -(p * log_q).sum(-1)
     agreed_N = (log_q.argmax(-1) == best_N1[:, 0]) * inside
-    return Compared(-loss_N, agreed_N, log_q.exp_().sub_(p).mul_(weight[:, None]).to(dtype))
+    q = log_q.exp_()
+    if labels.overlap is None:
+        grad_NV = q.sub_(p)
+    else:
+        below = q * (q < p)  # where raising q adds to the overlap
+        overlap_N = torch.minimum(p, q).sum(-1)
+        share_N = torch.exp(-labels.overlap * overlap_N)
+        loss_N = share_N * loss_N + (1 - share_N) * (1 - overlap_N)
+        grad_overlap_NV = below.sub_(q * below.sum(-1, keepdim=True))
+        grad_NV = q.sub_(p).mul_(share_N[:, None]).sub_(grad_overlap_NV.mul_(1 - share_N[:, None]))
+    return Compared(loss_N * weight, agreed_N, grad_NV.mul_(weight[:, None]).to(dtype))
 
 
 def read_logits(full_NF: Tensor, token_ids_V: Tensor, out_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +143,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_ND.shape[0], CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
             hidden = hidden_ND[rows]
-            some = Labels(labels.rows_N[rows], labels.weight_N[rows], labels.hard_share)
+            some = replace(labels, rows_N=labels.rows_N[rows], weight_N=labels.weight_N[rows])
             compared = kernels.compare(product_f32(hidden, head), teacher, some, hidden.dtype)
             loss += compared.loss_N.sum()
             agreed_N[rows] = compared.agreed_N

@@ -153,12 +153,14 @@ class Emphasis:
     Args:
         decay: weight of an unrolled step over that of the one before.
         hard_share: share of each label that is the target's best token alone.
+        overlap: see `slipstream.kernels.training.loss.Labels`.
         whole_vocabulary: see `slipstream.train.run.recipe.TrainConfig`.
     """
 
     decay: float = 0.8
     hard_share: float = 0.0
     whole_vocabulary: bool = True
+    overlap: float | None = None
 
 
 class Objective:
@@ -173,12 +175,13 @@ class Objective:
         draft: Eagle3Draft,
         vocab: DraftVocab,
         emphasis: Emphasis | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         assert draft.spec.captured_layers is not None
         self.target, self.draft = target, draft
         self._captured, self._emphasis = draft.spec.captured_layers, emphasis or Emphasis()
         self._device = target.embed_tokens.device
-        self.dtype = draft_dtype(self._device)
+        self.dtype = dtype or draft_dtype(self._device)
         self.ops = train_ops(self._device)
         self._draft_index = vocab.draft_index().to(self._device)
         self._narrow_head: Tensor | None = None
@@ -229,7 +232,8 @@ class Objective:
         for step, (rows, hidden) in enumerate(zip(batch.steps, hidden_steps, strict=True)):
             normed_ND = hidden.normed_TD.flatten(0, 1).index_select(0, rows.slots_N)
             scale = self._emphasis.decay**step / count_J[step].clamp(min=1)
-            labels = Labels(rows.teacher_N, scale.expand(len(rows.slots_N)), self._emphasis.hard_share)
+            weight_N = scale.expand(len(rows.slots_N))
+            labels = Labels(rows.teacher_N, weight_N, self._emphasis.hard_share, self._emphasis.overlap)
             result = soft_cross_entropy(normed_ND, self.draft.lm_head.weight, teacher, labels, self.ops)
             losses.append(result.loss)
             agreed.append(result.agreed_N.sum())

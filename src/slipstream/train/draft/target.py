@@ -27,11 +27,14 @@ from slipstream.ranks.channel import Leader
 from slipstream.train.draft.packing import PackedContext
 
 TARGET_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _REMEDY = "set train.target_dtype to bfloat16 or float32"
 
 
-def draft_dtype(device: torch.device) -> torch.dtype:
+def draft_dtype(device: torch.device, name: str | None = None) -> torch.dtype:
     """Return the precision of the draft's activations; never float16, in which small gradients vanish."""
+    if name is not None:
+        return DRAFT_DTYPES[name]
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

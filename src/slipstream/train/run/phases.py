@@ -216,8 +216,8 @@ class TrainingRun:
     def objective(self, draft: Eagle3Draft, vocab: DraftVocab) -> Objective:
         """Return the loss the recipe asks for."""
         config = self.recipe.train
-        emphasis = Emphasis(config.decay, config.hard_share, config.whole_vocabulary)
-        return Objective(self.speaker.model, draft, vocab, emphasis)
+        emphasis = Emphasis(config.decay, config.hard_share, config.whole_vocabulary, config.overlap)
+        return Objective(self.speaker.model, draft, vocab, emphasis, draft_dtype(self.device, config.draft_dtype))
 
     def store_features(
         self, draft: Eagle3Draft, vocab: DraftVocab, corpus: Corpus, folder: Path, hooks: CaptureHooks
@@ -308,7 +308,7 @@ class TrainingRun:
             before={name: result_record(measured) for name, measured in self.before.items()},
             precision={
                 "target": dtype_name(self.speaker.model.embed_tokens.dtype),
-                "draft": dtype_name(draft_dtype(self.device)),
+                "draft": dtype_name(draft_dtype(self.device, self.recipe.train.draft_dtype)),
             },
         )
         write_draft(output.folder, draft, output.dialect, record)

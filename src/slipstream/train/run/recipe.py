@@ -14,7 +14,7 @@ from slipstream.records.schema import SchemaError, read
 from slipstream.train.data.generate import GeneratorConfig
 from slipstream.train.data.mixture import DataConfig
 from slipstream.train.draft.objective import DraftShape
-from slipstream.train.draft.target import TARGET_DTYPES
+from slipstream.train.draft.target import DRAFT_DTYPES, TARGET_DTYPES
 from slipstream.train.run.optimizer import OPTIMIZERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -35,14 +35,15 @@ class TrainConfig:
         whole_vocabulary: have the target's best token looked for in its whole vocabulary, and leave out slots where the
             draft does not know it. False looks among the draft's tokens only and leaves out slots whose text goes on
             with another: the same for greedy texts, and the target's head, most of the work of a small one, shrinks.
-        hard_share: see `slipstream.train.draft.objective.Emphasis`.
+        hard_share, overlap: see `slipstream.train.draft.objective.Emphasis`; LK losses have 3 for `overlap`.
         optimizer: "adamw", or "muon" for the blocks' matrices with AdamW for the head, the norms and the biases.
         stop_at: leave off after this step though the rate falls as if all `steps` were to come.
         warmup, final_lr: shares of the steps and of the learning rate.
         ema: share of itself that the running average of the weights keeps at each step (0.999); the draft measured and
             written is then that average.
         target_dtype: the target's precision in writing data, training and measuring: bfloat16, float16 or float32; by
-            default bfloat16 on a GPU and float32 on a CPU, as the draft's activations always are.
+            default bfloat16 on a GPU and float32 on a CPU.
+        draft_dtype: the precision of the draft's activations in training, bfloat16 or float32, with the same defaults.
     """
 
     steps: int | None = None
@@ -55,6 +56,7 @@ class TrainConfig:
     whole_vocabulary: bool = True
     decay: float = 0.8
     hard_share: float = 0.0
+    overlap: float | None = None
     optimizer: str = "adamw"
     lr: float = 1e-3
     head_lr_scale: float = 1.0
@@ -63,6 +65,7 @@ class TrainConfig:
     clip: float = 1.0
     ema: float | None = None
     target_dtype: str | None = None
+    draft_dtype: str | None = None
     seed: int = 0
     log_every: int = 20
     eval_every: int = 0
@@ -83,10 +86,14 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {value}; it must be a number above 0.")
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}; it is {' or '.join(OPTIMIZERS)}.")
+        if self.overlap is not None and not 0 <= self.overlap < math.inf:
+            raise ConfigError(f"overlap is {self.overlap}; it must be a number of 0 or more.")
         if self.ema is not None and not 0.0 < self.ema < 1.0:
             raise ConfigError(f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999.")
         if self.target_dtype is not None and self.target_dtype not in TARGET_DTYPES:
             raise ConfigError(f"target_dtype is {self.target_dtype!r}; it is {', '.join(TARGET_DTYPES)}.")
+        if self.draft_dtype is not None and self.draft_dtype not in DRAFT_DTYPES:
+            raise ConfigError(f"draft_dtype is {self.draft_dtype!r}; it is {' or '.join(DRAFT_DTYPES)}.")
 
 
 @dataclass(frozen=True)
