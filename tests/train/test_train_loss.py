@@ -5,7 +5,7 @@ import torch
 from tests.training import objective_for, random_texts
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.training.loss import Labels, Teacher, soft_cross_entropy
+from slipstream.kernels.training.loss import Labels, Teacher, product_f32, soft_cross_entropy
 from slipstream.kernels.training.ops import TrainOps
 from slipstream.train.draft.packing import Packer
 from slipstream.train.run.recipe import TrainConfig
@@ -18,6 +18,14 @@ PLAIN = TrainOps(torch.device("cpu"))
 def _teacher(rows, width):
     logits = torch.randn(rows, width)
     return Teacher(logits, logits.logsumexp(-1), logits.argmax(-1), torch.ones(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_in_float32_round_neither_factors_nor_sums(dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(48, 576).to(dtype), torch.randn(300, 576).to(dtype)
+    torch.testing.assert_close(product_f32(x, weight), (x.double() @ weight.double().t()).float(), rtol=0, atol=2e-4)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none", "others multiply as they did"
 
 
 @pytest.mark.parametrize("hard_share", [0.0, 0.4, 1.0])

@@ -3,6 +3,8 @@
 Shape letters: N rows (valid slots), D width, V draft vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,7 +17,24 @@ def product_f32(x_ND: Tensor, weight_VD: Tensor) -> Tensor:
     if x_ND.is_cuda and x_ND.dtype in (torch.bfloat16, torch.float16):
         product: Tensor = torch.mm(x_ND, weight_VD.t(), out_dtype=torch.float32)
         return product
-    return x_ND.float() @ weight_VD.float().t()
+    with _factors_in_bfloat16(x_ND.dtype == weight_VD.dtype == torch.bfloat16):
+        return x_ND.float() @ weight_VD.float().t()
+
+
+@contextmanager
+def _factors_in_bfloat16(allowed: bool) -> Iterator[None]:
+    """Let a CPU that has instructions for it multiply float32 as bfloat16: of numbers that are, every product is exact.
+
+    torch has no product of bfloat16 with float32 results on a CPU; this one takes half the time of float32's.
+    """
+    setting: Any = torch.backends.mkldnn.matmul  # torch leaves it untyped
+    before = setting.fp32_precision
+    if allowed:
+        setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 CHUNK_ROWS = 4096
