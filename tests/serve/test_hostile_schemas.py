@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from tiny_server import tiny_engine, tiny_tokenizer
 
 from ports import free_port
 from slipstream.errors import RequestError
+from slipstream.serve import trials
 from slipstream.serve.errors import HttpError
 from slipstream.serve.grammar import GrammarCompiler
 from slipstream.serve.grammar_trial import GrammarSource
@@ -176,6 +178,21 @@ def test_one_schema_asked_for_by_many_at_once_is_tried_once(compiler):
 
     asyncio.run(use())
     assert tried == [json_schema(SMALL).source]
+
+
+def test_a_schema_that_gets_no_time_on_a_busy_machine_may_be_asked_for_again(compiler, monkeypatch):
+    async def starved(*_):
+        return trials._verdict({"signal": int(signal.SIGALRM)})
+
+    async def use() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(trials, "_ask", starved)
+            with pytest.raises(HttpError, match="too busy") as refused:
+                await compiler.compile(json_schema(SMALL))
+        assert refused.value.status == 429 and "Retry-After" in refused.value.headers
+        assert await compiler.compile(json_schema(SMALL)) is not None
+
+    asyncio.run(use())
 
 
 def test_an_answer_that_comes_to_a_limit_fails_with_a_reason_and_leaves_others_alone(compiler):

@@ -41,7 +41,7 @@ class Verdict:
 
     Args:
         problem: why the grammar is refused; None if it may be compiled.
-        lasting: whether another trial would end in the same way (a busy machine may be why one took too long).
+        lasting: whether another trial would end in the same way (a busy machine may be why one was ended).
         compile_s: what compiling took.
         num_bytes: memory that the compiled grammar and some steps of an answer took.
     """
@@ -79,6 +79,8 @@ class Trials:
         async with lane.place():
             for _ in range(2):  # the process may have been killed meanwhile; then there is a new one
                 verdict = await _ask(await self._started(), source, lane.cpu_s)
+                if verdict is _OUT_OF_PATIENCE:
+                    raise busy()
                 if verdict is not None:
                     return verdict
         raise busy()
@@ -166,8 +168,10 @@ async def _ask(control: socket.socket, source: GrammarSource, cpu_s: float) -> V
 
 
 def busy() -> HttpError:
-    """Return the answer to a grammar that comes while too many others are being compiled."""
-    return HttpError(429, "The server is compiling other schemas and grammars; try again.", retry_after_s=_RETRY_S)
+    """Return the answer to a grammar that comes while others, or other programs, take the time it needs."""
+    return HttpError(
+        429, "The server is too busy to compile a schema or grammar now; try again.", retry_after_s=_RETRY_S
+    )
 
 
 def _verdict(reply: dict[str, Any]) -> Verdict:  # JSON of our own process
@@ -183,9 +187,10 @@ def _verdict(reply: dict[str, Any]) -> Verdict:  # JSON of our own process
 _TOO_DEEP = Verdict(f"is too deep: compiling it takes over {MAX_STACK >> 20} MiB of stack. Flatten its references.")
 _TOO_LARGE = f"is too complex: compiling it takes over {MAX_MEMORY >> 20} MiB of memory."
 _OUT_OF_TIME = Verdict(f"is too complex: compiling it takes over {MAX_CPU_S:g} s.")
+_OUT_OF_PATIENCE = Verdict(f"got less than {MAX_CPU_S:g} s of a processor in {MAX_WALL_S:g} s.", lasting=False)
 _BY_SIGNAL = {
     signal.SIGPROF: _OUT_OF_TIME,
-    signal.SIGALRM: Verdict(f"is too complex: compiling it takes over {MAX_WALL_S:g} s.", lasting=False),
+    signal.SIGALRM: _OUT_OF_PATIENCE,
     signal.SIGABRT: Verdict(_TOO_LARGE),
     signal.SIGKILL: Verdict(_TOO_LARGE, lasting=False),
     signal.SIGSEGV: _TOO_DEEP,
