@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from slipstream.cli.progress import clock_time
 from slipstream.cli.tables import narrow_table
 
 if TYPE_CHECKING:
@@ -137,5 +138,4 @@ def results_table(title: str, results: Mapping[str, Any], before: Mapping[str, A
 
 
 def _left(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    return f"{whole // 60}:{whole % 60:02d} left"
+    return f"{clock_time(max(0.0, seconds))} left"
