@@ -101,7 +101,8 @@ class NativeExecutor(EagerExecutor):
             planned = [(self._rows[work.row], work) for work in step.work]
             depth = self._chain_length()
             fast = [] if depth is None or step.simulated else [item for item in planned if self._decodes(*item)]
-            rest = [item for item in planned if not any(item[0] is row for row, _ in fast)]
+            in_rounds = {row.number for row, _ in fast}
+            rest = [item for item in planned if item[0].number not in in_rounds]
             patience_s = 0.0 if rest else step.patience_s
             results = self._rounds(fast, depth, patience_s, step.ahead) if fast and depth is not None else None
             if results is None:
