@@ -182,7 +182,11 @@ def test_a_second_stage_averaged_with_the_first_lies_halfway(places, draft):
 
     common = ("--init-from", draft, "--set", "train.steps=12", "--set", "data.seed=1")
     run_train(places, *common, "--out", places / "second", "--work", places / "w2")
+    found = (places / "w2" / "before.json").read_text()
+    (places / "w2" / "before.json").write_text(found.replace('"texts": 8', '"texts": 7'))
     run_train(places, *common, "--out", places / "mean", "--work", places / "w2", "--average-with", draft)
+    before = json.loads((places / "mean" / "slipstream.json").read_text())["before"]
+    assert before["held-out"]["texts"] == 7, "what the first draft has is measured once"
     first, second, mean = (load_file(places / name / "model.safetensors") for name in ("draft", "second", "mean"))
     moved = [name for name in first if not torch.equal(first[name], second[name])]
     assert "fc.weight" in moved

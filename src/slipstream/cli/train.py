@@ -129,7 +129,7 @@ def train(
         with display.waiting("answering held-out questions"):
             run.eval_sets()
             if init_from is not None:
-                run.before = run.measure(draft, vocab)
+                run.measure_start(draft, vocab)
         store = None
         if offline is not None:
             hooks = CaptureHooks(display.cost, display.features)

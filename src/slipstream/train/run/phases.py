@@ -1,11 +1,13 @@
 """A whole run, phase by phase, each of which picks up what is already in the run's folder: data, training, output."""
 
+import json
 import logging
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from slipstream.models.layers import Linear
 from slipstream.models.load import load_draft, load_ends
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
+from slipstream.records.store import write_text
 from slipstream.train.data.corpus import Corpus, DraftVocab, choose_vocab, coverage, read_corpus
 from slipstream.train.data.make_data import Report, Watch, make_corpus, make_eval_set
 from slipstream.train.data.speaker import CPU_ROWS, OpenEngine, Speaker, encode_prompt, engine_config
@@ -134,7 +137,7 @@ class TrainingRun:
                 raise ConfigError("train.target_dtype is float16, whose range is not checked with --tp; say bfloat16.")
             check_range(model, encode_prompt(self.speaker.tokenizer, [{"role": "user", "content": "Hello!"}]))
         self.stored_features: str | None = None
-        self.before: dict[str, Measured] = {}
+        self.before: dict[str, Any] = {}  # a record's JSON
         # The ranks of a split target run passes, not steps of their own.
         self.world = World.join(device) if self._split is None else World(device=device)
         self.timings = Timings()
@@ -274,6 +277,19 @@ class TrainingRun:
         """Walk every evaluation set."""
         return self._walk(Objective(self.speaker.model, draft, vocab))
 
+    def measure_start(self, draft: Eagle3Draft, vocab: DraftVocab) -> None:
+        """Measure the draft that training starts from; a run that is taken up again knows what was found."""
+        texts = [digest for corpus in self.eval_sets().values() for digest in corpus.digests]
+        if not texts:
+            return
+        path, measured = self.paths.work / "before.json", [weights_digest(draft), repr(draft.spec), *texts]
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if known.get("measured") != measured:
+            results = {name: result_record(found) for name, found in self.measure(draft, vocab).items()}
+            known = {"measured": measured, "results": results}
+            write_text(path, json.dumps(known, indent=1) + "\n")
+        self.before = known["results"]
+
     def write(
         self,
         output: Output,
@@ -305,7 +321,7 @@ class TrainingRun:
             averaged_with=output.lineage.averaged_with,
             records=output.lineage.records,
             stored_features=self.stored_features,
-            before={name: result_record(measured) for name, measured in self.before.items()},
+            before=self.before,
             precision={
                 "target": dtype_name(self.speaker.model.embed_tokens.dtype),
                 "draft": dtype_name(draft_dtype(self.device, self.recipe.train.draft_dtype)),
