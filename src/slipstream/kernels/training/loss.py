@@ -27,14 +27,14 @@ def _factors_in_bfloat16(allowed: bool) -> Iterator[None]:
 
     torch has no product of bfloat16 with float32 results on a CPU; this one takes half the time of float32's.
     """
-    setting: Any = torch.backends.mkldnn.matmul  # torch leaves it untyped
-    before = setting.fp32_precision
+    onednn: Any = torch.backends.mkldnn  # torch makes its settings where types do not see them
+    before = onednn.matmul.fp32_precision
     if allowed:
-        setting.fp32_precision = "bf16"
+        onednn.matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
-        setting.fp32_precision = before
+        onednn.matmul.fp32_precision = before
 
 
 CHUNK_ROWS = 4096
