@@ -7,11 +7,13 @@ import os
 import torch
 from torch import nn
 
-from slipstream.checkpoint.spec import DraftSpec, ModelSpec, RopeSpec
+from slipstream.checkpoint.spec import BlockDraftSpec, DraftSpec, ModelSpec, RopeSpec
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.kernels import select
+from slipstream.models.accounting import places
+from slipstream.models.block_draft import BlockDraft
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Linear
 from slipstream.models.target import Target
@@ -53,6 +55,27 @@ DRAFT_SPEC = DraftSpec(
     rope=RopeSpec(theta=10000.0, rotary_dim=8),
     max_position=256,
     captured_layers=(1, 2, 4),
+)
+
+BLOCK_SPEC = BlockDraftSpec(
+    architecture="DFlashDraftModel",
+    vocab_size=VOCAB,
+    draft_vocab_size=VOCAB,
+    hidden_size=32,
+    target_hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_eps=1e-5,
+    rope=RopeSpec(theta=10000.0, rotary_dim=8),
+    max_position=256,
+    block_size=8,
+    mask_token_id=7,
+    captured_layers=(2, 4),
+    windows=(None, None),
+    causal=(False, False),
 )
 
 
@@ -103,6 +126,38 @@ def follower_draft(target: Target, **changes: object) -> Eagle3Draft:
         layer.mlp.down_proj.weight.mul_(0.1)
     draft.norm.weight.copy_(target.norm.weight)
     draft.lm_head.weight.copy_(target.lm_head.weight)
+    return draft
+
+
+def block_draft(target: Target, seed: int = 2, **changes: object) -> BlockDraft:
+    """Return a random DFlash draft that speaks the target's vocabulary with its table and head."""
+    vocab = target.spec.vocab_size
+    draft = BlockDraft(dataclasses.replace(BLOCK_SPEC, vocab_size=vocab, draft_vocab_size=vocab, **changes))
+    randomise(draft, seed, 0.3)
+    draft.to(DEVICE)
+    draft.embed_tokens, draft.lm_head = target.embed_tokens, target.lm_head
+    return draft.eval()
+
+
+def stored_tensors(draft: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a draft's tensors as a checkpoint names them."""
+    return {
+        name: getattr(place.module, place.parameter).narrow(0, place.start, place.shape[0])
+        for name, place in places(draft).items()
+    }
+
+
+def recalling_draft(target: Target) -> BlockDraft:
+    """Return a DFlash draft that guesses what the target thought of the last tokens: its own states, averaged."""
+    draft = block_draft(target, num_layers=1, num_kv_heads=4, captured_layers=(4,), windows=(None,), causal=(False,))
+    own, eye = draft.layers[0].self_attn, torch.eye(target.spec.hidden_size)
+    draft.fc.weight.copy_(eye)
+    draft.hidden_norm.weight.copy_(target.norm.weight)
+    own.q_proj.weight.zero_()
+    own.kv_proj.weight[len(eye) :].copy_(eye)
+    own.o_proj.weight.copy_(8 * eye)
+    draft.layers[0].mlp.down_proj.weight.zero_()
+    draft.norm.weight.fill_(1)
     return draft
 
 

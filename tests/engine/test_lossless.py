@@ -17,7 +17,7 @@ from slipstream.kernels.reference.ops import ReferenceOps
 from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
-from tiny import DEVICE, OPS, VOCAB, engine_of, follower_draft, tiny_draft, tiny_target
+from tiny import DEVICE, OPS, VOCAB, block_draft, engine_of, follower_draft, tiny_draft, tiny_target
 
 TARGET = tiny_target()
 DRAFTS = {
@@ -25,6 +25,8 @@ DRAFTS = {
     "random": tiny_draft(TARGET),
     "nonsense": tiny_draft(TARGET, seed=9, residual="normed", feedback="post_norm", feature_norm="concat"),
     "follower": follower_draft(TARGET),
+    "blocks": block_draft(TARGET),
+    "blocks with a window": block_draft(TARGET, windows=(None, 6), causal=(False, True)),
     "small vocabulary": tiny_draft(TARGET, seed=4, draft_vocab_size=17, feature_norm="per_layer"),
 }
 DRAFTS["small vocabulary"].token_ids_V = DRAFTS["small vocabulary"].token_ids_V * 3 + 2
@@ -149,7 +151,7 @@ def test_kernels_are_told_of_every_token_by_numbers_side_by_side(shape, num_requ
     assert [len(answer) for answer in drive(engine, work, random.Random(0))] == [6] * num_requests
 
 
-@pytest.mark.parametrize("draft", [None, "ngram", "follower"])
+@pytest.mark.parametrize("draft", [None, "ngram", "follower", "blocks"])
 def test_requests_survive_preemption(draft):
     work = [([i, i + 1, i + 2], SamplingParams(max_tokens=30, temperature=0.7), i) for i in range(4)]
     engine = build_engine(
@@ -163,7 +165,7 @@ def test_requests_survive_preemption(draft):
     assert engine.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("draft", [None, "ngram", "follower"])
+@pytest.mark.parametrize("draft", [None, "ngram", "follower", "blocks"])
 def test_a_cached_prefix_is_reused_and_changes_nothing(draft):
     engine = engine_of(TARGET, DRAFTS.get(draft, draft))
     prompt = list(range(30))

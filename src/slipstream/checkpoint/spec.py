@@ -280,3 +280,50 @@ class DraftSpec:
     mla: MlaSpec | None = None
     mask_token_id: int | None = None
     dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class BlockDraftSpec:
+    """A DFlash draft in canonical form: a few Qwen3 blocks that fill a block of tokens in one pass.
+
+    Args:
+        block_size: tokens of a block as it was trained, the first of which is known.
+        captured_layers: k = number of target blocks applied before the capture.
+        windows: of each layer, how many keys a token sees, the last ones; None for all.
+        causal: of each layer, whether a token of a block sees only those before it.
+        attention_bias: on the products before and after attention.
+        target_layers: how many blocks its target has, where the file says so.
+    """
+
+    architecture: str
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope: RopeSpec
+    max_position: int
+    block_size: int
+    mask_token_id: int
+    captured_layers: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    attention_bias: bool = False
+    target_layers: int | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def num_features(self) -> int:
+        """How many captured layers feed `fc`."""
+        return len(self.captured_layers)
+
+    @property
+    def widest_window(self) -> int | None:
+        """The most keys that any layer shows a token; None where some layer shows all."""
+        shown = [window for window in self.windows if window is not None]
+        return max(shown) if len(shown) == self.num_layers else None

@@ -18,11 +18,13 @@ from slipstream.executors.native import NativeExecutor
 from slipstream.executors.runner import Runner
 from slipstream.kernels import ChainOps, Ops
 from slipstream.kernels.triton.tuning import architecture_of, has_fp8
+from slipstream.models.block_draft import BlockDraft
 from slipstream.models.context import KvCache
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import captured_layers
 from slipstream.models.target import Target
 from slipstream.ranks.channel import Follower, Leader
+from slipstream.speculation.block_drafter import BlockDrafter, shape_in_block, whole_block
 from slipstream.speculation.borrowed import Borrowers, Lender
 from slipstream.speculation.controller import ChainController
 from slipstream.speculation.copying import Copier
@@ -31,6 +33,7 @@ from slipstream.speculation.eagle3_drafter import Beside, Eagle3Drafter, most_no
 from slipstream.speculation.pace import Pace
 from slipstream.speculation.tree import TreeShape
 
+AnyDraft = Eagle3Draft | BlockDraft | Literal["ngram"] | None
 _PACED_DEPTH, _PACED_COPIES = 5, 16
 _MENU = (*(TreeShape.chain(length) for length in (3, 7)), TreeShape(depth=5, width=4, budget=15))
 """What captured steps choose among where nobody asked for a shape; rows that run eagerly are drafted the first."""
@@ -38,7 +41,7 @@ _MENU = (*(TreeShape.chain(length) for length in (3, 7)), TreeShape(depth=5, wid
 
 def build_engine(
     target: Target,
-    draft: Eagle3Draft | Literal["ngram"] | None,
+    draft: AnyDraft,
     shape: TreeShape | None,
     config: EngineConfig,
     ops: Ops,
@@ -97,14 +100,14 @@ def _executor(runner: Runner, drafter: Drafter, config: EngineConfig) -> Executo
     return EagerExecutor(runner, drafter, config.max_requests)
 
 
-def paces(draft: Eagle3Draft | Literal["ngram"] | None, ops: Ops) -> bool:
+def paces(draft: AnyDraft, ops: Ops) -> bool:
     """Tell whether chains can be cut where they stop paying: an EAGLE-3 draft, on kernels that draft whole chains."""
     return isinstance(draft, Eagle3Draft) and draft.ranks.size == 1 and isinstance(ops, ChainOps)
 
 
 def draft_shapes(
     target: Target,
-    draft: Eagle3Draft | Literal["ngram"] | None,
+    draft: AnyDraft,
     asked: TreeShape | None,
     config: EngineConfig,
     ops: Ops,
@@ -113,6 +116,9 @@ def draft_shapes(
 
     Elsewhere it is one chain: longer where it is cut when it stops paying.
     """
+    if isinstance(draft, BlockDraft):
+        size = draft.spec.block_size
+        return (whole_block(size) if asked is None else shape_in_block(asked, size),)
     if asked is not None:
         return (asked,)
     if isinstance(draft, Eagle3Draft):
@@ -126,7 +132,7 @@ def draft_shapes(
 
 def copied_nodes(
     target: Target,
-    draft: Eagle3Draft | Literal["ngram"] | None,
+    draft: AnyDraft,
     asked: TreeShape | None,
     config: EngineConfig,
     ops: Ops,
@@ -139,14 +145,16 @@ def copied_nodes(
     device = target.embed_tokens.device.type
     if draft == "ngram":
         return (asked or TreeShape()).depth
-    if draft is None or target.ranks.size > 1 or draft.ranks.size > 1 or not config.drafts_on_host(device):
+    if not isinstance(draft, Eagle3Draft) or target.ranks.size > 1 or draft.ranks.size > 1:
+        return 0
+    if not config.drafts_on_host(device):
         return 0
     if config.copied_tokens is not None:
         return config.copied_tokens
     return _PACED_COPIES if asked is None and paces(draft, ops) else 0
 
 
-def extra_slots(draft: Eagle3Draft | Literal["ngram"] | None, shapes: Sequence[TreeShape], copied: int) -> int:
+def extra_slots(draft: AnyDraft, shapes: Sequence[TreeShape], copied: int) -> int:
     """Return how many slots past a request's last token a step may need."""
     if draft is None or draft == "ngram":
         return 0 if draft is None else copied
@@ -155,7 +163,7 @@ def extra_slots(draft: Eagle3Draft | Literal["ngram"] | None, shapes: Sequence[T
 
 def _drafter(
     target: Target,
-    draft: Eagle3Draft | Literal["ngram"] | None,
+    draft: AnyDraft,
     shape: TreeShape,
     caches: "_Caches",
     ops: Ops,
@@ -167,6 +175,8 @@ def _drafter(
         return NoDrafter(device)
     if draft == "ngram":
         return CopyDrafter(beside.copier or Copier.on(ops, shape.depth), device)
+    if isinstance(draft, BlockDraft):
+        return BlockDrafter(draft, caches.of_draft(draft), shape, ops)
     layers = captured_layers(draft.spec, target.spec)
     return Eagle3Drafter(draft, caches.of_draft(draft), shape, layers, ops, pace, beside)
 
@@ -182,7 +192,7 @@ class _Caches:
         """Return the target's."""
         return KvCache.allocate(self._target.kv_shape, *self._paging, self._dtypes[0], self._target.embed_tokens.device)
 
-    def of_draft(self, draft: Eagle3Draft) -> KvCache:
+    def of_draft(self, draft: Eagle3Draft | BlockDraft) -> KvCache:
         """Return the draft's."""
         return KvCache.allocate(draft.kv_shape, *self._paging, self._dtypes[1], self._target.embed_tokens.device)
 
@@ -203,7 +213,7 @@ def _check_kv(target: Target, config: EngineConfig, ops: Ops) -> None:
 
 def borrowers_of(
     target: Target,
-    draft: Eagle3Draft | Literal["ngram"] | None,
+    draft: AnyDraft,
     config: EngineConfig,
     ops: Ops,
     like: Borrowers | None = None,

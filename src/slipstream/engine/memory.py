@@ -9,11 +9,13 @@ import torch
 from slipstream.engine.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.kernels import KV_FP8
+from slipstream.models.block_draft import BlockDraft
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.layers import Embedding, Linear
 from slipstream.models.moe import Experts
 from slipstream.models.target import Target
 
+AnyModel = Target | Eagle3Draft | BlockDraft
 DEFAULT_FRACTION = 0.85
 _RUNTIME_BYTES = 3 << 30  # kernels' code, their scratch space, and what captured graphs keep beside activations
 _LEAST_PAGES = 64  # fewer are no context worth having
@@ -43,7 +45,7 @@ class MemoryPlan:
 
 def plan_pages(
     target: Target,
-    draft: Eagle3Draft | None,
+    draft: Eagle3Draft | BlockDraft | None,
     config: EngineConfig,
     extra_slots: int,
     fraction: float,
@@ -77,7 +79,7 @@ def plan_pages(
     return MemoryPlan(free, reserve, page_bytes, min(fitting, config.max_requests * needed), max_context)
 
 
-def pages_that_fit(room: float, models: Sequence[Target | Eagle3Draft], config: EngineConfig, extra_slots: int) -> int:
+def pages_that_fit(room: float, models: Sequence[AnyModel], config: EngineConfig, extra_slots: int) -> int:
     """Return how many pages `room` bytes hold beside the weights, and no more than the requests can use."""
     taken = sum(weight_bytes(model) for model in models)
     fitting = int((room - taken) // bytes_per_page(models, config))
@@ -98,7 +100,7 @@ def activation_bytes(target: Target, config: EngineConfig, nodes_per_request: in
     return 2 * num_tokens * per_token * size + 2 * logits
 
 
-def bytes_per_page(models: Sequence[Target | Eagle3Draft], config: EngineConfig) -> int:
+def bytes_per_page(models: Sequence[AnyModel], config: EngineConfig) -> int:
     """Return what a page takes in the caches of all models."""
     dtypes = kv_dtypes(models[0], config)
     each = (model.kv_shape.bytes_per_token(dtype) for model, dtype in zip(models, dtypes, strict=False))
@@ -126,7 +128,7 @@ def explained_out_of_memory(doing: str) -> Iterator[None]:
         ) from error
 
 
-def kv_dtypes(target: Target | Eagle3Draft, config: EngineConfig) -> tuple[torch.dtype, torch.dtype]:
+def kv_dtypes(target: AnyModel, config: EngineConfig) -> tuple[torch.dtype, torch.dtype]:
     """Return the types of the target's keys and values, and of the draft's.
 
     Where nobody asks for another it is the target's own, or float16 beside weights kept in a GGUF's blocks. Such
