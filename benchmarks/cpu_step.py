@@ -15,7 +15,7 @@ import torch
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.hub import resolve
 from slipstream.checkpoint.reader import open_checkpoint
-from slipstream.engine.loading import read_draft
+from slipstream.engine.read_draft import read_draft
 from slipstream.kernels import Cut, Follower, RoundModels, RoundStart, SamplingState
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.models.context import KvCache

@@ -159,7 +159,8 @@ def _arms(kernels: "KernelChoice", max_tokens: int) -> tuple[list[Arm], "Tokeniz
     """Load the target once and build an engine for each way of decoding."""
     from slipstream.checkpoint.embedded import embedded_draft
     from slipstream.engine.build import build_engine
-    from slipstream.engine.loading import LoadOptions, load, read_draft
+    from slipstream.engine.loading import LoadOptions, load
+    from slipstream.engine.read_draft import read_draft
     from slipstream.speculation.tree import TreeShape
 
     loaded = load(

@@ -13,7 +13,7 @@ import torch
 from slipstream.checkpoint.hub import resolve
 from slipstream.engine.build import borrowers_of
 from slipstream.engine.engine import Engine
-from slipstream.engine.loading import read_draft
+from slipstream.engine.read_draft import read_draft
 from slipstream.errors import ConfigError
 from slipstream.executors.distributed import LeadingExecutor
 from slipstream.executors.eager import EagerExecutor

@@ -11,7 +11,6 @@ import torch
 
 from slipstream.checkpoint.config import model_spec
 from slipstream.checkpoint.embedded import embedded_draft
-from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.hub import EMBEDDED, is_embedded, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
@@ -34,12 +33,12 @@ from slipstream.engine.memory import (
     plan_pages,
     weight_bytes,
 )
+from slipstream.engine.read_draft import read_draft
 from slipstream.errors import ConfigError
 from slipstream.executors.distributed import follow
 from slipstream.kernels import KernelChoice, Ops, select
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.load import load_draft, load_target
-from slipstream.models.packing import quantize_linears
+from slipstream.models.load import load_target
 from slipstream.models.split import check_draft_split, check_target_split
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
@@ -284,22 +283,6 @@ def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) ->
         draft = "split as well" if options.topology.draft_tp > 1 else "whole, on the first"
         lines.append(f"ranks: {options.topology}; weights and memory above are the first rank's; the draft is {draft}")
     return tuple(lines)
-
-
-def read_draft(
-    path: str | Path, target: Target, dtype: torch.dtype | None, ops: Ops, split: bool = False
-) -> Eagle3Draft:
-    """Read an EAGLE-3 draft; without a dtype, dense weights become INT8 where the CPU kernels run (exact all the same).
-
-    A draft only guesses, so its precision costs acceptance at most, and INT8 costs next to none.
-    """
-    source = open_checkpoint(path)
-    kept_for = None if isinstance(source, GgufReader) and ops.name != "cpu" else ops  # as a target's blocks
-    dense = dtype or target.embed_tokens.dtype
-    draft = load_draft(source, target, dense, target.rotary.cos_Pr.shape[0], kept_for, split)
-    if dtype is None and ops.name == "cpu":
-        quantize_linears(draft, ops, but=target.lm_head)
-    return draft
 
 
 def _with_pages(

@@ -12,7 +12,8 @@ from slipstream.checkpoint.hub import is_embedded, resolve
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import PATIENCE_S
 from slipstream.engine.engine import Engine
-from slipstream.engine.loading import Loaded, read_draft
+from slipstream.engine.loading import Loaded
+from slipstream.engine.read_draft import read_draft
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.sampling import SamplingParams

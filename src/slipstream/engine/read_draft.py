@@ -1,0 +1,29 @@
+"""Reads drafts for a target that is loaded, in the precision that the kernels at hand draft fastest in."""
+
+from pathlib import Path
+
+import torch
+
+from slipstream.checkpoint.gguf_file import GgufReader
+from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.kernels import Ops
+from slipstream.models.eagle3 import Eagle3Draft
+from slipstream.models.load import load_draft
+from slipstream.models.packing import quantize_linears
+from slipstream.models.target import Target
+
+
+def read_draft(
+    path: str | Path, target: Target, dtype: torch.dtype | None, ops: Ops, split: bool = False
+) -> Eagle3Draft:
+    """Read an EAGLE-3 draft; without a dtype, dense weights become INT8 where the CPU kernels run (exact all the same).
+
+    A draft only guesses, so its precision costs acceptance at most, and INT8 costs next to none.
+    """
+    source = open_checkpoint(path)
+    kept_for = None if isinstance(source, GgufReader) and ops.name != "cpu" else ops  # as a target's blocks
+    dense = dtype or target.embed_tokens.dtype
+    draft = load_draft(source, target, dense, target.rotary.cos_Pr.shape[0], kept_for, split)
+    if dtype is None and ops.name == "cpu":
+        quantize_linears(draft, ops, but=target.lm_head)
+    return draft
