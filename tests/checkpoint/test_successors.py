@@ -11,8 +11,10 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "max_po
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16}, "DFlash"),
-        ({"architectures": ["Qwen3ForCausalLM"], "dflash_config": {"mask_token_id": 7}}, "DFlash"),
+        ({"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "block_size": 16}, "DFlash2"),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, "a DFlash draft of another architecture"),
+        ({"architectures": ["Qwen3ForCausalLM"], "dflash_config": {"mask_token_id": 7}}, "a DFlash draft of another"),
+        ({"architectures": ["Qwen3DSparkModel"], "dflash_config": {"mask_token_id": 7}}, "DSpark"),
         ({"speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"]}, "DSpark"),
         ({"architectures": ["MedusaModel"], "medusa_num_heads": 4}, "Medusa"),
         ({"speculators_model_type": "mlp_speculator"}, "an MLP speculator"),

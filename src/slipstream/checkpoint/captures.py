@@ -57,7 +57,7 @@ def read_captures(fields: Fields, speculators: bool, target_layers: int | None) 
     if ours.has("captured_layers"):
         raw = _named(ours, "captured_layers")
         captures = Captures(raw, ours.name("captured_layers"), "blocks_applied", "it is our own field")
-        return _checked(fields, captures, target_layers)
+        return _checked(ours, "captured_layers", captures, target_layers)
     eagle = fields.nested("eagle_config")
     found = [
         (place, key)
@@ -98,7 +98,14 @@ def read_captures(fields: Fields, speculators: bool, target_layers: int | None) 
         list(captures.layers),
         list(canonical(raw, "block_output" if captures.convention == "blocks_applied" else "blocks_applied")),
     )
-    return _checked(fields, captures, target_layers)
+    return _checked(place, key, captures, target_layers)
+
+
+def stated_captures(
+    place: Fields, key: str, convention: CaptureConvention, target_layers: int | None, reason: str
+) -> Captures:
+    """Return the captured layers of a field whose convention is known."""
+    return _checked(place, key, Captures(_named(place, key), place.name(key), convention, reason), target_layers)
 
 
 def _named(place: Fields, key: str) -> tuple[int, ...]:
@@ -140,12 +147,12 @@ def _guess(fields: Fields, raw: tuple[int, ...], at_top: bool) -> tuple[CaptureC
     return guess, "of where the field stands (a guess)"
 
 
-def _checked(fields: Fields, captures: Captures, target_layers: int | None) -> Captures:
+def _checked(place: Fields, key: str, captures: Captures, target_layers: int | None) -> Captures:
     layers = captures.layers
     if min(layers) < 0 or (target_layers is not None and max(layers) > target_layers):
         limit = "any target" if target_layers is None else f"a target of {target_layers} layers"
-        raise fields.error(
-            captures.field,
+        raise place.error(
+            key,
             f"is {list(captures.raw)}, that is the states after {list(layers)} blocks, which {limit} does not have.",
         )
     return captures

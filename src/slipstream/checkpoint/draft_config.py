@@ -68,12 +68,15 @@ _EAGLE_SWITCHES = {
     "parallel_draft_step": False,
 }
 
+DFLASH = "DFlashDraftModel"  # as its authors' files name it; vLLM gives speculators' ones the same name
 # Drafts that came after EAGLE-3, by a word of their architecture or of speculators_model_type: what each is.
 _SUCCESSORS = {
     "pard": "PARD, a small model that guesses several tokens in one pass from mask tokens",
-    "dflash": "DFlash, which fills a whole block of tokens at once over the target's features",
     "dspark": "DSpark, a DFlash block with a Markov head and a confidence head",
     "domino": "Domino, a DFlash block whose logits a recurrent network corrects",
+    "lilicorr": "LiLiCorr, a DFlash block with a head that corrects candidates",
+    "dflash2": "DFlash2, a DFlash block with a convolution and a head that chooses among candidates",
+    "dflash": f"a DFlash draft of another architecture than {DFLASH}",
     "xpress": "XPress, a block draft refined by a causal pass",
     "medusa": "Medusa, heads that each guess one token ahead",
     "hydra": "Hydra, Medusa's heads in sequence",
@@ -83,12 +86,23 @@ _SUCCESSORS = {
 
 
 def is_draft(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes an EAGLE-3 draft rather than a whole model."""
+    """Whether a config.json describes a draft rather than a whole model."""
+    first = _first_architecture(config)
+    marks = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config")
+    named = any(word in first.lower() for word in (*_SPECULATORS, "dflash"))
+    return named or any(config.get(key) is not None for key in marks)
+
+
+def is_dflash(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a DFlash draft (see `dflash_config`), as its authors or speculators write it."""
+    kind = config.get("speculators_model_type")
+    return kind == "dflash" if kind is not None else _first_architecture(config) == DFLASH
+
+
+def _first_architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else ""
-    marks = ("speculators_model_type", "draft_vocab_size", "eagle_config")
-    named = isinstance(first, str) and any(word in first.lower() for word in _SPECULATORS)
-    return named or any(config.get(key) is not None for key in marks)
+    return first if isinstance(first, str) else ""
 
 
 def draft_spec(config: Mapping[str, Any], source: Path, target_layers: int | None) -> DraftSpec:
@@ -110,7 +124,7 @@ def read_draft(config: Mapping[str, Any], source: Path, target_layers: int | Non
     block = fields.nested("transformer_layer_config") if speculators else fields
     family = _family(fields, block, speculators)
     if speculators:
-        block = Fields({**_NESTED_DEFAULTS[family], **_present(block.values)}, fields.file, block.name(""))
+        block = with_left_out(block, family)
     check_activation(block)
     hidden_size = block.integer("hidden_size")
     num_heads = block.integer("num_attention_heads")
@@ -154,8 +168,9 @@ def read_draft(config: Mapping[str, Any], source: Path, target_layers: int | Non
     return spec, captures
 
 
-def _present(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
+def with_left_out(block: Fields, family: Family) -> Fields:
+    """Return the block that speculators describes, with what equals transformers' defaults and so was left out."""
+    return block.with_defaults(_NESTED_DEFAULTS[family])
 
 
 def _family(fields: Fields, block: Fields, speculators: bool) -> Family:
@@ -196,15 +211,22 @@ def _what_is_read() -> str:
 
 
 def _refuse_successors(fields: Fields) -> None:
-    """Say what a draft is that slipstream does not run, and what to do instead."""
+    """Say what a draft is that slipstream does not run, or not here, and what to do instead."""
+    if is_dflash(fields.values):
+        raise CheckpointError(
+            f"{fields.file}: is a DFlash draft, which slipstream serves (--draft) on one device and does nothing else "
+            "with: it is not split, rewritten, exchanged or trained on from. Give an EAGLE-3 draft of the target here, "
+            "or train one (slipstream train TARGET --out DRAFT)."
+        )
     named = [*fields.texts("architectures"), fields.text("speculators_model_type", ""), fields.text("model_type", "")]
     words = " ".join(named).lower().replace("-", "")
     words += " dflash" * fields.has("dflash_config")
     found = next((what for word, what in _SUCCESSORS.items() if word in words), None)
     if found is not None:
         raise CheckpointError(
-            f"{fields.file}: is {found}; slipstream runs EAGLE-3 drafts. Give an EAGLE-3 draft of the target, train "
-            "one (slipstream train TARGET --out DRAFT), or serve without (--draft ngram copies from the text)."
+            f"{fields.file}: is {found}; slipstream runs EAGLE-3, P-EAGLE and DFlash drafts. Give one of those for the "
+            "target, train an EAGLE-3 draft (slipstream train TARGET --out DRAFT), or serve without (--draft ngram "
+            "copies from the text)."
         )
 
 

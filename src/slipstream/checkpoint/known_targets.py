@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from slipstream.checkpoint.spec import DraftSpec
+from slipstream.checkpoint.spec import BlockDraftSpec, DraftSpec
 
 
 class KnownTarget(NamedTuple):
@@ -53,7 +53,7 @@ KNOWN_TARGETS = (
 """Sizes as each model's config.json on the Hugging Face hub has them."""
 
 
-def targets_of(draft: DraftSpec) -> tuple[str, ...]:
+def targets_of(draft: DraftSpec | BlockDraftSpec) -> tuple[str, ...]:
     """Return the published targets whose sizes a draft has; one that captures late states has few."""
     last = max(draft.captured_layers or (0,))
     return tuple(

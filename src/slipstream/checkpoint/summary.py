@@ -7,12 +7,13 @@ from typing import Any
 
 from slipstream.checkpoint.captures import Captures
 from slipstream.checkpoint.config import model_spec
-from slipstream.checkpoint.draft_config import is_draft, read_draft
+from slipstream.checkpoint.dflash_config import read_dflash
+from slipstream.checkpoint.draft_config import is_dflash, is_draft, read_draft
 from slipstream.checkpoint.fields import quantization_config
 from slipstream.checkpoint.files import short, shown
 from slipstream.checkpoint.known_targets import targets_of
 from slipstream.checkpoint.source import TensorInfo, TensorSource
-from slipstream.checkpoint.spec import DraftSpec, ModelSpec
+from slipstream.checkpoint.spec import BlockDraftSpec, DraftSpec, ModelSpec
 from slipstream.errors import CheckpointError
 
 _INTEGER_BITS = {"U8": 8, "I8": 8, "I16": 16, "I32": 32, "I64": 64}
@@ -46,7 +47,7 @@ class CheckpointSummary:
     path: Path
     kind: str
     architecture: str
-    spec: ModelSpec | DraftSpec | None
+    spec: ModelSpec | DraftSpec | BlockDraftSpec | None
     problem: str | None
     num_parameters: int
     nbytes: int
@@ -63,10 +64,12 @@ def summarise(source: TensorSource, target_layers: int | None = None) -> Checkpo
     """Describe a checkpoint from its headers alone; `target_layers` helps to read a draft's captured layers."""
     config = source.config
     draft = is_draft(config)
-    spec: ModelSpec | DraftSpec | None = None
+    spec: ModelSpec | DraftSpec | BlockDraftSpec | None = None
     captures, problem = None, None
     try:
-        if draft:
+        if is_dflash(config):
+            spec, captures = read_dflash(config, source.folder, target_layers)
+        elif draft:
             spec, captures = read_draft(config, source.folder, target_layers)
         else:
             spec = model_spec(config, source.folder)
@@ -92,7 +95,7 @@ def summarise(source: TensorSource, target_layers: int | None = None) -> Checkpo
         quantization=_quantization(quantization, rows),
         captures=captures,
         made_for=_made_for(config) if draft else None,
-        same_sizes=targets_of(spec) if isinstance(spec, DraftSpec) else (),
+        same_sizes=targets_of(spec) if isinstance(spec, DraftSpec | BlockDraftSpec) else (),
     )
 
 

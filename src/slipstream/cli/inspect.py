@@ -12,7 +12,7 @@ from slipstream.cli import options
 from slipstream.cli.printable import printable
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.spec import BlockSpec, DraftSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+    from slipstream.checkpoint.spec import BlockDraftSpec, BlockSpec, DraftSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
     from slipstream.checkpoint.summary import CheckpointSummary
 
 
@@ -63,11 +63,11 @@ def _target_spec(target: str) -> "ModelSpec":
 
 def _fit(summary: "CheckpointSummary", target: "ModelSpec", name: str) -> str:
     """Say whether a draft fits a target, or why it does not."""
-    from slipstream.checkpoint.spec import DraftSpec
+    from slipstream.checkpoint.spec import BlockDraftSpec, DraftSpec
     from slipstream.errors import DraftMismatchError
     from slipstream.models.load import check_pair
 
-    if not isinstance(summary.spec, DraftSpec):
+    if not isinstance(summary.spec, DraftSpec | BlockDraftSpec):
         return f"{name}: no, since this is no draft that slipstream reads"
     try:
         check_pair(summary.spec, target, "no")
@@ -106,10 +106,16 @@ def _overview(summary: "CheckpointSummary", fits: str | None = None) -> Table:
     return table
 
 
-def _seen(spec: "ModelSpec | DraftSpec") -> str:
+def _seen(spec: "ModelSpec | DraftSpec | BlockDraftSpec") -> str:
     """Say what tokens see, block by block, where it is not all keys by heads that are alike; else nothing."""
-    from slipstream.checkpoint.spec import DraftSpec
+    from slipstream.checkpoint.spec import BlockDraftSpec, DraftSpec
 
+    if isinstance(spec, BlockDraftSpec):
+        layers = zip(spec.windows, spec.causal, strict=True)
+        seen = [
+            f"{_ALL_KEYS if w is None else f'the last {w} keys'}, {'causal' if c else 'both ways'}" for w, c in layers
+        ]
+        return "; ".join(f"{count} layer(s): {what}" for what, count in Counter(seen).items())
     if isinstance(spec, DraftSpec):
         return "" if spec.sliding_window is None else f"the last {spec.sliding_window} keys"
     kinds = Counter(_sight(spec.block(index)) for index in range(spec.num_layers))
@@ -159,9 +165,14 @@ _ALL_KEYS = "all keys"
 _SHOWN = (
     "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "mla", "moe",
     "vocab_size", "draft_vocab_size", "max_position", "rope", "tie_embeddings", "feedback", "residual", "feature_norm",
-    "mask_token_id",
+    "block_size", "mask_token_id",
 )  # fmt: skip
-_TITLES = {"mla": "latent attention", "moe": "experts", "mask_token_id": "mask token (P-EAGLE)"}
+_TITLES = {
+    "mla": "latent attention",
+    "moe": "experts",
+    "mask_token_id": "mask token",
+    "block_size": "tokens of a block",
+}
 _FORMS: dict[str, Callable[[Any], str]] = {"rope": _rope, "mla": _mla, "moe": _moe}
 
 

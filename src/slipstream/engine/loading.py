@@ -5,16 +5,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from slipstream.checkpoint.config import model_spec
+from slipstream.checkpoint.draft_config import is_dflash
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.hub import EMBEDDED, is_embedded, resolve
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.tokenizer import Tokenizer
 from slipstream.engine.build import (
+    AnyDraft,
     build_engine,
     build_other_rank,
     copied_nodes,
@@ -27,16 +28,18 @@ from slipstream.engine.device import named_device
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import (
     DEFAULT_FRACTION,
+    AnyModel,
     explained_out_of_memory,
     kv_dtypes,
     pages_that_fit,
     plan_pages,
     weight_bytes,
 )
-from slipstream.engine.read_draft import read_draft
+from slipstream.engine.read_draft import read_block_draft, read_draft
 from slipstream.errors import ConfigError
 from slipstream.executors.distributed import follow
 from slipstream.kernels import KernelChoice, Ops, select
+from slipstream.models.block_draft import BlockDraft
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_target
 from slipstream.models.split import check_draft_split, check_target_split
@@ -158,8 +161,13 @@ def _check_split(options: LoadOptions, device: torch.device) -> None:
     check_target_split(source, options.topology, kept_for)
     draft = _draft_path(options)
     if draft is not None and draft != "ngram":
-        spec = model_spec(source.config, source.folder)
-        check_draft_split(open_checkpoint(draft), spec, options.topology, ops)
+        spec, draft_source = model_spec(source.config, source.folder), open_checkpoint(draft)
+        if is_dflash(draft_source.config):
+            raise ConfigError(
+                f"{draft}: is a DFlash draft, which runs beside a target on one device, and this one is to be split. "
+                "Leave the split out, or give an EAGLE-3 draft."
+            )
+        check_draft_split(draft_source, spec, options.topology, ops)
 
 
 def _target_path(options: LoadOptions, ops: Ops) -> tuple[Path, Ops | None]:
@@ -184,7 +192,7 @@ class _Parts:
     dtype: torch.dtype
     ops: Ops
     target: Target
-    draft: Eagle3Draft | Literal["ngram"] | None
+    draft: AnyDraft
     draft_line: str
     config: EngineConfig
     memory_line: str
@@ -218,6 +226,8 @@ def _read(options: LoadOptions, seat: Seat) -> _Parts:
     copied = copied_nodes(target, draft, options.tree, config, ops)
     shapes = draft_shapes(target, draft, options.tree, config, ops)
     slots = extra_slots(draft, shapes, copied)
+    if isinstance(draft, BlockDraft):
+        draft_line += f", {shapes[0]}, in eager steps: no captured steps or rounds in C++ run this kind of draft"
     if isinstance(draft, Eagle3Draft):
         draft_line += f", {_drafted(shapes, paced=options.tree is None and paces(draft, ops))}"
     if copied and draft != "ngram":
@@ -288,7 +298,7 @@ def _summary(options: LoadOptions, seat: Seat, parts: _Parts, engine: Engine) ->
 def _with_pages(
     options: LoadOptions,
     target: Target,
-    draft: Eagle3Draft | Literal["ngram"] | None,
+    draft: AnyDraft,
     config: EngineConfig,
     slots: int,
 ) -> tuple[EngineConfig, str]:
@@ -296,16 +306,16 @@ def _with_pages(
     if config.num_pages is not None:
         return config, ""
     device = target.embed_tokens.device
-    eagle = draft if isinstance(draft, Eagle3Draft) else None
+    model = None if draft == "ngram" else draft
     if options.memory_fraction is not None:
         sharing = target.ranks.size // options.hosts.nnodes if device.type == "cpu" else 1  # a host's have one memory
         room = options.memory_fraction * _total_memory(device) / sharing
-        models: list[Target | Eagle3Draft] = [target, *([eagle] if eagle is not None else [])]
+        models: list[AnyModel] = [target, *([model] if model is not None else [])]
         num_pages = pages_that_fit(room, models, config, slots)
         return _context_within(options, dataclasses.replace(config, num_pages=num_pages)), ""
     if device.type != "cuda":
         return config, ""
-    plan = plan_pages(target, eagle, config, slots, DEFAULT_FRACTION, shorten=options.max_context is None)
+    plan = plan_pages(target, model, config, slots, DEFAULT_FRACTION, shorten=options.max_context is None)
     return dataclasses.replace(config, num_pages=plan.num_pages, max_context=plan.max_context), f" ({plan})"
 
 
@@ -337,9 +347,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _draft(
-    options: LoadOptions, target: Target, dtype: torch.dtype, ops: Ops
-) -> tuple[Eagle3Draft | Literal["ngram"] | None, str]:
+def _draft(options: LoadOptions, target: Target, dtype: torch.dtype, ops: Ops) -> tuple[AnyDraft, str]:
     """Return the draft and a line that says which it is."""
     wanted = _draft_path(options)
     if wanted is None:
@@ -347,6 +355,12 @@ def _draft(
     if wanted == "ngram":
         return "ngram", f"n-gram lookup, {TreeShape.chain((options.tree or TreeShape()).depth)}"
     draft_dtype = dtype if options.dtype != "auto" else None
+    source = open_checkpoint(wanted)
+    if is_dflash(source.config):
+        if options.draft_window is not None:
+            raise ConfigError("draft_window is given, and a DFlash draft sees as far as its own config.json says.")
+        block = read_block_draft(source, target, draft_dtype, ops)
+        return block, f"{Path(wanted).name} (DFlash, blocks of {block.spec.block_size}, {_weights(block)})"
     draft = read_draft(wanted, target, draft_dtype, ops, split=options.topology.draft_tp > 1)
     if options.draft_window is not None:
         if draft.spec.mla is not None:

@@ -6,9 +6,11 @@ import torch
 
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.checkpoint.source import TensorSource
 from slipstream.kernels import Ops
+from slipstream.models.block_draft import BlockDraft
 from slipstream.models.eagle3 import Eagle3Draft
-from slipstream.models.load import load_draft
+from slipstream.models.load import load_block_draft, load_draft
 from slipstream.models.packing import quantize_linears
 from slipstream.models.target import Target
 
@@ -24,6 +26,15 @@ def read_draft(
     kept_for = None if isinstance(source, GgufReader) and ops.name != "cpu" else ops  # as a target's blocks
     dense = dtype or target.embed_tokens.dtype
     draft = load_draft(source, target, dense, target.rotary.cos_Pr.shape[0], kept_for, split)
+    if dtype is None and ops.name == "cpu":
+        quantize_linears(draft, ops, but=target.lm_head)
+    return draft
+
+
+def read_block_draft(source: TensorSource, target: Target, dtype: torch.dtype | None, ops: Ops) -> BlockDraft:
+    """Read a DFlash draft, in INT8 where `read_draft` would."""
+    dense = dtype or target.embed_tokens.dtype
+    draft = load_block_draft(source, target, dense, target.rotary.cos_Pr.shape[0], ops)
     if dtype is None and ops.name == "cpu":
         quantize_linears(draft, ops, but=target.lm_head)
     return draft

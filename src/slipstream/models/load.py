@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.config import draft_spec, model_spec
+from slipstream.checkpoint.dflash_config import dflash_spec
 from slipstream.checkpoint.joined import taken_apart
 from slipstream.checkpoint.known_targets import targets_of
 from slipstream.checkpoint.names import (
@@ -18,10 +19,11 @@ from slipstream.checkpoint.names import (
     left_out_of_target,
 )
 from slipstream.checkpoint.source import TensorSource
-from slipstream.checkpoint.spec import DraftSpec, ModelSpec
+from slipstream.checkpoint.spec import BlockDraftSpec, DraftSpec, ModelSpec
 from slipstream.errors import CheckpointError, ConfigError, DraftMismatchError
 from slipstream.kernels import Ops
 from slipstream.models.accounting import places
+from slipstream.models.block_draft import BlockDraft
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.fill import Filler
 from slipstream.models.parallel import ALONE, Ranks
@@ -139,7 +141,35 @@ def load_draft(
     return draft.eval()
 
 
-def _check_counts(source: TensorSource, spec: ModelSpec | DraftSpec) -> None:
+def load_block_draft(
+    source: TensorSource, target: Target, dtype: torch.dtype, max_position: int | None = None, ops: Ops | None = None
+) -> BlockDraft:
+    """Read a DFlash draft for a target, whose table of embeddings and head it uses unless it has its own."""
+    spec = dflash_spec(source.config, source.folder, target.spec.num_layers)
+    check_pair(spec, target.spec, str(source.folder))
+    _check_counts(source, spec)
+    if (source.folder / "mask_embedding.pt").exists():
+        raise CheckpointError(
+            f"{source.folder}: keeps an embedding of its mask token apart, in mask_embedding.pt, which slipstream does "
+            "not read. Give a DFlash draft whose mask is a token of the target's table."
+        )
+    with torch.device("meta"):
+        draft = BlockDraft(spec, max_position)
+    names = canonical_names(source.names(), canonical_draft_name)
+    wanted = places(draft)
+    if "embed_tokens.weight" not in names and spec.hidden_size == target.spec.hidden_size:
+        wanted.pop("embed_tokens.weight")
+        draft.embed_tokens = target.embed_tokens
+    if "lm_head.weight" not in names and spec.draft_vocab_size == spec.vocab_size:
+        wanted.pop("lm_head.weight")
+        draft.lm_head = target.lm_head
+    token_ids_V = _draft_tokens(source, names, spec)
+    Filler(source, names, ops, dtype, target.embed_tokens.device, small=True).fill(draft, wanted)
+    draft.token_ids_V = token_ids_V.to(target.embed_tokens.device)
+    return draft.eval()
+
+
+def _check_counts(source: TensorSource, spec: ModelSpec | DraftSpec | BlockDraftSpec) -> None:
     """Raise CheckpointError if a config speaks of more layers or experts than there are tensors: none is built."""
     moe = spec.moe if isinstance(spec, ModelSpec) else None
     stacks = 0 if moe is None else moe.num_experts * max(spec.num_layers - len(moe.dense_layers), 0)
@@ -152,12 +182,12 @@ def _check_counts(source: TensorSource, spec: ModelSpec | DraftSpec) -> None:
         )
 
 
-def captured_layers(draft: DraftSpec, target: ModelSpec) -> tuple[int, ...]:
+def captured_layers(draft: DraftSpec | BlockDraftSpec, target: ModelSpec) -> tuple[int, ...]:
     """Return the target states a draft wants, by default those EAGLE-3 captures."""
     return draft.captured_layers or target.default_captured_layers()
 
 
-def check_pair(draft: DraftSpec, target: ModelSpec, where: str) -> None:
+def check_pair(draft: DraftSpec | BlockDraftSpec, target: ModelSpec, where: str) -> None:
     """Raise DraftMismatchError if a draft cannot belong to a target, naming both values."""
     layers = captured_layers(draft, target)
     same_sizes = "; ".join(targets_of(draft))
@@ -169,6 +199,11 @@ def check_pair(draft: DraftSpec, target: ModelSpec, where: str) -> None:
     ):
         if theirs != ours:
             raise DraftMismatchError(f"{where}: the draft's {what} is {theirs}, the target's is {ours}; {another}")
+    told = draft.target_layers if isinstance(draft, BlockDraftSpec) else None
+    if told not in (None, target.num_layers):
+        raise DraftMismatchError(
+            f"{where}: the draft is for a target of {told} layers, not {target.num_layers}; {another}"
+        )
     if not all(0 <= k <= target.num_layers for k in layers):
         raise DraftMismatchError(
             f"{where}: the draft captures layers {list(layers)}, the target has {target.num_layers} layers; {another}"
@@ -227,7 +262,7 @@ def _mask_features(source: TensorSource, names: dict[str, str], spec: DraftSpec)
     return source.tensor(stored).flatten()
 
 
-def _draft_tokens(source: TensorSource, names: dict[str, str], spec: DraftSpec) -> Tensor:
+def _draft_tokens(source: TensorSource, names: dict[str, str], spec: DraftSpec | BlockDraftSpec) -> Tensor:
     """Return the target token of each entry of the draft's vocabulary (d2t holds offsets); check t2d against it."""
     entries_V = torch.arange(spec.draft_vocab_size)
     d2t, t2d = names.pop("d2t", None), names.pop("t2d", None)
