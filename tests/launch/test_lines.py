@@ -5,7 +5,9 @@ import os
 import subprocess
 
 import pytest
+import torch
 import typer
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from slipstream.cli.foreign_line import LaunchLine
@@ -42,6 +44,19 @@ def test_vllm_is_told_of_its_nodes_by_its_own_flags():
     assert " ".join(other.command.argv) == shared.format("10.0.0.2", 1) + " --headless"
     assert other.command.env == {"VLLM_HOST_IP": "10.0.0.2"}
     assert launch(nodes=TWO).url() == "http://10.0.0.1:8000"
+
+
+def test_a_dflash_draft_goes_to_other_engines_as_it_is_by_a_method_of_its_own(tmp_path):
+    config = {"architectures": ["DFlashDraftModel"], "dflash_config": {"block_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    vllm = printed(f"--engine=vllm m --draft {tmp_path}")
+    assert f'{{"model":"{tmp_path}","method":"dflash","num_speculative_tokens":15}}' in vllm
+    sglang = printed(f"--engine=sglang m --draft {tmp_path} --depth 7")
+    assert "--speculative-algorithm DFLASH" in sglang and "--speculative-num-draft-tokens 8" in sglang
+    assert "num-steps" not in sglang
+    with pytest.raises(ConfigError, match="SGLang drafts chains only with DFlash"):
+        printed(f"--engine=sglang m --draft {tmp_path} --width 2 --budget 9")
 
 
 def test_ray_is_started_before_vllm_is():

@@ -76,6 +76,14 @@ def test_a_vllm_line_runs_with_the_same_meaning(launched):
     assert (found["config"].model_name, found["config"].aliases) == ("a", ("b",))
 
 
+def test_lines_that_draft_blocks_run_with_the_same_meaning(launched):
+    sglang = "m --speculative-algorithm DFLASH --speculative-draft-model-path d --speculative-num-draft-tokens 16"
+    vllm = json.dumps({"method": "dflash", "model": "d", "num_speculative_tokens": 15})
+    for options in (launched(sglang)["options"], launched("m --speculative-config", vllm)["options"]):
+        assert (options.draft, options.tree) == ("d", TreeShape.chain(15))
+    assert launched(sglang.replace("--speculative-num-draft-tokens 16", ""))["options"].tree is None
+
+
 def test_our_own_flags_and_ngram(launched, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("one\n\ntwo\n")
@@ -119,9 +127,11 @@ def test_a_line_says_how_the_model_is_split(launched, line, expected):
         ("m --tp 4 --ep 2 --enable-expert-parallel", "give one"),
         ("m --tp 4 --draft-tp 2", "1 .the draft whole. or tp .4."),
         ("m --model-path n", "named twice"),
-        ("m --speculative-algorithm EAGLE --speculative-draft-model-path d", "EAGLE3 and NGRAM"),
+        ("m --speculative-algorithm EAGLE --speculative-draft-model-path d", "EAGLE3, DFLASH and NGRAM"),
         ("m --speculative-algorithm EAGLE3", "needs --speculative-draft-model-path"),
         ("m --speculative-draft-model-path d", "needs --speculative-algorithm"),
+        ("m --speculative-algorithm DFLASH", "needs --speculative-draft-model-path"),
+        ("m --speculative-algorithm DFLASH --speculative-draft-model-path d --speculative-num-steps 3", "leave it out"),
         ("m --speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-num-steps 3", "Give all of"),
         ("m --speculative-algorithm NGRAM --speculative-draft-model-path d", "leave it out"),
         ("m --draft d --speculative-algorithm NGRAM", "described twice"),
@@ -132,7 +142,10 @@ def test_a_line_says_how_the_model_is_split(launched, line, expected):
         ("m --speculative-config {", "not JSON"),
         ("m --speculative-config []", "object"),
         ('m --speculative-config {"method":"eagle3","model":"d"}', "num_speculative_tokens"),
-        ('m --speculative-config {"method":"medusa","model":"d","num_speculative_tokens":3}', "eagle3 and ngram"),
+        (
+            'm --speculative-config {"method":"medusa","model":"d","num_speculative_tokens":3}',
+            "eagle3, dflash and ngram",
+        ),
         ('m --speculative-config {"method":"eagle3","num_speculative_tokens":3}', "needs a model"),
         ('m --speculative-config {"model":"d","num_speculative_tokens":3,"quantization":"fp8"}', "quantization"),
         (

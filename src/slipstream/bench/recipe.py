@@ -88,9 +88,10 @@ class Arm:
     def __post_init__(self) -> None:
         if self.draft is not None and self.speculation is None:
             raise ValueError("a draft without 'speculation' would never be used; say how it drafts")
-        if self.speculation is not None and self.speculation.method == "eagle3" and self.draft is None:
-            raise ValueError("speculation method eagle3 needs a 'draft'")
-        if self.speculation is not None and self.speculation.method == "ngram" and self.draft is not None:
+        method = None if self.speculation is None else self.speculation.method
+        if method in ("eagle3", "dflash") and self.draft is None:
+            raise ValueError(f"speculation method {method} needs a 'draft'")
+        if method == "ngram" and self.draft is not None:
             raise ValueError("speculation method ngram takes no 'draft'")
 
 

@@ -64,7 +64,7 @@ def read_dflash(config: Mapping[str, Any], source: Path, target_layers: int | No
         rms_eps=block.number("rms_norm_eps", 1e-6),
         rope=read_rope(block, head_dim, max_position, FAMILIES["Qwen3ForCausalLM"]),
         max_position=max_position,
-        block_size=_block_size(fields, own),
+        block_size=block_size(config, source),
         mask_token_id=own.integer("mask_token_id", minimum=0, maximum=vocab_size - 1),
         captured_layers=captures.layers,
         windows=windows,
@@ -76,8 +76,11 @@ def read_dflash(config: Mapping[str, Any], source: Path, target_layers: int | No
     return spec, captures
 
 
-def _block_size(fields: Fields, own: Fields) -> int:
-    place = fields if fields.has("block_size") else own
+def block_size(config: Mapping[str, Any], source: Path) -> int:
+    """Return how many tokens a block has, the known one included: written at the top or in `dflash_config`."""
+    fields = Fields(config, config_file(source))
+    nested = fields.nested("dflash_config")
+    place = nested if nested.has("block_size") and not fields.has("block_size") else fields
     return place.integer("block_size", minimum=2, maximum=_MOST_TOKENS)
 
 

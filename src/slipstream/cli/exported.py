@@ -3,9 +3,12 @@
 import logging
 from pathlib import Path
 
+from slipstream.checkpoint.dflash_config import block_size
+from slipstream.checkpoint.draft_config import is_dflash
 from slipstream.checkpoint.draft_export import DraftDialect
 from slipstream.checkpoint.draft_rewrite import rewrite_draft
 from slipstream.checkpoint.hub import resolve
+from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.writer import FolderExistsError
 from slipstream.errors import CheckpointError
 from slipstream.records.store import sha256_of
@@ -25,6 +28,12 @@ def exported_draft(source: str | Path, dialect: DraftDialect, folder: Path) -> P
         except FolderExistsError:
             return made  # another process was quicker
     return made
+
+
+def tokens_of_block(source: str) -> int | None:
+    """Return how many tokens a DFlash draft fills at once, the known one included; None for any other draft."""
+    opened = open_checkpoint(source)
+    return block_size(opened.config, opened.folder) if is_dflash(opened.config) else None
 
 
 def draft_for(engine: DraftDialect, source: str, folder: Path) -> str:

@@ -12,7 +12,7 @@ import typer
 from slipstream.checkpoint.cache_dir import default_cache_dir
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.hub import is_embedded
-from slipstream.cli.exported import draft_for
+from slipstream.cli.exported import draft_for, tokens_of_block
 from slipstream.errors import ConfigError
 from slipstream.launch.command import Launch
 from slipstream.launch.keep import keep_running
@@ -144,6 +144,12 @@ def _speculation(engine: ServerName, options: Mapping[str, Any]) -> tuple[Draft 
     if name == "ngram":
         return None, Speculation("ngram", depth, width, positions, options["draft_tp"])
     assert engine != "slipstream", "it reads every dialect"
+    block = tokens_of_block(name)
+    if block is not None:  # published in the one form that every engine reads
+        path = str(Path(name).resolve()) if Path(name).exists() else name
+        return Draft(path, "", path=path), Speculation(
+            "dflash", options["depth"] or block - 1, width, positions, options["draft_tp"]
+        )
     path = draft_for(engine, name, options["export_dir"] or default_cache_dir() / "drafts")
     return Draft(path, "", path=path), Speculation("eagle3", depth, width, positions, options["draft_tp"])
 

@@ -28,7 +28,7 @@ class Speculation:
         draft_tp: tensor parallel size of the draft, where the server can set it (vLLM, slipstream).
     """
 
-    method: Literal["eagle3", "ngram"]
+    method: Literal["eagle3", "dflash", "ngram"]
     num_steps: int
     topk: int = 1
     num_draft_tokens: int | None = None

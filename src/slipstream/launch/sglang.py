@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from slipstream.launch.command import Command, Launch, NodePart, render_flags
 from slipstream.launch.nodes import Nodes, Place, exchange_interface
 
-ALGORITHMS = {"eagle3": "EAGLE3", "ngram": "NGRAM"}
+ALGORITHMS = {"eagle3": "EAGLE3", "dflash": "DFLASH", "ngram": "NGRAM"}
 
 
 class SglangServer:
@@ -36,12 +36,15 @@ class SglangServer:
         return NodePart((*flags, "--dist-init-addr", f"{place.first}:{place.port}"), env)
 
     def refusal(self, launch: Launch) -> str:
-        """Refuse drafts over pipeline stages, and Ray."""
+        """Refuse drafts over pipeline stages, trees of blocks, and Ray."""
         if launch.topology.pp > 1 and launch.speculation is not None:
             return (
                 "SGLang starts no EAGLE-3 or n-gram drafts with pipeline stages (0.5.23). Put all devices into tp, or "
                 "leave the draft out."
             )
+        spec = launch.speculation
+        if spec is not None and spec.method == "dflash" and (spec.topk != 1 or spec.positions() != spec.num_steps + 1):
+            return "SGLang drafts chains only with DFlash. Leave the tree's width and budget out."
         if launch.nodes is not None and launch.nodes.cluster == "ray":
             return "SGLang is started by its own multi-node flags here. Leave Ray out."
         return ""
@@ -60,5 +63,6 @@ def _speculative_flags(launch: Launch) -> list[str]:
     if launch.draft:
         argv += ["--speculative-draft-model-path", launch.draft.path or launch.draft.id]
         argv += ["--speculative-draft-model-revision", launch.draft.revision] if launch.draft.revision else []
+    if spec.method == "eagle3":
         argv += ["--speculative-num-steps", str(spec.num_steps), "--speculative-eagle-topk", str(spec.topk)]
     return [*argv, "--speculative-num-draft-tokens", str(spec.positions())]

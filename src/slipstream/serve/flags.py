@@ -124,10 +124,12 @@ def sglang_speculation(flags: SglangFlags) -> Speculation:
     if algorithm is None:
         given = [name for name in (*_SGLANG_FLAGS, "speculative_draft_model_path") if getattr(flags, name) is not None]
         if given:
-            raise ConfigError(f"{_option(given[0])} needs --speculative-algorithm (EAGLE3 or NGRAM).")
+            raise ConfigError(f"{_option(given[0])} needs --speculative-algorithm (EAGLE3, DFLASH or NGRAM).")
         return Speculation()
-    if algorithm.upper() not in ("EAGLE3", "NGRAM"):
-        raise ConfigError(f"--speculative-algorithm is {algorithm}; this server knows EAGLE3 and NGRAM.")
+    if algorithm.upper() not in ("EAGLE3", "DFLASH", "NGRAM"):
+        raise ConfigError(f"--speculative-algorithm is {algorithm}; this server knows EAGLE3, DFLASH and NGRAM.")
+    if algorithm.upper() == "DFLASH":
+        return _sglang_block(flags)
     if any(number is None for number in numbers) and any(number is not None for number in numbers):
         raise ConfigError(f"Give all of {', '.join(map(_option, _SGLANG_FLAGS))}, or none of them.")
     tree = None if numbers[0] is None else _sglang_tree(*numbers)
@@ -171,6 +173,18 @@ def first_named(*found: Speculation) -> Speculation:
     return speaking[0] if speaking else Speculation()
 
 
+def _sglang_block(flags: SglangFlags) -> Speculation:
+    """Return what SGLang's flags ask of a DFlash draft, whose chain has a node for each token of a block."""
+    given = [name for name in _SGLANG_FLAGS[:2] if getattr(flags, name) is not None]
+    if given:
+        raise ConfigError(f"--speculative-algorithm DFLASH has no {_option(given[0])}; leave it out.")
+    if flags.speculative_draft_model_path is None:
+        raise ConfigError("--speculative-algorithm DFLASH needs --speculative-draft-model-path.")
+    nodes = flags.speculative_num_draft_tokens
+    tree = None if nodes is None else _sglang_tree(nodes - 1, 1, nodes)
+    return Speculation(flags.speculative_draft_model_path, tree)
+
+
 def _sglang_tree(num_steps: int, topk: int, num_draft_tokens: int) -> TreeShape:
     if num_draft_tokens < 2:
         raise ConfigError(
@@ -196,10 +210,12 @@ def _vllm_draft(config: Mapping[str, Any]) -> str:
         if model not in (None, "ngram"):
             raise ConfigError("--speculative-config: method ngram has no model; leave it out.")
         return "ngram"
-    if method not in (None, "eagle3"):
-        raise ConfigError(f"--speculative-config: method is {method!r}; this server knows eagle3 and ngram.")
+    if method not in (None, "eagle3", "dflash"):
+        raise ConfigError(f"--speculative-config: method is {method!r}; this server knows eagle3, dflash and ngram.")
     if not isinstance(model, str):
-        raise ConfigError("--speculative-config: method eagle3 needs a model (a draft's folder or hub id).")
+        raise ConfigError(
+            f"--speculative-config: method {method or 'eagle3'} needs a model (a draft's folder or hub id)."
+        )
     return model
 
 
