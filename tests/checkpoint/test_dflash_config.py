@@ -10,7 +10,7 @@ from slipstream.checkpoint.draft_config import draft_spec, is_dflash, is_draft
 from slipstream.cli.main import app
 from slipstream.errors import CheckpointError, SlipstreamError
 
-# z-lab/Qwen3-8B-DFlash-b16 as published, without what has no part in it.
+# As z-lab's drafts for Qwen3-8B are laid out, without what has no part in it.
 QWEN = {
     "architectures": ["DFlashDraftModel"],
     "attention_bias": False,
@@ -64,7 +64,7 @@ def test_the_authors_name_blocks_whose_output_is_captured_and_masks_inside_dflas
 def test_layers_with_a_window_see_only_what_is_before_them_unless_the_file_says_otherwise(tmp_path):
     spec = dflash_spec({**QWEN, **SLIDING}, tmp_path, None)
     assert spec.windows == (2048,) * 4 + (None,) and spec.causal == (True,) * 4 + (False,)
-    inside = {**QWEN["dflash_config"], "causal": True, "block_size": 12}
+    inside = {**QWEN["dflash_config"], "causal": True, "block_size": 12, "num_anchors": 4096}
     spec = dflash_spec({**QWEN, **SLIDING, "block_size": None, "dflash_config": inside}, tmp_path, None)
     assert spec.causal == (True,) * 5 and spec.block_size == 12
 
@@ -93,7 +93,8 @@ def changed(config, path, value):
         (QWEN, "dflash_config.target_layer_ids", [], r"dflash_config\.target_layer_ids.*empty"),
         (QWEN, "dflash_config.target_layer_ids", [1, 36], "after .2, 37. blocks"),
         (QWEN, "eagle_aux_hidden_state_layer_ids", [1, 9, 17, 25, 33], "make them agree"),
-        (QWEN, "dflash_config.projector_type", "domino", "projector_type.*not known"),
+        (QWEN, "dflash_config.projector_type", "domino", "is 'domino'; slipstream computes DFlash with 'dflash' only"),
+        (QWEN, "dflash_config.causal_head", True, "causal_head.*not known"),
         (QWEN, "dflash_config.attention_sink_bias", True, "with False only"),
         (QWEN, "dflash_config.use_aux_hidden_state", False, "with True only"),
         (QWEN, "is_neox_style", False, "with True only"),

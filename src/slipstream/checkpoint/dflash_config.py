@@ -19,6 +19,7 @@ _MOST_TOKENS = 1024  # of a block; the published ones have 8 to 16
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # What `dflash_config` may switch, and the one value for which the draft is the one slipstream computes.
 _SWITCHES = {
+    "projector_type": "dflash",
     "use_aux_hidden_state": True,
     "sample_from_anchor": False,
     "use_swa": False,
@@ -26,6 +27,7 @@ _SWITCHES = {
     "fc_layernorm": False,
 }
 _READ = ("mask_token_id", "target_layer_ids", "block_size", "causal")
+_OF_TRAINING = ("num_anchors", "loss_decay_gamma")
 # Likewise at the top.
 _TOP_SWITCHES = {"sample_from_anchor": False, "is_neox_style": True, "add_swa_attention_sink_bias": False}
 
@@ -145,7 +147,7 @@ def _refuse_variants(fields: Fields, block: Fields) -> None:
                     key, f"is {shown(place.values[key])}; slipstream computes DFlash with {expected!r} only."
                 )
     for key, value in own.values.items():
-        if value is not None and key not in _SWITCHES and key not in _READ:
+        if value is not None and key not in (*_SWITCHES, *_READ, *_OF_TRAINING):
             raise own.error(
                 str(key)[:80],
                 "is not known here; it may be of a draft that follows DFlash, or change what it computes.",
