@@ -64,6 +64,15 @@ def test_a_tree_sees_only_ancestors(nodes, generator):
     torch.testing.assert_close(OPS.attention(q, layer, batch, 0.25, None), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [3, 16])
+def test_tokens_of_a_block_see_as_the_last_of_them_does(count, generator):
+    q, layer, batch = attention_sample([count, count], [70, 20], 16, (4, 2, 16), generator)
+    last = batch.kv_lens_R.long().repeat_interleave(count) - 1
+    batch = dataclasses.replace(batch, kv_index_T=last)
+    expected = REFERENCE.attention(q, layer, batch, 0.25, None)
+    torch.testing.assert_close(OPS.attention(q, layer, batch, 0.25, None), expected, rtol=1e-5, atol=1e-5)
+
+
 def one_request(q, layer, batch, row, page_size, generator):
     """The same request alone, on pages of another size, shuffled."""
     kv_len = int(batch.kv_lens_R[row])

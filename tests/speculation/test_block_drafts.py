@@ -1,5 +1,6 @@
 """DFlash drafts: a block is filled in one pass over the target's features, and the text stays plain decoding's."""
 
+import dataclasses
 import random
 
 import pytest
@@ -54,14 +55,21 @@ def proposals(engine, prompts, params):
 
 @on_a_cpu
 @pytest.mark.parametrize(
-    ("changes", "max_batch_tokens"),
-    [({}, 64), ({}, 5), (WINDOWED, 64), ({"causal": (True, True), "attention_bias": True}, 7)],
-    ids=["both ways", "prompts in chunks", "a window", "causal, biases"],
+    ("changes", "max_batch_tokens", "kernels"),
+    [
+        ({}, 64, "reference"),
+        ({}, 5, "cpu"),
+        (WINDOWED, 64, "reference"),
+        (WINDOWED, 64, "cpu"),
+        ({"causal": (True, True), "attention_bias": True}, 7, "reference"),
+    ],
+    ids=["both ways", "prompts in chunks", "a window", "a window in C++", "causal, biases"],
 )
-def test_a_chain_is_what_the_published_formula_foretells(changes, max_batch_tokens):
+def test_a_chain_is_what_the_published_formula_foretells(changes, max_batch_tokens, kernels):
     target = tiny_target()
     draft = block_draft(target, **changes)
-    engine = engine_of(target, draft, CHAIN, max_batch_tokens=max_batch_tokens)
+    config = dataclasses.replace(CONFIG, max_batch_tokens=max_batch_tokens)
+    engine = build_engine(target, draft, CHAIN, config, CpuOps(2) if kernels == "cpu" else OPS)
     proposed = proposals(engine, work()[0][:2], SamplingParams(max_tokens=14, temperature=0.0))
     assert len([tree for _, tree in proposed if len(tree.tokens) == 6]) > 12
     for tokens, tree in proposed:
