@@ -119,7 +119,7 @@ def test_what_would_be_computed_otherwise_is_refused_in_a_sentence(base, field, 
 
 def test_what_takes_an_eagle_3_draft_says_that_dflash_is_only_served(tmp_path):
     for config in (QWEN, SPECULATORS):
-        with pytest.raises(CheckpointError, match=r"is a DFlash draft.*serves \(--draft\).*slipstream train TARGET"):
+        with pytest.raises(CheckpointError, match=r"is a DFlash draft.*serves \(--draft\).*train TARGET"):
             draft_spec(config, tmp_path, None)
 
 

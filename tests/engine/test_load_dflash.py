@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from slipstream.checkpoint.config import model_spec
 from slipstream.checkpoint.reader import open_checkpoint
+from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts import DraftShelf
 from slipstream.engine.loading import LoadOptions, load
 from slipstream.errors import CheckpointError, ConfigError, DraftMismatchError, SlipstreamError
@@ -17,6 +18,7 @@ from slipstream.models.load import load_block_draft
 from slipstream.models.topology import Topology
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
+from slipstream.train.draft.compare import compare_drafts
 from tiny import DEVICE, VOCAB, block_draft, run, stored_tensors, tiny_target
 from training import write_target_folder
 
@@ -148,14 +150,24 @@ def test_a_folder_named_as_the_draft_is_served_in_eager_steps_and_the_text_is_th
         DraftShelf(drafted.engine).read(draft)
 
 
+def test_it_is_compared_with_other_drafts(folders):
+    target, draft = folders
+    loaded = load(LoadOptions(target, "none", device="cpu", max_requests=2, max_context=96))
+    prompts = [[{"role": "user", "content": "one"}]] * 2
+    params = SamplingParams(max_tokens=6, seed=0, ignore_eos=True)
+    compared = compare_drafts(loaded, [str(draft)], [TreeShape.chain(3)], prompts, params)[1]
+    assert compared.num_identical == len(prompts) and compared.stats.drafted > 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"tree": TreeShape.chain(8)}, "--depth 7 or less"),
         ({"topology": Topology(tp=2)}, "runs beside a target on one device"),
         ({"draft_window": 64}, "draft_window is given"),
+        ({"engine": EngineConfig(copied_tokens=4)}, "copied_tokens is given"),
     ],
-    ids=["too deep", "split", "a window"],
+    ids=["too deep", "split", "a window", "copies"],
 )
 def test_what_a_dflash_draft_cannot_do_is_refused_before_it_serves(folders, options, words):
     target, draft = folders

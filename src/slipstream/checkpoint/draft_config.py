@@ -214,9 +214,9 @@ def _refuse_successors(fields: Fields) -> None:
     """Say what a draft is that slipstream does not run, or not here, and what to do instead."""
     if is_dflash(fields.values):
         raise CheckpointError(
-            f"{fields.file}: is a DFlash draft, which slipstream serves (--draft) on one device and does nothing else "
-            "with: it is not split, rewritten, exchanged or trained on from. Give an EAGLE-3 draft of the target here, "
-            "or train one (slipstream train TARGET --out DRAFT)."
+            f"{fields.file}: is a DFlash draft, which slipstream serves (--draft) on one device; it is not split, "
+            "rewritten, exchanged or trained on from. Give an EAGLE-3 draft of the target here, or train one "
+            "(slipstream train TARGET --out DRAFT)."
         )
     named = [*fields.texts("architectures"), fields.text("speculators_model_type", ""), fields.text("model_type", "")]
     words = " ".join(named).lower().replace("-", "")

@@ -35,7 +35,7 @@ from slipstream.engine.memory import (
     plan_pages,
     weight_bytes,
 )
-from slipstream.engine.read_draft import read_block_draft, read_draft
+from slipstream.engine.read_draft import read_any_draft
 from slipstream.errors import ConfigError
 from slipstream.executors.distributed import follow
 from slipstream.kernels import KernelChoice, Ops, select
@@ -355,18 +355,23 @@ def _draft(options: LoadOptions, target: Target, dtype: torch.dtype, ops: Ops) -
     if wanted == "ngram":
         return "ngram", f"n-gram lookup, {TreeShape.chain((options.tree or TreeShape()).depth)}"
     draft_dtype = dtype if options.dtype != "auto" else None
-    source = open_checkpoint(wanted)
-    if is_dflash(source.config):
-        if options.draft_window is not None:
-            raise ConfigError("draft_window is given, and a DFlash draft sees as far as its own config.json says.")
-        block = read_block_draft(source, target, draft_dtype, ops)
-        return block, f"{Path(wanted).name} (DFlash, blocks of {block.spec.block_size}, {_weights(block)})"
-    draft = read_draft(wanted, target, draft_dtype, ops, split=options.topology.draft_tp > 1)
+    draft = read_any_draft(wanted, target, draft_dtype, ops, split=options.topology.draft_tp > 1)
+    if isinstance(draft, BlockDraft):
+        _check_alone(options)
+        return draft, f"{Path(wanted).name} (DFlash, blocks of {draft.spec.block_size}, {_weights(draft)})"
     if options.draft_window is not None:
         if draft.spec.mla is not None:
             raise ConfigError("draft_window is given, and this draft attends over latents, which have no window.")
         draft.see_last(options.draft_window)
     return draft, f"{Path(wanted).name} (EAGLE-3, {_weights(draft)})"
+
+
+def _check_alone(options: LoadOptions) -> None:
+    """Refuse what is asked of a DFlash draft and is not done with it."""
+    if options.draft_window is not None:
+        raise ConfigError("draft_window is given, and a DFlash draft sees as far as its own config.json says.")
+    if options.engine.copied_tokens:
+        raise ConfigError("copied_tokens is given, and nothing is copied from the text beside a DFlash draft.")
 
 
 def _drafted(shapes: Sequence[TreeShape], *, paced: bool) -> str:

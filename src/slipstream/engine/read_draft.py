@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from slipstream.checkpoint.draft_config import is_dflash
 from slipstream.checkpoint.gguf_file import GgufReader
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.source import TensorSource
@@ -13,6 +14,16 @@ from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.models.load import load_block_draft, load_draft
 from slipstream.models.packing import quantize_linears
 from slipstream.models.target import Target
+
+
+def read_any_draft(
+    path: str | Path, target: Target, dtype: torch.dtype | None, ops: Ops, split: bool = False
+) -> Eagle3Draft | BlockDraft:
+    """Read a draft of either kind, as `read_draft` does."""
+    source = open_checkpoint(path)
+    if is_dflash(source.config):
+        return _read_block_draft(source, target, dtype, ops)
+    return read_draft(path, target, dtype, ops, split)
 
 
 def read_draft(
@@ -31,8 +42,7 @@ def read_draft(
     return draft
 
 
-def read_block_draft(source: TensorSource, target: Target, dtype: torch.dtype | None, ops: Ops) -> BlockDraft:
-    """Read a DFlash draft, in INT8 where `read_draft` would."""
+def _read_block_draft(source: TensorSource, target: Target, dtype: torch.dtype | None, ops: Ops) -> BlockDraft:
     dense = dtype or target.embed_tokens.dtype
     draft = load_block_draft(source, target, dense, target.rotary.cos_Pr.shape[0], ops)
     if dtype is None and ops.name == "cpu":

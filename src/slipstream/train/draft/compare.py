@@ -5,15 +5,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.hub import is_embedded, resolve
-from slipstream.engine.build import build_engine
+from slipstream.engine.build import AnyDraft, build_engine
 from slipstream.engine.config import PATIENCE_S
 from slipstream.engine.engine import Engine
 from slipstream.engine.loading import Loaded
-from slipstream.engine.read_draft import read_draft
+from slipstream.engine.read_draft import read_any_draft
 from slipstream.errors import ConfigError
 from slipstream.models.eagle3 import Eagle3Draft
 from slipstream.speculation.sampling import SamplingParams
@@ -134,12 +133,13 @@ def _runners(loaded: Loaded, drafts: Sequence[str], shapes: Sequence[TreeShape],
     runners = []
     for name in drafts:
         folder = _folder(name)
-        draft: Eagle3Draft | Literal["ngram"] = "ngram"
+        draft: AnyDraft = "ngram"
         if folder is not None:
             dtype = None if as_served else loaded.target.embed_tokens.dtype
-            draft = read_draft(folder, loaded.target, dtype, loaded.ops)
+            draft = read_any_draft(folder, loaded.target, dtype, loaded.ops)
         nbytes = 0 if folder is None else _weight_file_bytes(folder)
-        arms = {name: 0} if folder is None or not copied_tokens else {name: 0, name + COPYING: copied_tokens}
+        copies = isinstance(draft, Eagle3Draft) and copied_tokens > 0
+        arms = {name: 0} if not copies else {name: 0, name + COPYING: copied_tokens}
         for shape in shapes:
             for arm, copied in arms.items():
                 own = dataclasses.replace(config, copied_tokens=copied)
