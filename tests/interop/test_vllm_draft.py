@@ -1,4 +1,7 @@
-"""vLLM on a CPU loads the shipped draft, as it is and as a P-EAGLE draft, and accepts as much as our engine does."""
+"""vLLM on a CPU loads the shipped draft, as it is and as a P-EAGLE draft, and a DFlash draft that was solved for.
+
+It accepts as much of each as our engine does.
+"""
 
 import json
 import os
@@ -14,23 +17,29 @@ from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.checkpoint.writer import CheckpointWriter
 from slipstream.engine.llm import LLM
+from slipstream.models.load import load_target
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.statistics import AcceptanceStats
 from slipstream.speculation.tree import TreeShape
 from slipstream.train.data.prompts import read_prompts
+from tests.interop.recalled_draft import write_recalled_draft
 
 pytestmark = pytest.mark.interop
 HERE = Path(__file__).parent
 CHAIN = 3
+PROMPTS = read_prompts(HERE.parents[1] / "recipes/bench/prompts/mixed.jsonl")[:20]
+GREEDY = SamplingParams(max_tokens=128, temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=["shipped", "P-EAGLE"])
-def for_vllm(request, tmp_path_factory):
-    """The shipped draft written in vLLM's dialect, which counts captured layers otherwise.
+@pytest.fixture(scope="module", params=["shipped", "P-EAGLE", "DFlash", "DFlash with a window"])
+def for_vllm(request, tmp_path_factory, embedded_folder):
+    """The shipped draft written in vLLM's dialect, which counts captured layers otherwise; or a DFlash draft.
 
     With masks it was never trained for, its first guess of a pass is as good as ever, and the others are bad ones.
     """
     folder = tmp_path_factory.mktemp("draft")
+    if request.param.startswith("DFlash"):
+        return dflash_draft(folder / "dflash", embedded_folder, 3 if request.param.endswith("window") else None)
     source = open_checkpoint(embedded_draft())
     if request.param == "P-EAGLE":
         with CheckpointWriter(folder / "masked") as writer:
@@ -43,11 +52,22 @@ def for_vllm(request, tmp_path_factory):
     return folder / "vllm"
 
 
+def dflash_draft(folder, target, window):
+    """Write a draft that recalls some of the texts; one with a window is blind to the furthest of what it looks at."""
+    plain = LLM(target, None, device="cpu", dtype="float32").generate(PROMPTS[:8], GREEDY)
+    model = load_target(open_checkpoint(target), torch.float32, torch.device("cpu"))
+    write_recalled_draft(folder, model, [[*one.prompt_tokens, *one.token_ids] for one in plain])
+    if window is not None:
+        config = json.loads((folder / "config.json").read_text())
+        changed = {"layer_types": ["sliding_attention"], "sliding_window": window, "use_sliding_window": True}
+        (folder / "config.json").write_text(json.dumps(config | changed | {"max_window_layers": 0}))
+    return folder
+
+
 def test_vllm_accepts_a_draft_as_our_engine_does(for_vllm, embedded_folder, tmp_path):
-    prompts = read_prompts(HERE.parents[1] / "recipes/bench/prompts/mixed.jsonl")[:20]
     tree = TreeShape.chain(CHAIN)
     llm = LLM(embedded_folder, for_vllm, tree=tree, device="cpu", dtype="float32", borrowed_tokens=0)  # as vLLM drafts
-    ours = llm.generate(prompts, SamplingParams(max_tokens=128, temperature=0.0))
+    ours = llm.generate(PROMPTS, GREEDY)
     stats = AcceptanceStats()
     for completion in ours:
         stats.add(completion.stats)
@@ -63,5 +83,6 @@ def test_vllm_accepts_a_draft_as_our_engine_does(for_vllm, embedded_folder, tmp_
     accepted = 1 + theirs["accepted"] / theirs["drafts"]
     print(theirs["by_position"], stats.accepted)  # noqa: T201
     print(f"ours {stats.acceptance_length:.3f}, vLLM {accepted:.3f}; {same} of {len(ours)} texts equal")  # noqa: T201
+    assert theirs["by_position"] == pytest.approx(stats.accepted, rel=0.03, abs=8)
     assert accepted == pytest.approx(stats.acceptance_length, rel=0.03)
     assert same >= 0.8 * len(ours)

@@ -1,6 +1,7 @@
 """vLLM's own acceptance of a draft. Arguments: target, draft, tokens to draft, file of prompts (ids), file to write.
 
-A draft whose config.json says `parallel_drafting` is P-EAGLE's, which vLLM must be told.
+A draft whose config.json says `parallel_drafting` is P-EAGLE's, which vLLM must be told, and one whose architecture is
+DFlash's drafts by that method.
 """
 
 import json
@@ -11,8 +12,9 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 if __name__ == "__main__":
     target, draft, depth, prompts, out = sys.argv[1:]
-    masked = json.loads((Path(draft) / "config.json").read_text()).get("parallel_drafting", False)
-    speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": int(depth)}
+    config = json.loads((Path(draft) / "config.json").read_text())
+    masked, blocks = config.get("parallel_drafting", False), config["architectures"] == ["DFlashDraftModel"]
+    speculative = {"method": "dflash" if blocks else "eagle3", "model": draft, "num_speculative_tokens": int(depth)}
     llm = LLM(
         target,
         dtype="float32",
