@@ -52,3 +52,11 @@ def test_a_draft_stands_alone_and_with_copied_tokens_beside_its_own(loaded, tmp_
 def test_answers_are_compared_by_their_seed(loaded):
     with pytest.raises(ConfigError, match="needs a seed"):
         compare_drafts(loaded, ["ngram"], [TreeShape.chain(1)], PROMPTS, SamplingParams(max_tokens=2))
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_the_others_are_answered(loaded):
+    long = [{"role": "user", "content": "word " * 5000}]
+    counted: list[int] = []
+    with pytest.raises(ConfigError, match=r"Prompt 3 has [\d,]+ tokens.*--max-context \d+"):
+        compare_drafts(loaded, ["ngram"], [TreeShape.chain(1)], [*PROMPTS[:2], long], PARAMS, advance=counted.append)
+    assert not counted

@@ -45,6 +45,7 @@ def drafts(
         bool, typer.Option("--by-length", help="Tokens a pass by the length of the prompt, too.")
     ] = False,
     concurrency: Annotated[int, typer.Option(min=1, help="Prompts answered together, at most.")] = 8,
+    max_context: options.MaxContext = None,
     kernels: options.Kernels = "auto",
 ) -> None:
     """Compare drafts: tokens a pass, by position, with and without looping answers; speed; and is the text the same?
@@ -75,7 +76,10 @@ def drafts(
     options.fetch_if_embedded(model, Console(stderr=True))
     with Phases(Console(stderr=True)) as phases:
         phases.start("loading")
-        loaded = load(LoadOptions(model, "none", kernels=chosen, max_requests=at_once, engine=engine))
+        wanted = LoadOptions(
+            model, "none", kernels=chosen, max_context=max_context, max_requests=at_once, engine=engine
+        )
+        loaded = load(wanted)
         arms = len(draft) + sum(name != NGRAM for name in draft) * (copied_tokens > 0)
         phase = phases.start("answers", len(asked) * (1 + arms * len(shapes)), "answers")
         results = compare_drafts(loaded, draft, shapes, asked, params, as_served, phase.advance)

@@ -84,6 +84,7 @@ def compare_drafts(
     if params.seed is None:
         raise ConfigError("Comparing drafts needs a seed: answers are compared token for token.")
     asked = [loaded.tokenizer.encode_chat(messages) for messages in prompts]
+    _check_lengths(asked, loaded.engine.config.max_context, params.max_tokens)
     plain = _Runner(DraftResult(NO_DRAFT, None, 0), loaded.engine)
     runners = [plain, *_runners(loaded, drafts, shapes, as_served)]
     ends = loaded.tokenizer.eos_token_ids
@@ -103,6 +104,17 @@ def compare_drafts(
         for index, runner in enumerate(runners):
             _count(runner.result, group, answers[index], [tokens for tokens, _ in answers[0]])
     return [runner.result for runner in runners]
+
+
+def _check_lengths(asked: Sequence[list[int]], max_context: int, max_tokens: int) -> None:
+    """Raise ConfigError unless every prompt has room for an answer, before any is written."""
+    longest = max(range(len(asked)), key=lambda number: len(asked[number]))
+    if len(asked[longest]) >= max_context:
+        wanted = len(asked[longest]) + max_tokens
+        raise ConfigError(
+            f"Prompt {longest + 1} has {len(asked[longest]):,} tokens, and the context holds {max_context:,}. Give "
+            f"--max-context {wanted} (as much as the model allows), or leave the prompt out."
+        )
 
 
 @dataclass(frozen=True)
