@@ -24,7 +24,7 @@ from slipstream.train.data.corpus import Text, choose_vocab, exchange_tokens, jo
 from slipstream.train.data.prompts import read_families
 from slipstream.train.draft.objective import DraftShape, new_draft
 from slipstream.train.run.learner import Learner, LearnSettings, general_prompts
-from slipstream.train.run.output import add_draft, move_halfway
+from slipstream.train.run.output import add_draft, mix
 from slipstream.train.run.trial import PROMPT_SETS
 from slipstream.train.run.verdict import Bars, judge
 from training import greedy, write_target_folder
@@ -144,7 +144,8 @@ def test_tokens_of_the_traffic_take_the_places_of_tokens_nobody_wrote():
     assert 12 in exchange_tokens(torch.arange(12, 14), corpus, 50, 5).tolist()
 
 
-def test_halfway_between_two_drafts_rows_of_tokens_that_one_of_them_lacks_stay(places):
+@pytest.mark.parametrize(("share", "head", "fuse"), [(0.5, 1.5, 3.0), (0.75, 1.25, 2.5)])
+def test_between_two_drafts_rows_of_tokens_that_one_of_them_lacks_stay(places, share, head, fuse):
     target = target_of(places)
     drafts = []
     for seed, tokens in enumerate((range(3, 40), range(10, 47))):
@@ -158,9 +159,9 @@ def test_halfway_between_two_drafts_rows_of_tokens_that_one_of_them_lacks_stay(p
         mine.fc.weight.fill_(2.0)
     known = torch.isin(mine.token_ids_V, other.token_ids_V)
     assert 0 < known.sum() < len(known)
-    move_halfway(mine, other)
-    assert mine.lm_head.weight[known].eq(1.5).all() and mine.lm_head.weight[~known].eq(1.0).all()
-    assert mine.fc.weight.eq(3.0).all()
+    mix(mine, other, share)
+    assert mine.lm_head.weight[known].eq(head).all() and mine.lm_head.weight[~known].eq(1.0).all()
+    assert mine.fc.weight.eq(fuse).all()
 
 
 def test_traffic_is_bounded_and_the_oldest_goes_and_damaged_lines_are_left_out(tmp_path):

@@ -177,25 +177,26 @@ def test_a_run_with_a_plan_follows_it_to_the_same_bytes_however_often_it_was_sto
         run_train(places, "--out", places / "resumed", "--time-budget-s", "9")
 
 
-def test_a_second_stage_averaged_with_the_first_lies_halfway(places, draft):
+def test_a_second_stage_averaged_with_the_first_lies_between(places, draft):
     from safetensors.torch import load_file
 
     common = ("--init-from", draft, "--set", "train.steps=12", "--set", "data.seed=1")
     run_train(places, *common, "--out", places / "second", "--work", places / "w2")
     found = (places / "w2" / "before.json").read_text()
     (places / "w2" / "before.json").write_text(found.replace('"texts": 8', '"texts": 7'))
-    run_train(places, *common, "--out", places / "mean", "--work", places / "w2", "--average-with", draft)
+    average = ("--average-with", draft, "--average-share", "0.75")
+    run_train(places, *common, "--out", places / "mean", "--work", places / "w2", *average)
     before = json.loads((places / "mean" / "slipstream.json").read_text())["before"]
     assert before["held-out"]["texts"] == 7, "what the first draft has is measured once"
     first, second, mean = (load_file(places / name / "model.safetensors") for name in ("draft", "second", "mean"))
     moved = [name for name in first if not torch.equal(first[name], second[name])]
     assert "fc.weight" in moved
     for name in moved:
-        assert torch.equal(mean[name], (0.5 * first[name].float() + 0.5 * second[name].float()).bfloat16()), name
+        assert torch.equal(mean[name], (0.25 * first[name].float() + 0.75 * second[name].float()).bfloat16()), name
     assert first["d2t"].equal(mean["d2t"])
     record = json.loads((places / "mean" / "slipstream.json").read_text())
     assert record["started_from"] == record["averaged_with"] in record["records"]
-    assert "plain average" in (places / "mean" / "README.md").read_text()
+    assert "an average: 75% the trained ones" in (places / "mean" / "README.md").read_text()
 
 
 def test_a_setting_given_on_the_command_line_wins_over_the_recipe():

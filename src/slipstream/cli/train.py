@@ -53,6 +53,9 @@ def train(
     work: Annotated[Path | None, typer.Option(help="Folder of corpus and state; OUT-work by default.")] = None,
     init_from: Annotated[Path | None, typer.Option(help="A draft folder to train on, instead of a new draft.")] = None,
     average_with: Annotated[Path | None, typer.Option(help="A draft folder to average the trained one with.")] = None,
+    average_share: Annotated[
+        float, typer.Option(min=0, max=1, help="With --average-with: the trained draft's share of the average.")
+    ] = 0.5,
     dialect: Annotated[str, typer.Option(help="Who shall read it: sglang, vllm or speculators.")] = "sglang",
     offline: Annotated[
         Path | None, typer.Option(help="Folder to store the target's states in, once, and train from; large.")
@@ -98,7 +101,7 @@ def train(
 
     begun = time.monotonic()
     place = local_device(device)
-    output = Output(out, _dialect(dialect), Lineage.read(init_from, average_with))
+    output = Output(out, _dialect(dialect), Lineage.read(init_from, average_with, average_share))
     model, remote = _target(models or ["embedded"], target, server_states, tp)
     options.fetch_if_embedded(model, Console(stderr=True))
     budget_s = time_budget_s if recipe is not None or time_budget_s is not None else _BUDGET_S
@@ -136,7 +139,7 @@ def train(
             store = run.store_features(draft, vocab, corpus, offline, hooks)
         state = run.train(draft, vocab, corpus, display.step, stop_after_s, store)
         if average_with is not None:
-            run.average(draft, average_with)
+            run.average(draft, average_with, average_share)
         if run.world.rank == 0:
             with display.waiting("measuring and writing"):
                 record = run.write(output, draft, vocab, state)

@@ -54,7 +54,7 @@ from slipstream.train.draft.objective import Emphasis, Objective, renew_vocab
 from slipstream.train.draft.packing import Packer
 from slipstream.train.draft.target import load_and_digest, target_dtype
 from slipstream.train.draft.walk import rounds_by_text
-from slipstream.train.run.output import add_draft, check_trainable, move_halfway, round_weights, weights_digest
+from slipstream.train.run.output import add_draft, check_trainable, mix, round_weights, weights_digest
 from slipstream.train.run.phases import hardware, packed_engine, versions
 from slipstream.train.run.recipe import TrainConfig
 from slipstream.train.run.trainer import Hooks, Progress, Trainer
@@ -171,7 +171,7 @@ class Learner:
         begun = time.monotonic()
         adapted, state = self._adapt(in_use, join([*learnt, *self._replay(learnt, general)]), work)
         if self._settings.halfway:  # most of the gain stays, and other traffic loses about a third as much
-            move_halfway(adapted, first)
+            mix(adapted, first)
             round_weights(adapted)
         seconds = time.monotonic() - begun
         held_back, guarding = join(held), join(guards)

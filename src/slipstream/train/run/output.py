@@ -34,14 +34,15 @@ class Lineage:
 
     started_from: str | None = None
     averaged_with: str | None = None
+    averaged_share: float = 0.5
     records: dict[str, Record] = field(default_factory=dict)
 
     @staticmethod
-    def read(started_from: Path | None, averaged_with: Path | None) -> "Lineage":
+    def read(started_from: Path | None, averaged_with: Path | None, averaged_share: float = 0.5) -> "Lineage":
         """Take down what the folders say of themselves."""
         records: dict[str, Record] = {}
         digests = [None if folder is None else _take(folder, records) for folder in (started_from, averaged_with)]
-        return Lineage(digests[0], digests[1], records)
+        return Lineage(digests[0], digests[1], averaged_share, records)
 
 
 def _take(folder: Path, records: dict[str, Record]) -> str:
@@ -88,6 +89,7 @@ class RunRecord:
     Args:
         seconds: by phase.
         started_from, averaged_with: digests of other drafts' weights; `records` has what those drafts' own say.
+        averaged_share: the trained weights' share of that average.
         stored_features: digest of the manifest of the features trained from; None with the target in the loop.
         before: results of the draft it was started from, on the same texts.
         precision: what the target ran in and the draft's activations were in, by "target" and "draft".
@@ -106,6 +108,7 @@ class RunRecord:
     measured_by: str = "the exact walk over greedy texts"
     started_from: str | None = None
     averaged_with: str | None = None
+    averaged_share: float = 0.5
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     stored_features: str | None = None
     precision: dict[str, str] = field(default_factory=dict)
@@ -167,8 +170,8 @@ def result_record(measured: Measured) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def average_with(draft: Eagle3Draft, other: Eagle3Draft) -> None:
-    """Move the draft halfway to another one of the same shape and vocabulary, in place.
+def average_with(draft: Eagle3Draft, other: Eagle3Draft, share: float = 0.5) -> None:
+    """Make the draft its own weights by `share` and another one's by the rest, in place; shape and vocabulary agree.
 
     Worth trying when one was trained on from the other: weights that were never close average to nothing useful. The
     draft's weights are first rounded to bfloat16, as a folder would hold them, so that the result does not depend on
@@ -181,13 +184,13 @@ def average_with(draft: Eagle3Draft, other: Eagle3Draft) -> None:
             "The two drafts differ in shape or vocabulary, so their weights do not correspond. Average a draft with "
             "the one it was trained on from (--init-from), or with another trained on from that."
         )
-    move_halfway(draft, other)
+    mix(draft, other, share)
 
 
 @torch.no_grad()
-def move_halfway(draft: Eagle3Draft, other: Eagle3Draft) -> None:
-    """Move the draft, rounded, halfway to another one of the same shape, in place; rows of tokens that only one of
-    them knows stay.
+def mix(draft: Eagle3Draft, other: Eagle3Draft, share: float = 0.5) -> None:
+    """Make the draft, rounded, its own weights by `share` and by the rest those of another one of the same shape, in
+    place; rows of tokens that only one of them knows stay.
     """
     round_weights(draft)
     row_of = {token: row for row, token in enumerate(other.token_ids_V.tolist())}
@@ -197,9 +200,9 @@ def move_halfway(draft: Eagle3Draft, other: Eagle3Draft) -> None:
     for name, parameter in _weights(draft).items():
         theirs = others[name].float()
         if name.startswith("lm_head."):
-            parameter[rows] = (0.5 * parameter[rows].float() + 0.5 * theirs[other_rows]).to(parameter)
+            parameter[rows] = (share * parameter[rows].float() + (1 - share) * theirs[other_rows]).to(parameter)
         else:
-            parameter.copy_(0.5 * parameter.float() + 0.5 * theirs)
+            parameter.copy_(share * parameter.float() + (1 - share) * theirs)
 
 
 def _weights(draft: Eagle3Draft) -> dict[str, torch.nn.Parameter]:
@@ -239,7 +242,9 @@ def model_card(record: Record, spec: DraftSpec) -> str:
     if record.get("averaged_with"):
         earlier = record["averaged_with"] == record.get("started_from")
         other = "the draft it started from" if earlier else f"another draft (weights {record['averaged_with'][:16]})"
-        parts.append(f"The weights are the plain average of the trained ones and those of {other}.")
+        parts.append(
+            f"The weights are an average: {record.get('averaged_share', 0.5):.0%} the trained ones, the rest {other}."
+        )
     parts += [
         "## Results",
         f"Acceptance length (tokens per target pass, the target's own included), greedy, chain, measured by "

@@ -269,9 +269,9 @@ class TrainingRun:
         self.timings.add("training", started)
         return state
 
-    def average(self, draft: Eagle3Draft, folder: Path) -> None:
-        """Move the draft halfway to the one in a folder."""
-        average_with(draft, load_draft(open_checkpoint(folder), self._part, torch.float32))
+    def average(self, draft: Eagle3Draft, folder: Path, share: float) -> None:
+        """Keep a share of the draft's weights; the rest is of the one in a folder."""
+        average_with(draft, load_draft(open_checkpoint(folder), self._part, torch.float32), share)
 
     def measure(self, draft: Eagle3Draft, vocab: DraftVocab) -> dict[str, Measured]:
         """Walk every evaluation set."""
@@ -319,6 +319,7 @@ class TrainingRun:
             seconds={**self.timings.seconds, "training": training},
             started_from=output.lineage.started_from,
             averaged_with=output.lineage.averaged_with,
+            averaged_share=output.lineage.averaged_share,
             records=output.lineage.records,
             stored_features=self.stored_features,
             before=self.before,
