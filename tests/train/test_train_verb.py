@@ -219,7 +219,7 @@ def test_drafts_whose_weights_do_not_correspond_are_not_averaged():
     )
     for one, two in ((small, large), (large, other)):
         with pytest.raises(ConfigError, match="do not correspond"):
-            average_with(one.draft, two.draft)
+            average_with(one.draft, two.draft, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def read_any_draft(
     source = open_checkpoint(path)
     if is_dflash(source.config):
         return _read_block_draft(source, target, dtype, ops)
-    return read_draft(path, target, dtype, ops, split)
+    return _read_eagle(source, target, dtype, ops, split)
 
 
 def read_draft(
@@ -33,7 +33,10 @@ def read_draft(
 
     A draft only guesses, so its precision costs acceptance at most, and INT8 costs next to none.
     """
-    source = open_checkpoint(path)
+    return _read_eagle(open_checkpoint(path), target, dtype, ops, split)
+
+
+def _read_eagle(source: TensorSource, target: Target, dtype: torch.dtype | None, ops: Ops, split: bool) -> Eagle3Draft:
     kept_for = None if isinstance(source, GgufReader) and ops.name != "cpu" else ops  # as a target's blocks
     dense = dtype or target.embed_tokens.dtype
     draft = load_draft(source, target, dense, target.rotary.cos_Pr.shape[0], kept_for, split)

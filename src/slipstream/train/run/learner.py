@@ -171,7 +171,7 @@ class Learner:
         begun = time.monotonic()
         adapted, state = self._adapt(in_use, join([*learnt, *self._replay(learnt, general)]), work)
         if self._settings.halfway:  # most of the gain stays, and other traffic loses about a third as much
-            mix(adapted, first)
+            mix(adapted, first, 0.5)
             round_weights(adapted)
         seconds = time.monotonic() - begun
         held_back, guarding = join(held), join(guards)

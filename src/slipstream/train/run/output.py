@@ -170,7 +170,7 @@ def result_record(measured: Measured) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def average_with(draft: Eagle3Draft, other: Eagle3Draft, share: float = 0.5) -> None:
+def average_with(draft: Eagle3Draft, other: Eagle3Draft, share: float) -> None:
     """Make the draft its own weights by `share` and another one's by the rest, in place; shape and vocabulary agree.
 
     Worth trying when one was trained on from the other: weights that were never close average to nothing useful. The
@@ -188,7 +188,7 @@ def average_with(draft: Eagle3Draft, other: Eagle3Draft, share: float = 0.5) -> 
 
 
 @torch.no_grad()
-def mix(draft: Eagle3Draft, other: Eagle3Draft, share: float = 0.5) -> None:
+def mix(draft: Eagle3Draft, other: Eagle3Draft, share: float) -> None:
     """Make the draft, rounded, its own weights by `share` and by the rest those of another one of the same shape, in
     place; rows of tokens that only one of them knows stay.
     """
