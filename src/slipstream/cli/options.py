@@ -34,7 +34,7 @@ MaxContext = Annotated[
         "--max-model-len",
         "--context-length",
         help="Tokens of prompt and answer together.",
-        show_default="what the model allows, up to 4096; with a memory fraction, what fits",
+        show_default="what the model allows: on a CPU up to 4096, on a GPU or with a memory fraction what fits",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens of the answer at most.")]

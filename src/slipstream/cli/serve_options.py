@@ -224,7 +224,7 @@ TrustRemoteCode = Annotated[
 EnableAutoToolChoice = Annotated[
     bool, typer.Option("--enable-auto-tool-choice", rich_help_panel=_OTHERS, help="Not needed: tools need no switch.")
 ]
-SpeculativeAlgorithm = Annotated[str | None, typer.Option(rich_help_panel=_OTHERS, help="EAGLE3 or NGRAM.")]
+SpeculativeAlgorithm = Annotated[str | None, typer.Option(rich_help_panel=_OTHERS, help="EAGLE3, DFLASH or NGRAM.")]
 SpeculativeDraftModelPath = Annotated[
     str | None,
     typer.Option(

@@ -30,8 +30,7 @@ class DataConfig:
         tasks: share whose user turn the target samples after examples of `files.examples`; what the five shares leave
             are prompts from files, each used `file_repeats` times at most, and answered greedily once at most.
         second_turn: share of conversations that go on.
-        greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`, below 1 much
-            slower.
+        greedy: share of greedy answers; the others use `temperature` (drawn between the two) and `top_p`.
         max_prompt, max_answer: in tokens.
     """
 

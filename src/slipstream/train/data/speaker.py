@@ -94,7 +94,7 @@ def require_template(tokenizer: ChatTokenizer) -> None:
 OpenEngine = Callable[[EngineConfig], Engine]
 
 CPU_ROWS = 64
-"""Texts at once on a CPU: the fastest number of 8, 16, 32 and 64 (docs/log.md)."""
+"""Texts at once on a CPU: the fastest number of 8, 16, 32 and 64 (docs/log/draft.md)."""
 GPU_ROWS = 512
 _KV_SHARE = 0.5
 _PREFILL_TOKENS = 2048  # of one step, or the longest prompt's
