@@ -131,6 +131,19 @@ def test_drafted_tokens_are_marked():
         assert positions[:-1] == list(range(1, len(positions)))
 
 
+def test_a_preempted_request_does_not_count_its_own_pages_as_cached():
+    engine = engine_of(TARGET, max_context=40, num_pages=14)
+    prompts = [[seed, 2, 3, 4, 5, 6, 7, 8, 9] for seed in range(2)]
+    for seed, prompt in enumerate(prompts):
+        engine.add(prompt, SamplingParams(max_tokens=30), seed)
+    emissions = finish(engine)
+    assert engine.stats.preemptions > 0
+    assert engine.stats.cached_tokens == 0
+    assert {emission.num_cached for emission in emissions} == {0}
+    engine.add(prompts[0], GREEDY, 0)
+    assert {emission.num_cached for emission in finish(engine)} == {8}, "pages of an earlier request count"
+
+
 def test_abort_gives_pages_back_at_once_and_leaves_the_others_alone():
     (expected,) = run(engine_of(TARGET), [[4, 5, 6]], [GREEDY], [0])
     engine = engine_of(TARGET, "ngram")

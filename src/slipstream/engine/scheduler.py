@@ -216,7 +216,8 @@ class Scheduler:
             request.pages, request.num_committed, request.num_sent = [], 0, 0
             return None
         request.num_registered = len(cached)
-        request.num_cached = request.num_committed
+        if request.num_preempted == 0:  # a later time it finds its own pages, too
+            request.num_cached = request.num_committed
         request.status = Status.RUNNING
         self.running.append(request)
         self._reserve(request, missing)

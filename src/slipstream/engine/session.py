@@ -80,7 +80,7 @@ class Session:
             tail,
             None if scored is None else tuple(scored),
             stop=self._stop.found,
-            num_cached=min(request.num_cached, len(request.prompt)),
+            num_cached=request.num_cached,
             num_preempted=request.num_preempted,
         )
 
