@@ -1,5 +1,6 @@
 """The small routes that vLLM's and SGLang's clients call."""
 
+import json
 import threading
 
 import pytest
@@ -76,6 +77,40 @@ def test_an_answer_ends_when_its_own_client_aborts_it_by_name(route, body, named
         server.wait_idle()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("rid", "named", "expected"),
+    [
+        (["x", "y"], "x", ["abort", "length"]),
+        ("both", "both_1", ["length", "abort"]),
+        ("both", "both", ["abort", "abort"]),
+    ],
+)
+def test_an_abort_ends_one_answer_of_a_batch_by_its_own_name_and_all_by_the_batchs(stream, rid, named, expected):
+    sampling = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+    body = {"text": ["once", "upon"], "rid": rid, "sampling_params": sampling, "stream": stream}
+    with Running(tiny_engine()) as server, server.client() as client:
+        resume = threading.Event()
+        held = threading.Thread(target=server.on_engine, args=[lambda _: resume.wait(60)])
+        found: list = []
+        post = threading.Thread(target=lambda: found.append(client.post("/generate", json=body)))
+        held.start()
+        post.start()
+        try:
+            with server.client() as other:
+                while other.get("/load").json()["server_load"] == 0:
+                    assert post.is_alive()
+                assert other.post("/abort_request", json={"rid": named}).json() == {"aborted": 1}
+        finally:
+            resume.set()
+            held.join()
+            post.join()
+        server.wait_idle()
+    answers = found[0].json() if not stream else last_events(found[0].text)
+    assert [ending(answer) for answer in answers] == expected
+    assert [len(answer["output_ids"]) for answer in answers] == [0 if end == "abort" else 20 for end in expected]
+
+
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_a_server_behind_a_prefix_answers_with_it_and_without(prefix):
     with Running(tiny_engine(), root_path="/llm", api_keys=("k",)) as server, server.client() as client:
@@ -108,3 +143,10 @@ def ending(answer: dict) -> str:
     return (
         answer["choices"][0]["finish_reason"] if "choices" in answer else answer["meta_info"]["finish_reason"]["type"]
     )
+
+
+def last_events(text: str) -> list[dict]:
+    """Return the last event of each answer of a stream, by its place."""
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    last = {event["index"]: event for event in events}
+    return [last[index] for index in sorted(last)]

@@ -73,13 +73,13 @@ class Generator:
 
     def abort(self, caller: str, name: str) -> int:
         """End a caller's answers of that name; returns how many requests that were."""
-        return self._abort(
-            [t for t, owner in self._under_way.items() if owner.caller == caller and name in owner.names]
-        )
+        own = [(ticket, owner) for ticket, owner in self._under_way.items() if owner.caller == caller]
+        found = [(ticket, owner.named(name, len(ticket.jobs))) for ticket, owner in own]
+        return self._abort([(ticket, indices) for ticket, indices in found if indices])
 
     def abort_all(self) -> int:
         """End everybody's answers; returns how many requests that were."""
-        return self._abort(list(self._under_way))
+        return self._abort([(ticket, range(len(ticket.jobs))) for ticket in self._under_way])
 
     async def probe(self, job: Job, timeout_s: float) -> None:
         """Make an answer nobody reads; raises HttpError if it takes too long."""
@@ -93,19 +93,25 @@ class Generator:
             self.worker.cancel(ticket)
 
     async def respond(
-        self, request: Request, jobs: Sequence[Job], writer: Writer, names: Sequence[str] = ()
+        self,
+        request: Request,
+        jobs: Sequence[Job],
+        writer: Writer,
+        names: Sequence[str] = (),
+        each: Sequence[str] = (),
     ) -> Response:
         """Return the answer to a request, as one JSON object or as a stream.
 
         Args:
             names: what its client may call it by, beside the request's id.
+            each: what its client may call each of its answers by.
         """
         request_id = request.state.request_id
         ticket = self.worker.submit(jobs)
         run = _Run(ticket, writer, not writer.streams or self.config.log_prompts)
         too_late = timed_out(self.config.request_timeout_s)
         timer = asyncio.get_running_loop().call_later(self.config.request_timeout_s, ticket.deliver, 0, too_late)
-        self._under_way[ticket] = _Owner(request.state.caller, frozenset((request_id, *names)))
+        self._under_way[ticket] = _Owner(request.state.caller, frozenset((request_id, *names)), tuple(each))
 
         def close() -> None:
             timer.cancel()
@@ -122,12 +128,13 @@ class Generator:
             close()
         return Response(status_code=499) if body is None else body
 
-    def _abort(self, tickets: Sequence[Ticket]) -> int:
-        for ticket in tickets:
-            for index in range(len(ticket.jobs)):
+    def _abort(self, answers: Sequence[tuple[Ticket, Sequence[int]]]) -> int:
+        for ticket, indices in answers:
+            for index in indices:
                 ticket.add(index, StepEvent((), finish_reason=FinishReason.ABORT))
             ticket.announce()
-        return len(tickets)
+            self.worker.cancel(ticket, indices)
+        return len(answers)
 
     async def _gather(self, run: "_Run") -> Response:
         await run.whole()
@@ -157,6 +164,11 @@ class _Owner(NamedTuple):
 
     caller: str
     names: frozenset[str]
+    each: tuple[str, ...] = ()
+
+    def named(self, name: str, count: int) -> list[int]:
+        """Return which of so many answers go by a name."""
+        return [at for at in range(count) if name in self.names or (self.each and self.each[at] == name)]
 
 
 class _Run:
@@ -220,6 +232,8 @@ class _Run:
         for index, event in self._ticket.take():
             if self.over:
                 return
+            if isinstance(event, HttpError) and event.status == 499 and index not in self._open:
+                continue  # it was called off, and what it came to was told
             if isinstance(event, HttpError):
                 self.outcome = "timeout" if event.status == 504 else f"error {event.status}"
                 raise event

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -100,9 +100,9 @@ class EngineWorker:
         self._command(lambda: self._add(ticket, arrived))
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End answers nobody waits for; those that are over already are left alone."""
-        self._thread.command(lambda: self._abort(ticket))
+    def cancel(self, ticket: Ticket, indices: Collection[int] | None = None) -> None:
+        """End answers nobody waits for, all or some; those that are over already are left alone."""
+        self._thread.command(lambda: self._abort(ticket, indices))
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function on the engine between two steps, and return what it returns."""
@@ -243,8 +243,10 @@ class EngineWorker:
                 answer.times.started(now)
                 self._num_started += 1
 
-    def _abort(self, ticket: Ticket) -> None:
+    def _abort(self, ticket: Ticket, indices: Collection[int] | None) -> None:
         for request_id in list(self._ids.get(ticket, ())):
+            if indices is not None and self._answers[request_id].index not in indices:
+                continue
             self._engine.abort(request_id)
             self._deliver([self._close(request_id, HttpError(499, "The client went away."))])
 

@@ -36,7 +36,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
             drops = completion.max_tokens == 0
             asked += [Asked(name, completion.logprobs, start, drops) for _ in own]
         writer = GenerateWriter(body, asked, service.tokenizer)
-        return await service.generator.respond(request, jobs, writer, tuple(names))
+        whole = (body.rid,) if isinstance(body.rid, str) else ()
+        return await service.generator.respond(request, jobs, writer, whole, [one.name for one in asked])
 
 
 def _names(body: GenerateRequest, size: int, request_id: str) -> list[str]:
