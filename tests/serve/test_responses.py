@@ -1,6 +1,7 @@
 """OpenAI's Responses say what chats say, in their own form."""
 
 import json
+import math
 
 import pytest
 from tiny_server import Running, tiny_engine
@@ -128,5 +129,25 @@ def test_log_probabilities_come_with_the_text(client):
 )
 def test_a_wrong_value_is_a_400_that_names_the_field(client, change, field):
     answer = client.post("/v1/responses", json={**ASK, **change})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"input": "\ud800"}, "input"),
+        ({"input": [{"role": "user", "content": "a", "x": "\ud800"}]}, "input"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"maximum": math.inf}}]}, "tools"),
+        ({"tool_choice": {"type": "function", "name": "\ud800"}}, "tool_choice"),
+        ({"text": {"format": {"type": "text", "schema": {"default": math.nan}}}}, "text"),
+        ({"metadata": {"a": "\ud800"}}, "metadata"),
+        ({"metadata": {"\ud800": "a"}}, "metadata"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_response_could_not_repeat_is_a_400_that_names_the_field(client, change, field, stream):
+    content = json.dumps({**ASK, "stream": stream, **change})
+    answer = client.post("/v1/responses", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field

@@ -1,9 +1,10 @@
 """What clients send to OpenAI's `/v1/responses`, and the same as a chat."""
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slipstream.serve.body import checked
 from slipstream.serve.errors import HttpError
@@ -33,6 +34,7 @@ OTHERS = OF_CHATS.and_also(
 _LOGPROBS = "message.output_text.logprobs"
 # Neither changes an answer here: nothing is encrypted, and there are no tools of the server's.
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "web_search_call.results")
+_REPEATED = ("input", "tools", "tool_choice", "text", "metadata")  # foreign JSON that a response shows again
 THEIRS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -87,6 +89,23 @@ class ResponsesRequest(Generation):
     user: Annotated[str, Field(max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # whatever the model's template knows
     enable_response_messages: bool = Field(default=False, description="Add prompt and answer as text and as tokens.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def can_be_repeated(cls, values: Any) -> Any:  # whatever JSON came
+        """Refuse what could be read but not be written again; texts that stand alone are checked with their length."""
+        for name in _REPEATED if isinstance(values, dict) else ():
+            if not isinstance(value := values.get(name), dict | list):
+                continue
+            try:
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            except UnicodeEncodeError:
+                raise HttpError(
+                    400, f"{name} holds half a surrogate pair, which is no character.", param=name
+                ) from None
+            except ValueError:
+                raise HttpError(400, f"{name} holds a number that JSON has not: NaN or infinity.", param=name) from None
+        return values
 
     @property
     def logprobs(self) -> int | None:
