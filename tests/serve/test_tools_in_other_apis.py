@@ -174,3 +174,16 @@ def test_functions_of_a_namespace_are_called_by_it(client):
     assert kept["usage"]["input_tokens"] == sent["usage"]["input_tokens"]
     wrong = {**asks, "tools": [{**group, "tools": [{"type": "custom", "name": "x"}]}]}
     assert client.post("/v1/responses", json=wrong).json()["error"]["param"] == "tools[0].tools[0]"
+
+
+def test_a_response_calls_only_the_tools_that_its_choice_allows(client):
+    clock = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
+    listed = {"mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    for choice in ({"type": "allowed_tools", **listed}, {"type": "allowed_tools", "allowed_tools": listed}):
+        asks = {**RESPONSE, "tools": [clock, *RESPONSE["tools"]], "tool_choice": choice}
+        response = asked(client, "/v1/responses", input="How warm?", **asks)
+        assert [item["name"] for item in response["output"]] == ["weather"]
+        assert response["tool_choice"] == choice
+    wrong = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "calendar"}]}
+    answer = client.post("/v1/responses", json={"input": "How warm?", **RESPONSE, "tool_choice": wrong})
+    assert answer.json()["error"]["param"] == "tool_choice"

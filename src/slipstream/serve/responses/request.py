@@ -131,7 +131,7 @@ class ResponsesRequest(Generation):
             "messages": [*system, *history, *messages_of(self.input)],
             "max_completion_tokens": self.max_output_tokens,
             "tools": chat_tools(self.tools) if self.tools else None,
-            "tool_choice": self.tool_choice if self.tools else None,
+            "tool_choice": _choice(self.tool_choice) if self.tools else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
@@ -140,6 +140,13 @@ class ResponsesRequest(Generation):
             **_form(self.text),
         }
         return checked({name: value for name, value in fields.items() if value is not None}, ChatRequest)
+
+
+def _choice(wanted: str | Json | None) -> str | Json | None:
+    """Return a choice as chats have it, where allowed tools stand in a field of their own."""
+    if isinstance(wanted, dict) and wanted.get("type") == "allowed_tools":
+        return {"allowed_tools": wanted, **wanted}
+    return wanted
 
 
 def _form(text: TextOptions | None) -> Json:
