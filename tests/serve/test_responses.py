@@ -125,6 +125,8 @@ def test_log_probabilities_come_with_the_text(client):
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "frog"}}}}, "text.format.json_schema.schema"),
         ({"n": 2}, "n"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ],
 )
 def test_a_wrong_value_is_a_400_that_names_the_field(client, change, field):

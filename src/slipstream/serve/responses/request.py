@@ -131,7 +131,7 @@ class ResponsesRequest(Generation):
             "messages": [*system, *history, *messages_of(self.input)],
             "max_completion_tokens": self.max_output_tokens,
             "tools": chat_tools(self.tools) if self.tools else None,
-            "tool_choice": _choice(self.tool_choice) if self.tools else None,
+            "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
