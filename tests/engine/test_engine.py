@@ -67,6 +67,29 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(draft):
     assert emissions[-1].finish_reason is FinishReason.STOP
 
 
+@pytest.mark.parametrize("draft", [None, "follower"])
+@pytest.mark.parametrize("place", [2, 8, 14])
+def test_a_stop_string_ends_an_answer_only_past_its_least_length(draft, place):
+    (plain,) = run(engine_of(TARGET), [[1, 2, 3]], [GREEDY], [0])
+    text = Letters().push(plain)
+    stop = text[place : place + 4]
+    end = text.find(stop, 10 + 1 - len(stop))  # where the first one begins that is whole only then
+    engine = engine_of(TARGET, follower_draft(TARGET) if draft else None, TreeShape(depth=3, width=2))
+    params = SamplingParams(max_tokens=20, min_tokens=10, stop=(stop,))
+    engine.add([1, 2, 3], params, 0, detokenizer=Letters())
+    emissions = finish(engine)
+    assert "".join(emission.text for emission in emissions) == (text if end < 0 else text[:end])
+    assert emissions[-1].finish_reason is (FinishReason.LENGTH if end < 0 else FinishReason.STOP)
+
+
+def test_a_stop_string_that_was_whole_too_early_does_not_count_later():
+    matcher = StopMatcher(["ab", "abcd"])
+    assert matcher.feed("1ab", may_stop=False) == "1"
+    assert matcher.feed("c") == ""
+    assert matcher.feed("e") == "abce"
+    assert not matcher.stopped
+
+
 def test_text_held_back_for_a_stop_string_comes_out_at_the_end():
     matcher = StopMatcher(["abcd", "xy"])
     assert matcher.feed("1ab") == "1"

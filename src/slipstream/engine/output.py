@@ -79,13 +79,19 @@ class StopMatcher:
         """Whether a stop string was met."""
         return self.found is not None
 
-    def feed(self, text: str) -> str:
-        """Return the text that is safe to show; sets `found` to the first stop string."""
+    def feed(self, text: str, may_stop: bool = True) -> str:
+        """Return the text that is safe to show; sets `found` to the first stop string that ends in `text`.
+
+        Args:
+            may_stop: whether one may; if not, what begins in this text may still end in a later one.
+        """
         if not self._stops:
             return text
+        known = len(self._held)
         self._held += text
-        places = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if places:
+        found = ((self._held.find(stop, max(known + 1 - len(stop), 0)), stop) for stop in self._stops)
+        places = [(at, stop) for at, stop in found if at >= 0]
+        if places and may_stop:
             first, self.found = min(places, key=lambda place: place[0])
             shown, self._held = self._held[:first], ""
             return shown

@@ -55,7 +55,7 @@ class Session:
         reason: FinishReason | None = None
         last = len(row.tokens)
         for position, token in enumerate(row.tokens, start=1):
-            text = self._text(token)
+            text = self._text(token, self.request.num_output + position)
             logprob = None if row.logprobs is None else row.logprobs[position - 1]
             emitted.append(EmittedToken(token, text, position if position < last else 0, logprob))
             if token in self.request.end_tokens or self._stop.stopped or (row.finished and position == last):
@@ -84,11 +84,11 @@ class Session:
             num_preempted=request.num_preempted,
         )
 
-    def _text(self, token: int) -> str:
-        """Return the text a token lets out; an end token has none."""
+    def _text(self, token: int, place: int) -> str:
+        """Return the text that the answer's token at a place, from 1 on, lets out; an end token has none."""
         if self._detokenizer is None or token in self.request.end_tokens:
             return ""
-        return self._stop.feed(self._detokenizer.push([token]))
+        return self._stop.feed(self._detokenizer.push([token]), place > self.request.params.min_tokens)
 
     def _finish_text(self) -> str:
         assert self._detokenizer is not None
