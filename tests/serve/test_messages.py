@@ -93,6 +93,13 @@ def test_tokens_are_counted_as_an_answer_counts_them(client):
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+def test_tokens_are_counted_of_prompts_that_are_longer_than_the_context(client, server):
+    messages = [{"role": "user", "content": "x" * 3000}]
+    counted = client.post("/v1/messages/count_tokens", json={"messages": messages}).json()["input_tokens"]
+    assert counted == client.post("/tokenize", json={"messages": messages}).json()["count"]
+    assert counted > server.engine.config.max_context
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

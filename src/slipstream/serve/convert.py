@@ -75,15 +75,19 @@ class Converter:
         if self.config.fixed_sampling is not None:
             check_fixed(request, self.config.fixed_sampling)
 
-    def prompt(self, request: ChatRequest) -> "ChatPrompt":
-        """Return a chat's prompt, and how an answer to it begins."""
+    def prompt(self, request: ChatRequest, limit: int | None = None) -> "ChatPrompt":
+        """Return a chat's prompt, and how an answer to it begins.
+
+        Args:
+            limit: how many tokens it may have; by default what the context has room for.
+        """
         if request.top_logprobs and not request.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
         choice = choice_of(request.tools, request.tool_choice, request.parallel_tool_calls)
         self.dialect.check(choice)
         text = self.chat_text(request, request.messages, choice)
         given, _ = _wanted_tokens(request)
-        tokens = self._cut(self.encode(text, False, self._limit(request), "messages"), request, given)
+        tokens = self._cut(self.encode(text, False, limit or self._limit(request), "messages"), request, given)
         begun = _turn(request.messages[-1], len(request.messages) - 1)["content"]
         begins = self.dialect.opening(text, str(begun) if request.continue_final_message else None)
         self.dialect.check_thinking(request.reasoning_effort, request.thinking, begins)

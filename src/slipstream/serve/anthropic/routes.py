@@ -5,6 +5,7 @@ from starlette.responses import JSONResponse, Response
 
 from slipstream.serve.anthropic.answer import MessageWriter
 from slipstream.serve.anthropic.request import THEIRS, MessagesRequest, Prompt, chat_of
+from slipstream.serve.convert import MAX_TOKENIZED
 from slipstream.serve.errors import HttpError
 from slipstream.serve.service import Service
 from slipstream.serve.stream import STREAMED, Json
@@ -32,6 +33,6 @@ def add_routes(app: FastAPI, service: Service) -> None:
         service.converter.check_model(body.model)
 
         def answer() -> JSONResponse:
-            return JSONResponse({"input_tokens": len(service.converter.prompt(chat_of(body)).tokens)})
+            return JSONResponse({"input_tokens": len(service.converter.prompt(chat_of(body), MAX_TOKENIZED).tokens)})
 
         return await service.token_threads.run(len(await request.body()), answer)
