@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from tiny_server import Running
-from tool_server import CHATML, byte_tokenizer, kimi, running
+from tool_server import CHATML, THINKING, WORDS, byte_tokenizer, kimi, running
 
 from slipstream.serve.tools.chat import Chat, ChatRenderer
 
@@ -42,6 +42,20 @@ def test_a_named_tool_is_called_once(client):
     answer = chat(client, tools=[CLOCK, WEATHER], tool_choice=choice, max_tokens=300)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     check_weather(answer["choices"][0], finish_reason="stop")  # as at OpenAI
+
+
+def test_a_forced_call_that_is_cut_off_in_its_head_leaves_no_text():
+    template = WORDS["hermes"] + CHATML.replace("{{ opening }}", THINKING)
+    fields = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    with running(byte_tokenizer(template)) as server, server.client() as client:
+        for max_tokens in (1, 11, 25):
+            (choice,) = chat(client, **fields, max_tokens=max_tokens)["choices"]
+            assert choice["finish_reason"] == "length"
+            assert not choice["message"]["content"]
+            chunks = stream(client, **fields, max_tokens=max_tokens)
+            assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
+        thinks = {**fields, "chat_template_kwargs": {"thinking": True}, "max_tokens": 9}
+        assert chat(client, **thinks)["choices"][0]["message"]["reasoning_content"]
 
 
 def test_definitions_of_the_same_name_in_two_tools_are_kept_apart(client):

@@ -90,7 +90,8 @@ class Dialect:
         markers |= set(MARKERS if self.channels else ())
         tokens = {text: token_id for text, token_id in self.tokens.items() if text in markers}
         form = AnswerForm(family, reasoning, begins == "inside", choice.tools, choice.max_calls, tokens)
-        return replace(form, named=choice.named, channels=self.channels)
+        alone = choice.mode == "required" and not self.channels and (separate or self.reasoning is None)
+        return replace(form, named=choice.named, channels=self.channels, forced=alone)
 
     def constraint(self, wanted: Constraint | None, choice: Choice, begins: Opening) -> Constraint | None:
         """Return what an answer must follow: calls where they are forced, reasoning before what a client wants."""

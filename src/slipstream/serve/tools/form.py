@@ -23,6 +23,7 @@ class AnswerForm:
         whole_reasoning: a stream tells of its reasoning when that is over.
         named: the request named the tool that is called, so that a call is no choice of the model's.
         channels: the model writes messages on channels (`harmony.py`), whatever is made of them.
+        forced: it is calls alone, behind its reasoning.
     """
 
     family: Family | None = None
@@ -34,6 +35,7 @@ class AnswerForm:
     whole_reasoning: bool = False
     named: bool = False
     channels: bool = False
+    forced: bool = False
 
     def parser(self) -> AnswerParser:
         """Return a fresh parser."""
@@ -45,7 +47,7 @@ class AnswerForm:
         elif self.reasoning is not None:
             syntax = reasoned(self.reasoning, self.inside, syntax)
         new_id = random_id if self.family is None else self.family.new_id
-        parser = Parser(syntax, Writer(new_id, self.tools, self.max_calls, tuple(self.tokens)))
+        parser = Parser(syntax, Writer(new_id, self.tools, self.max_calls, tuple(self.tokens), self.forced))
         return WholeReasoning(parser) if self.whole_reasoning else parser
 
     def detokenizer(self, tokenizer: Tokenizer, skip_special: bool) -> "IncrementalDetokenizer | MarkingDetokenizer":

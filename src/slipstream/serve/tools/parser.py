@@ -41,12 +41,14 @@ class Writer:
     Args:
         max_calls: calls beyond so many are read and not told of.
         tokens: markers that are special tokens, which text has no place for.
+        forced: the answer is calls alone: what looks like text is the head of one that was cut off.
     """
 
     new_id: NewId
     tools: tuple[Tool, ...] = ()
     max_calls: int | None = None
     tokens: tuple[str, ...] = ()
+    forced: bool = False
     events: list[AnswerEvent] = field(default_factory=list)
     num_calls: int = 0
     thinking: Thinking = "over"
@@ -55,6 +57,8 @@ class Writer:
 
     def content(self, text: str) -> None:
         """Add text."""
+        if self.forced:
+            return
         text = self._space + self._without_tokens(text)
         shown = text.rstrip(" \t\r\n")
         self._space = text[len(shown) :]
