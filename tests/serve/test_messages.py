@@ -114,7 +114,10 @@ def test_tokens_are_counted_of_prompts_that_are_longer_than_the_context(client, 
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"thinking": {"type": "maybe"}}, "thinking"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "frog"}}}}, "output_config.format"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "frog"}}}},
+            "output_config.format.schema",
+        ),
     ],
 )
 def test_a_wrong_value_is_a_400_that_names_the_field_in_anthropics_form(client, change, field):

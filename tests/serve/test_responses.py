@@ -123,7 +123,7 @@ def test_log_probabilities_come_with_the_text(client):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"type": "frog"}}}}, "text.format.json_schema.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "frog"}}}}, "text.format.schema"),
         ({"n": 2}, "n"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),

@@ -51,12 +51,12 @@ class HttpError(SlipstreamError):
         """Return the same error for another API, whose fields have other names.
 
         Args:
-            names: that API's field for each of ours.
+            names: that API's field for each of ours; a field within another may have its own.
             prefix: what stands before the others.
         """
         if self.param is None:
             return self
-        first, dot, rest = self.param.partition(".")
+        first, dot, rest = (self.param, "", "") if self.param in names else self.param.partition(".")
         theirs = names.get(first, prefix + first)
         message = re.sub(rf"\b{re.escape(first)}\b", lambda _: theirs, str(self))
         return HttpError(

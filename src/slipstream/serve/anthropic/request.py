@@ -30,7 +30,12 @@ OTHERS = OF_CHATS.and_also(
         "workspace_id": "names an account to the API's owner",
     },
 )
-THEIRS = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens", "response_format": "output_config.format"}
+THEIRS = {
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
 """Fields of a chat that have another name here, for messages."""
 
 

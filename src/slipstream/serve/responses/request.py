@@ -39,6 +39,7 @@ THEIRS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat that have another name here, for messages."""
