@@ -83,6 +83,7 @@ def test_an_answer_keeps_to_a_grammar(client):
         ({"sampling_params": [{}, {}]}, "sampling_params"),
         ({"return_hidden_states": True}, "return_hidden_states"),
         ({"rid": ["a", "b"]}, "rid"),
+        ({"return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
         ({"stream": True, "return_logprob": True, "sampling_params": {"max_new_tokens": 5000}}, "return_logprob"),
         ({"text": ["a"] * 300}, None),
     ],

@@ -32,6 +32,9 @@ def add_routes(app: FastAPI, service: Service) -> None:
                 own = await service.jobs(request, completion, bool(body.require_reasoning))
             except HttpError as error:
                 raise error.renamed({"prompt": body.source, **THEIRS}, "sampling_params.") from error
+            if start is not None and start > len(own[0].prompt):
+                said = f"logprob_start_len is {start}, and the prompt has {len(own[0].prompt)} tokens; begin within it."
+                raise HttpError(400, said, param="logprob_start_len")
             jobs += own
             drops = completion.max_tokens == 0
             asked += [Asked(name, completion.logprobs, start, drops) for _ in own]
