@@ -88,6 +88,14 @@ def test_a_finished_run_started_again_writes_the_same_draft(places, draft):
     assert (draft / "model.safetensors").read_bytes() == before
 
 
+def test_a_run_started_again_adds_no_texts_though_the_recipe_wants_more(places, draft):
+    shards = sorted((places / "draft-work" / "corpus").iterdir())
+    more = ("--work", places / "draft-work", "--set", "data.answer_tokens=4500")  # as --generate-s leaves it
+    run_train(places, "--out", places / "again", *more)
+    assert sorted((places / "draft-work" / "corpus").iterdir()) == shards
+    assert (places / "again" / "model.safetensors").read_bytes() == (draft / "model.safetensors").read_bytes()
+
+
 def test_an_offline_run_tells_its_disk_cost_first_and_writes_the_same_draft(places, draft):
     outputs = {}
     for name, options in (("loop", ()), ("offline", ("--offline", places / "features"))):

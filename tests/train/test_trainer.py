@@ -77,6 +77,16 @@ def test_a_run_stopped_by_the_clock_goes_on_to_the_same_weights(target, tmp_path
         assert torch.equal(a, b), name
 
 
+def test_a_state_is_not_gone_on_with_under_another_vocabulary(target, tmp_path):
+    texts, others = random_texts(60, seed=2), random_texts(60, seed=3)
+    objective, corpus, _ = objective_for(target, texts)
+    train(objective, corpus, tmp_path, 2, log_every=2).fit(Hooks())
+    changed, corpus, _ = objective_for(target, others)
+    assert not changed.draft.token_ids_V.equal(objective.draft.token_ids_V)
+    with pytest.raises(TrainingError, match=r"state\.pt: belongs to a draft of another vocabulary"):
+        train(changed, corpus, tmp_path, 4, log_every=2).fit(Hooks())
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_checkpoint(target, tmp_path):
     objective, corpus, _ = objective_for(target, random_texts(60, seed=2))
     train(objective, corpus, tmp_path, 4, log_every=2, checkpoint_every_s=0.0).fit(Hooks())

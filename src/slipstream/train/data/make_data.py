@@ -45,7 +45,7 @@ def make_corpus(speaker: Speaker, recipe: Recipe, data: Path, folder: Path, watc
     would have made. What was settled is written every few seconds.
     """
     source = _source(speaker, recipe, data, folder)
-    if source.finished:
+    if source.finished or (source.tally.kept and watch.enough(source.tally, 0.0)):
         return source.tally
     _check_lengths(recipe)
     _make_folder(folder, speaker)

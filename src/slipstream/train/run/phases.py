@@ -28,7 +28,7 @@ from slipstream.models.load import load_draft, load_ends
 from slipstream.models.target import Target
 from slipstream.models.topology import Topology
 from slipstream.records.store import write_text
-from slipstream.train.data.corpus import Corpus, DraftVocab, choose_vocab, coverage, read_corpus
+from slipstream.train.data.corpus import Corpus, DraftVocab, choose_vocab, coverage, read_corpus, shard_paths
 from slipstream.train.data.make_data import Report, Watch, make_corpus, make_eval_set
 from slipstream.train.data.speaker import CPU_ROWS, OpenEngine, Speaker, encode_prompt, engine_config
 from slipstream.train.draft.capture import Capture, CaptureHooks, moved, wanted_manifest
@@ -48,7 +48,7 @@ from slipstream.train.draft.target import (
 from slipstream.train.draft.walk import Measured, measure
 from slipstream.train.run.output import Lineage, RunRecord, average_with, result_record, round_weights, write_draft
 from slipstream.train.run.recipe import Recipe
-from slipstream.train.run.trainer import Hooks, Progress, Trainer, TrainState
+from slipstream.train.run.trainer import STATE_FILE, Hooks, Progress, Trainer, TrainState
 from slipstream.train.run.world import World
 
 CHAINS = (3, 6)
@@ -149,10 +149,11 @@ class TrainingRun:
         self.world.leave()
 
     def generate(self, report: Report, seconds: float | None = None) -> Corpus:
-        """Make (or finish) the corpus."""
+        """Make (or finish) the corpus; once training has begun it stays, for vocabulary and batches follow from it."""
         started = time.monotonic()
         if self.world.rank == 0:
-            watch = Watch.until(report, seconds)
+            begun = (self.paths.work / STATE_FILE).is_file() and bool(shard_paths(self.paths.corpus))
+            watch = Watch(report, lambda tally, passed: True) if begun else Watch.until(report, seconds)
             make_corpus(self.speaker, self.recipe, self.paths.data, self.paths.corpus, watch)
         self.world.wait()
         self.timings.add("generation", started)

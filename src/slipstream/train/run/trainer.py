@@ -1,5 +1,6 @@
 """The training loop: an optimizer under a cosine, states that continue bit for bit, a budget of wall-clock time."""
 
+import hashlib
 import math
 import os
 import time
@@ -21,16 +22,21 @@ from slipstream.train.run.recipe import TrainConfig
 from slipstream.train.run.world import World
 
 _VERSION = 1
+STATE_FILE = "state.pt"
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands; batches follow from `step` alone. History and config are JSON for records, hence Any."""
+    """Where a run stands; batches follow from `step` alone. History and config are JSON for records, hence Any.
+
+    `vocabulary` is a digest of the draft's tokens; None in a state from before it was kept.
+    """
 
     step: int
     total_steps: int
     history: list[dict[str, Any]]
     config: dict[str, Any]
+    vocabulary: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -111,9 +117,10 @@ class Trainer:
 
     def __init__(self, objective: Objective, packer: Packer, config: TrainConfig, world: World, folder: Path) -> None:
         self._objective, self._packer, self._config, self._world = objective, packer, config, world
-        self._path = folder / "state.pt"
+        self._path = folder / STATE_FILE
         self._device = objective.target.embed_tokens.device
         draft = objective.draft
+        self._vocabulary = hashlib.sha256(draft.token_ids_V.cpu().numpy().tobytes()).hexdigest()
         self._named = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self._optimizer = Optimizer(self._named, config.optimizer, config.head_lr_scale)
         self._average = None if config.ema is None else MovingAverage(self._named, config.ema)
@@ -124,9 +131,9 @@ class Trainer:
         With `ema` the draft is left with the averaged weights; those that training goes on from are in the state.
         """
         started = hooks.clock()
-        state = self._restore() or TrainState(0, self._plan(hooks), [], asdict(self._config))
+        state = self._restore() or TrainState(0, self._plan(hooks), [], asdict(self._config), self._vocabulary)
         if self._config.steps is not None:
-            state = TrainState(state.step, self._config.steps, state.history, state.config)
+            state = replace(state, total_steps=self._config.steps)
         meter = _Meter(self._config, hooks.clock, state)
         saved_at, save_s = hooks.clock(), 0.0
         step = state.step
@@ -155,7 +162,7 @@ class Trainer:
                 often = max(every_s, _SAVING_SHARE * save_s) if every_s > 0 else 0.0
                 due = self._world.agree(hooks.clock() - saved_at > often)
                 if ends or overtime or due:
-                    state = TrainState(step, state.total_steps, state.history, state.config)
+                    state = replace(state, step=step)
                     begun = hooks.clock()
                     self._save(state)
                     saved_at = hooks.clock()
@@ -224,6 +231,11 @@ class Trainer:
         mine = self._tensors()
         if set(tensors) != set(mine) or any(tensors[n].shape != p.shape for n, p in mine.items()):
             raise TrainingError(f"{self._path}: belongs to a draft of another shape; train into another folder.")
+        if state.vocabulary not in (None, self._vocabulary):  # the head's rows stand for these tokens, in this order
+            raise TrainingError(
+                f"{self._path}: belongs to a draft of another vocabulary: the data or --init-from is not what it was. "
+                "Give what was given then, or train into another folder."
+            )
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self._optimizer.load_state_dict(optimizer)
