@@ -158,12 +158,12 @@ def greedy_texts(target, count, max_new=24, seed=0):
     ]
 
 
-def train(objective, corpus, folder, steps, **settings):
+def train(objective, corpus, folder, steps, started_from=None, **settings):
     config = TrainConfig(
         steps=steps, **{"row_length": 128, "rows_per_step": 4, "unroll": 3, "log_every": 5, **settings}
     )
     packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed)
-    return Trainer(objective, packer, config, World(), folder)
+    return Trainer(objective, packer, config, World(), folder, started_from)
 
 
 def assert_learns(target, folder):

@@ -87,6 +87,27 @@ def test_a_state_is_not_gone_on_with_under_another_vocabulary(target, tmp_path):
         train(changed, corpus, tmp_path, 4, log_every=2).fit(Hooks())
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [("a", "b", "a draft, and --init-from now names another one"), ("a", None, "none"), (None, "a", "no draft, and")],
+)
+def test_a_state_is_not_gone_on_with_from_another_start(target, tmp_path, then, now, words):
+    objective, corpus, _ = objective_for(target, random_texts(20, seed=2))
+    train(objective, corpus, tmp_path, 1, started_from=then).fit(Hooks())
+    with pytest.raises(TrainingError, match=words):
+        train(objective, corpus, tmp_path, 2, started_from=now).fit(Hooks())
+    assert train(objective, corpus, tmp_path, 2, started_from=then).fit(Hooks()).finished
+
+
+def test_a_state_from_before_it_knew_its_start_is_gone_on_with(target, tmp_path):
+    objective, corpus, _ = objective_for(target, random_texts(20, seed=2))
+    train(objective, corpus, tmp_path, 1).fit(Hooks())
+    content = torch.load(tmp_path / "state.pt", weights_only=True)
+    del content["state"]["started_from"], content["state"]["vocabulary"]
+    torch.save(content, tmp_path / "state.pt")
+    assert train(objective, corpus, tmp_path, 2, started_from="a").fit(Hooks()).finished
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_checkpoint(target, tmp_path):
     objective, corpus, _ = objective_for(target, random_texts(60, seed=2))
     train(objective, corpus, tmp_path, 4, log_every=2, checkpoint_every_s=0.0).fit(Hooks())

@@ -137,7 +137,7 @@ def train(
         if offline is not None:
             hooks = CaptureHooks(display.cost, display.features)
             store = run.store_features(draft, vocab, corpus, offline, hooks)
-        state = run.train(draft, vocab, corpus, display.step, stop_after_s, store)
+        state = run.train(draft, vocab, corpus, display.step, stop_after_s, store, output.lineage.started_from)
         if average_with is not None:
             run.average(draft, average_with, average_share)
         if run.world.rank == 0:

@@ -246,15 +246,17 @@ class TrainingRun:
         report: Callable[[Progress], None],
         stop_after_s: float | None = None,
         store: FeatureStore | None = None,
+        started_from: str | None = None,
     ) -> TrainState:
         """Train, or go on training, until the last step or until the time is up.
 
+        `started_from` is the digest of the draft that was read, if one was: a state of another start is refused.
         Steps that read a store need the target's head and embedding only: its blocks wait in the host's memory.
         """
         config, target = self.recipe.train, self.speaker.model
         objective = self.objective(draft, vocab)
         packer = Packer(corpus, config.row_length, config.rows_per_step, config.unroll, config.seed, store)
-        trainer = Trainer(objective, packer, config, self.world, self.paths.work)
+        trainer = Trainer(objective, packer, config, self.world, self.paths.work, started_from)
 
         def evaluate() -> dict[str, float]:
             with moved(target.layers, self.device):

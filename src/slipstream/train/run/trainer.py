@@ -29,7 +29,8 @@ STATE_FILE = "state.pt"
 class TrainState:
     """Where a run stands; batches follow from `step` alone. History and config are JSON for records, hence Any.
 
-    `vocabulary` is a digest of the draft's tokens; None in a state from before it was kept.
+    `vocabulary` and `started_from` are digests, of the draft's tokens and of the weights it was started from ("" where
+    it was new); None in a state from before they were kept.
     """
 
     step: int
@@ -37,6 +38,7 @@ class TrainState:
     history: list[dict[str, Any]]
     config: dict[str, Any]
     vocabulary: str | None = None
+    started_from: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -115,7 +117,17 @@ class Hooks:
 class Trainer:
     """Trains one draft in one folder; running it again goes on where the last checkpoint was."""
 
-    def __init__(self, objective: Objective, packer: Packer, config: TrainConfig, world: World, folder: Path) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        packer: Packer,
+        config: TrainConfig,
+        world: World,
+        folder: Path,
+        started_from: str | None = None,
+    ) -> None:
+        """Prepare the steps; `started_from` is the digest of the weights that the draft was read from, if it was."""
+        self._started_from = started_from or ""
         self._objective, self._packer, self._config, self._world = objective, packer, config, world
         self._path = folder / STATE_FILE
         self._device = objective.target.embed_tokens.device
@@ -131,7 +143,7 @@ class Trainer:
         With `ema` the draft is left with the averaged weights; those that training goes on from are in the state.
         """
         started = hooks.clock()
-        state = self._restore() or TrainState(0, self._plan(hooks), [], asdict(self._config), self._vocabulary)
+        state = self._restore() or self._begin(hooks)
         if self._config.steps is not None:
             state = replace(state, total_steps=self._config.steps)
         meter = _Meter(self._config, hooks.clock, state)
@@ -193,6 +205,9 @@ class Trainer:
         self._optimizer.step(lr)
         return out, norm
 
+    def _begin(self, hooks: Hooks) -> TrainState:
+        return TrainState(0, self._plan(hooks), [], asdict(self._config), self._vocabulary, self._started_from)
+
     def _plan(self, hooks: Hooks) -> int:
         """Return the number of steps: given, or as many as fit the time, by trying a few and taking them back."""
         if self._config.steps is not None:
@@ -227,6 +242,13 @@ class Trainer:
             raise ConfigError(
                 f"{self._path}: was written with other settings ({', '.join(differs)}); "
                 f"use them again, or train into another folder."
+            )
+        if state.started_from not in (None, self._started_from):
+            then = "a draft" if state.started_from else "no draft"
+            now = "another one" if state.started_from and self._started_from else "one" if self._started_from else "none"
+            raise TrainingError(
+                f"{self._path}: is of a run that was started from {then}, and --init-from now names {now}. Give what "
+                "was given then, or train into another folder."
             )
         mine = self._tensors()
         if set(tensors) != set(mine) or any(tensors[n].shape != p.shape for n, p in mine.items()):
