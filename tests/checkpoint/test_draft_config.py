@@ -55,6 +55,10 @@ NVIDIA = {
         "use_mtp_layernorm": False,
     },
 }
+MODEL_OPTIMIZER = {
+    **NVIDIA,
+    "eagle_config": {**NVIDIA["eagle_config"], "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1},
+}
 ANGELSLIM = {"architectures": ["Eagle3LlamaForCausalLM"], "model_type": "llama", **BLOCK, "draft_vocab_size": 32}
 DEEPSPEC = {
     "architectures": ["Qwen3Eagle3Model"],
@@ -77,13 +81,14 @@ def read(config, layers=LAYERS):
         (SPECFORGE, {"captured_layers": DEFAULT, "rope": RopeSpec(500000.0, 16), "residual": "raw"}),
         (SPECULATORS, {"captured_layers": DEFAULT, "residual": "normed", "vocab_size": 128}),
         (NVIDIA, {"captured_layers": DEFAULT, "residual": "raw", "feature_norm": "none"}),
+        (MODEL_OPTIMIZER, {"captured_layers": DEFAULT, "residual": "raw", "feature_norm": "none"}),
         (ANGELSLIM, {"captured_layers": None, "num_features": 3}),
         (
             DEEPSPEC,
             {"captured_layers": (2, 9, 16, 23, 29), "num_features": 5, "qk_norm": True, "draft_vocab_size": 128},
         ),
     ],
-    ids=["safeailab", "specforge", "speculators", "nvidia", "angelslim", "deepspec"],
+    ids=["safeailab", "specforge", "speculators", "nvidia", "model-optimizer", "angelslim", "deepspec"],
 )
 def test_every_dialect_becomes_one_spec(config, expected):
     spec = read(config)
@@ -189,6 +194,7 @@ def test_flags_are_read(changes, expected):
         ({**SPECFORGE, "eagle_config": {IDS: [1, 15, 40]}}, r"a target of 32 layers does not have"),
         ({**SPECFORGE, "eagle_config": {IDS: []}}, "empty list"),
         ({**SPECFORGE, "eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state"),
+        ({**NVIDIA, "eagle_config": {"parallel_draft_step": 2}}, "eagle_config.parallel_draft_step' is 2: .*Medusa heads"),
         ({**SPECFORGE, "capture_convention": "later"}, "blocks_applied or block_output"),
         ({**SPECFORGE, "architectures": ["Glm4MoeForCausalLMEagle3"], "use_moe": True}, "dense feed-forward part"),
         ({key: value for key, value in SPECFORGE.items() if key != "hidden_size"}, "'hidden_size' is missing"),

@@ -65,7 +65,6 @@ _EAGLE_SWITCHES = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
-    "parallel_draft_step": False,
 }
 
 DFLASH = "DFlashDraftModel"  # as its authors' files name it; vLLM gives speculators' ones the same name
@@ -252,6 +251,11 @@ def _refuse_other_drafts(fields: Fields) -> None:
             raise eagle.error(
                 key, f"is {shown(eagle.values[key])}; slipstream computes EAGLE-3 with {expected!r} only."
             )
+    # Model Optimizer writes 1 for plain EAGLE-3; what is above are heads that each guess one token further.
+    if eagle.values.get("parallel_draft_step") is not False and (steps := eagle.integer("parallel_draft_step", 1)) > 1:
+        raise eagle.error(
+            "parallel_draft_step", f"is {steps}: the draft has Medusa heads besides, and slipstream runs EAGLE-3 alone."
+        )
 
 
 def _num_features(fields: Fields, num_captured: int | None) -> int:
