@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from slipstream.checkpoint.reader import open_checkpoint
 from slipstream.models.load import load_draft
 from slipstream.train.draft.walk import measure
-from slipstream.train.run.output import result_record, write_draft
+from slipstream.train.run.output import result_record, weights_digest, write_draft
 from training import objective_for, random_texts, run_record, tiny_target
 
 
@@ -28,3 +29,12 @@ def test_a_written_draft_loads_back_as_the_draft_that_was_trained(tmp_path, dial
     kept = json.loads((tmp_path / "draft" / "slipstream.json").read_text())
     assert kept["results"]["held-out"]["chains"]["3"]["acceptance_length"] >= 1.0
     assert "held-out" in (tmp_path / "draft" / "README.md").read_text()
+
+
+def test_drafts_in_any_kind_of_file_are_told_apart_by_their_weights(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a")
+    (tmp_path / "training_args.bin").write_bytes(b"x")
+    assert weights_digest(tmp_path) == hashlib.sha256(b"a").hexdigest()
+    (tmp_path / "model.safetensors").write_bytes(b"b")  # what is read where both are there
+    assert weights_digest(tmp_path) == hashlib.sha256(b"b").hexdigest()
+    assert weights_digest(tmp_path / "pytorch_model.bin") == hashlib.sha256(b"a").hexdigest()

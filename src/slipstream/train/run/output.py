@@ -70,9 +70,10 @@ def check_trainable(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return the SHA-256 of a folder's weight files, in the order of their names."""
+    """Return the SHA-256 of a folder's weight files (or of the one file that it is), in the order of their names."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    files = [folder] if folder.is_file() else [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
+    for path in sorted(files):
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
