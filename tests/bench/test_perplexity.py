@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.bench.client import ServerError
+from slipstream.bench.evals.gsm8k import EvalError
 from slipstream.bench.evals.perplexity import run_perplexity
 from slipstream.records.store import read_record, write_record
 
@@ -42,7 +43,7 @@ def test_a_change_from_the_baseline_comes_with_its_standard_error():
     assert error > 0
 
 
-def test_servers_that_cannot_be_compared_are_named():
+def test_servers_and_texts_that_cannot_be_scored_are_named():
     silent = server()
 
     async def post_json(path, body, timeout_s):
@@ -51,5 +52,7 @@ def test_servers_that_cannot_be_compared_are_named():
     silent.post_json = post_json
     with pytest.raises(ServerError, match="http://here: sends no log probabilities of a prompt"):
         scored(silent, None)
+    with pytest.raises(EvalError, match="None of the 2 texts has two tokens"):
+        scored(server(), None, texts=("a", "b"))
     with pytest.raises(ServerError, match="text 0: has 2 tokens at one server and 3 at the other"):
         scored(server(), server(values=lambda text: [-1.0 for _ in f"{text} x".split()]))

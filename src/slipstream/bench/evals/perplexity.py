@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from slipstream import __version__
 from slipstream.bench.client import Client, ServerError
 from slipstream.bench.evals.answers import in_order
+from slipstream.bench.evals.gsm8k import EvalError
 from slipstream.bench.evals.run import now
 from slipstream.bench.hardware import find_hardware
 from slipstream.records.evals import PerplexityRecord, TextScore
@@ -29,6 +30,10 @@ async def run_perplexity(
         if theirs is not None and len(mine) != len(theirs):
             raise ServerError(f"text {index}: has {len(mine)} tokens at one server and {len(theirs)} at the other.")
         items.append(TextScore(len(mine), sum(mine), None if theirs is None else sum(theirs)))
+    if not any(item.num_tokens for item in items):
+        raise EvalError(
+            f"None of the {len(texts)} texts has two tokens, and the first of a text is not scored: give longer ones."
+        )
     return PerplexityRecord(
         arm=arms[0],
         baseline_arm=None if baseline is None else arms[1],
