@@ -5,7 +5,9 @@ import torch
 from slipstream.train.data.corpus import Text, join
 from slipstream.train.draft.packing import Packer
 from slipstream.train.run.phases import Paths, TrainingRun
+from slipstream.train.run.plan import Plan, Speeds
 from slipstream.train.run.recipe import make_recipe
+from slipstream.train.run.trial import with_sizes
 from training import RECIPE, write_target_folder
 
 
@@ -30,14 +32,17 @@ def test_a_split_target_writes_the_same_texts_and_teaches_the_same(tmp_path):
     }
     generator = torch.Generator().manual_seed(0)
     corpus = join(Text(torch.randint(3, 96, (30,), generator=generator).tolist(), [(8, 30)]) for _ in range(4))
-    found = {}
+    found, memory = {}, {}
     for tp in (1, 2):
         recipe, paths = make_recipe(content, "test"), Paths(tmp_path, tmp_path / f"work-{tp}")
         run = TrainingRun(tmp_path / "target", recipe, paths, torch.device("cpu"), tp)
         try:
             found[tp] = (run.generate(lambda *_: None), *losses(run, corpus))
+            plan = Plan({}, recipe, Speeds(800.0, 0.9, 1.4, 0.5, 0.4, 0.7), False, 3000, {})
+            memory[tp] = with_sizes(plan, run).memory_bytes
         finally:
             run.close()
+    assert memory[2] < memory[1], "each device holds its part"
     (whole, one, gradients), (parts, two, split_gradients) = found[1], found[2]
     assert whole.ids.tolist() == parts.ids.tolist()
     torch.testing.assert_close(one.loss, two.loss, rtol=1e-5, atol=0)

@@ -108,7 +108,7 @@ class TrainingRun:
         source = open_checkpoint(target)
         path = getattr(source, "path", source.folder)
         self.name = str(target) if target is not None else EMBEDDED
-        self.recipe, self.paths, self.device = recipe, paths, device
+        self.recipe, self.paths, self.device, self.tp = recipe, paths, device, tp
         dtype = target_dtype(recipe.train.target_dtype, device)
         open_engine = packed_engine(self.name, device)
         self._split: Loaded | None = None

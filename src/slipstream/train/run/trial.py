@@ -206,12 +206,15 @@ def _make(run: TrainingRun, trial: Trial) -> Plan:
     }
     # States go to disk as fast as a CPU makes them, and are small; those of servers are asked for once.
     store = run.device.type == "cpu" or run.server_states is not None
-    plan = make_plan(trial.asked, run.recipe, speeds, spent, store)
-    spec = run.speaker.model.spec
-    whole = run.server_states is None
-    need = sizes(plan.recipe, spec, run.device, plan.recipe.data.answer_tokens, whole=whole)
-    states = plan.corpus_tokens * 4 * spec.hidden_size * run.speaker.model.embed_tokens.dtype.itemsize
-    return replace(plan, memory_bytes=need.memory, disk_bytes=need.disk + store * states)
+    return with_sizes(make_plan(trial.asked, run.recipe, speeds, spent, store), run)
+
+
+def with_sizes(plan: Plan, run: TrainingRun) -> Plan:
+    """Return the plan with the memory it takes on each device, and the disk."""
+    model, whole = run.speaker.model, run.server_states is None
+    need = sizes(plan.recipe, model.spec, run.device, plan.recipe.data.answer_tokens, run.tp, whole)
+    states = plan.corpus_tokens * 4 * model.spec.hidden_size * model.embed_tokens.dtype.itemsize
+    return replace(plan, memory_bytes=need.memory, disk_bytes=need.disk + plan.store * states)
 
 
 def _first_texts(run: TrainingRun, report: Report, budget_s: float) -> GenerationStats:
