@@ -194,7 +194,10 @@ def test_flags_are_read(changes, expected):
         ({**SPECFORGE, "eagle_config": {IDS: [1, 15, 40]}}, r"a target of 32 layers does not have"),
         ({**SPECFORGE, "eagle_config": {IDS: []}}, "empty list"),
         ({**SPECFORGE, "eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state"),
-        ({**NVIDIA, "eagle_config": {"parallel_draft_step": 2}}, "eagle_config.parallel_draft_step' is 2: .*Medusa heads"),
+        (
+            {**NVIDIA, "eagle_config": {"parallel_draft_step": 2}},
+            "eagle_config.parallel_draft_step' is 2: .*Medusa heads",
+        ),
         ({**SPECFORGE, "capture_convention": "later"}, "blocks_applied or block_output"),
         ({**SPECFORGE, "architectures": ["Glm4MoeForCausalLMEagle3"], "use_moe": True}, "dense feed-forward part"),
         ({key: value for key, value in SPECFORGE.items() if key != "hidden_size"}, "'hidden_size' is missing"),
@@ -265,7 +268,9 @@ def test_each_engine_finds_the_captured_layers_in_its_own_convention_and_place()
         block = config.get("transformer_layer_config", config)
         assert block["rope_theta"] == block["rope_parameters"]["rope_theta"] == 500000.0
     verifier = write(spec, "speculators")["speculators_config"]["verifier"]
-    assert verifier["name_or_path"] == "org/target"
+    assert verifier == {"name_or_path": "org/target", "architectures": []}, "none is known, so none is named"
+    known = draft_config(spec, "speculators", DraftOrigin("org/target", "Qwen3ForCausalLM"))["speculators_config"]
+    assert known["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
     with pytest.raises(CheckpointError, match="--target"):
         draft_config(spec, "speculators")
 

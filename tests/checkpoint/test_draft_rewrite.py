@@ -40,6 +40,15 @@ def test_vllm_is_told_captured_layers_in_its_own_counting(tmp_path):
     assert config["eagle_aux_hidden_state_layer_ids"] == config["slipstream"]["captured_layers"] == [2, 15, 27]
 
 
+def test_speculators_is_told_the_architecture_of_a_target_that_is_here(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    for target, known in ((tmp_path / "target", ["Qwen3ForCausalLM"]), ("org/target", [])):
+        rewrite_draft(embedded_draft(), "speculators", tmp_path / str(len(known)), str(target))
+        written = open_checkpoint(tmp_path / str(len(known))).config["speculators_config"]["verifier"]
+        assert written == {"name_or_path": str(target), "architectures": known}
+
+
 def test_a_quantized_draft_is_refused_since_its_scheme_names_tensors(tmp_path):
     shipped = embedded_draft()
     folder = tmp_path / "quantized"

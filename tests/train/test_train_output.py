@@ -19,7 +19,7 @@ def test_a_written_draft_loads_back_as_the_draft_that_was_trained(tmp_path, dial
         for parameter in objective.draft.parameters():
             parameter.copy_(parameter.bfloat16().float())
     results = {"held-out": result_record(measure(objective, corpus))}
-    write_draft(tmp_path / "draft", objective.draft, dialect, run_record(results))
+    write_draft(tmp_path / "draft", objective.draft, dialect, run_record(results), target.spec.architecture)
     loaded = load_draft(open_checkpoint(tmp_path / "draft"), target, torch.float32)
     assert loaded.spec.feedback == "post_norm" and loaded.spec.feature_norm == "per_layer"
     assert loaded.token_ids_V.equal(objective.draft.token_ids_V)

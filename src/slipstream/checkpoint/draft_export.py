@@ -8,16 +8,17 @@ from slipstream.checkpoint.rope import write_rope
 from slipstream.checkpoint.spec import DraftSpec
 from slipstream.errors import CheckpointError
 
+_SPECULATIVE_TOKENS = 3  # what speculators' dialect proposes to its readers
+
 DraftDialect = Literal["sglang", "vllm", "speculators"]
 
 
 @dataclass(frozen=True)
 class DraftOrigin:
-    """The target a draft was made for, which speculators' dialect records."""
+    """The target a draft was made for, which speculators' dialect records; its architecture where it is known."""
 
     target: str
-    target_architecture: str = "LlamaForCausalLM"
-    speculative_tokens: int = 3
+    architecture: str | None = None
 
 
 def draft_config(spec: DraftSpec, dialect: DraftDialect, origin: DraftOrigin | None = None) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def draft_config(spec: DraftSpec, dialect: DraftDialect, origin: DraftOrigin | N
     Args:
         spec: the draft.
         dialect: sglang (SpecForge's flat form), vllm (flat), or speculators (nested; vLLM reads it too).
-        origin: the target's name, needed by the speculators dialect only.
+        origin: the target, needed by the speculators dialect only.
     """
     if spec.mla is not None:
         raise CheckpointError("A draft with latent attention (MLA) is read, but no dialect is written for one.")
@@ -110,6 +111,7 @@ def _block_config(spec: DraftSpec) -> dict[str, Any]:
 def _speculators_config(spec: DraftSpec, flags: dict[str, Any], origin: DraftOrigin | None) -> dict[str, Any]:
     if origin is None:
         raise CheckpointError("The speculators dialect records the target's name: give it (--target).")
+    architectures = [] if origin.architecture is None else [origin.architecture]
     nested = {"architectures": [_architecture(spec, "vllm")], **_block_config(spec)}
     config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
@@ -118,8 +120,8 @@ def _speculators_config(spec: DraftSpec, flags: dict[str, Any], origin: DraftOri
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": origin.speculative_tokens}],
-            "verifier": {"name_or_path": origin.target, "architectures": [origin.target_architecture]},
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS}],
+            "verifier": {"name_or_path": origin.target, "architectures": architectures},
         },
         **flags,
     }

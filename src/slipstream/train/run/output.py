@@ -116,16 +116,20 @@ class RunRecord:
     before: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def write_draft(folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record: RunRecord) -> None:
-    """Write the folder, whole or not at all; an earlier one is replaced."""
+def write_draft(
+    folder: Path, draft: Eagle3Draft, dialect: DraftDialect, record: RunRecord, architecture: str | None = None
+) -> None:
+    """Write the folder, whole or not at all; an earlier one is replaced. The `architecture` is the target's."""
     with CheckpointWriter(folder, SHARD_BYTES, overwrite=True) as writer:
-        add_draft(writer, draft, dialect, record.target)
+        add_draft(writer, draft, dialect, record.target, architecture)
         content = json.loads(json.dumps(record.__dict__))
         writer.write_json("slipstream.json", content)
         writer.write_text("README.md", model_card(record.__dict__, draft.spec))
 
 
-def add_draft(writer: CheckpointWriter, draft: Eagle3Draft, dialect: DraftDialect, target: str) -> None:
+def add_draft(
+    writer: CheckpointWriter, draft: Eagle3Draft, dialect: DraftDialect, target: str, architecture: str | None = None
+) -> None:
     """Write what readers of a dialect need: weights in bfloat16, the vocabulary, config.json."""
     spec = draft.spec
     for name, place in sorted(places(draft).items()):
@@ -139,7 +143,7 @@ def add_draft(writer: CheckpointWriter, draft: Eagle3Draft, dialect: DraftDialec
         spoken[token_ids] = True
         writer.add("d2t", token_ids - torch.arange(len(token_ids)))
         writer.add("t2d", spoken)
-    writer.write_json("config.json", draft_config(spec, dialect, DraftOrigin(target=target)))
+    writer.write_json("config.json", draft_config(spec, dialect, DraftOrigin(target, architecture)))
 
 
 @torch.no_grad()

@@ -331,7 +331,7 @@ class TrainingRun:
                 "draft": dtype_name(draft_dtype(self.device, self.recipe.train.draft_dtype)),
             },
         )
-        write_draft(output.folder, draft, output.dialect, record)
+        write_draft(output.folder, draft, output.dialect, record, self.speaker.model.spec.architecture)
         return record
 
 

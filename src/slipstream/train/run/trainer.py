@@ -245,7 +245,9 @@ class Trainer:
             )
         if state.started_from not in (None, self._started_from):
             then = "a draft" if state.started_from else "no draft"
-            now = "another one" if state.started_from and self._started_from else "one" if self._started_from else "none"
+            now = (
+                "another one" if state.started_from and self._started_from else "one" if self._started_from else "none"
+            )
             raise TrainingError(
                 f"{self._path}: is of a run that was started from {then}, and --init-from now names {now}. Give what "
                 "was given then, or train into another folder."
