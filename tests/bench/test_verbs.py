@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.bench.client import ServerError
+from slipstream.bench.evals.gsm8k import EvalError
 from slipstream.bench.recipe_file import RecipeError
 from slipstream.records.store import read_record
 from tests.bench.fake_server import DRAFTING, FAKE, FAST, Behaviour
@@ -122,7 +123,21 @@ def test_a_sweep_asks_gsm8k_on_the_servers_it_measured(recipe, tmp_path):
     assert "0 points measured" in done.output
     names = sorted(path.name for path in (tmp_path / "out/evals").iterdir())
     assert names == ["gsm8k.tp1.plain.json", "gsm8k.tp1.spec.json"]
-    assert len(read_record(tmp_path / "out/evals" / names[0]).items) == 3
+    first = read_record(tmp_path / "out/evals" / names[0])
+    assert len(first.items) == 3
+    call("bench", "run", recipe, "--out", tmp_path / "out", "--gsm8k", tmp_path, *asked)
+    assert read_record(tmp_path / "out/evals" / names[0]) == first, "nothing has changed"
+    fewer = [*asked, "--set", "evals.gsm8k.limit=2", "--arm", "plain"]
+    call("bench", "run", recipe, "--out", tmp_path / "out", "--gsm8k", tmp_path, *fewer)
+    assert len(read_record(tmp_path / "out/evals" / names[0]).items) == 2
+    assert read_record(tmp_path / "out/superseded/gsm8k.tp1.plain.1.json") == first
+
+
+def test_questions_that_are_not_there_are_missed_before_anything_is_started(recipe, tmp_path):
+    asked = ["--set", "evals.gsm8k={num_shots: 1}", "--gsm8k", tmp_path / "gsmk8"]
+    result = call("bench", "run", recipe, "--out", tmp_path / "out", *asked)
+    assert isinstance(result.exception, EvalError)
+    assert not (tmp_path / "out").exists()
 
 
 def test_lossless_fails_when_one_token_differs(tmp_path):

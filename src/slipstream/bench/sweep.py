@@ -14,18 +14,19 @@ import aiohttp
 from slipstream import __version__
 from slipstream.bench.client import Client, ServerError, open_session
 from slipstream.bench.container import Images, in_container
+from slipstream.bench.evals.gsm8k import EvalError
 from slipstream.bench.hardware import find_hardware
 from slipstream.bench.measure import Measurement, measure_point
 from slipstream.bench.plan import Block, Plan, Point, point_sha256, server_command
 from slipstream.bench.recipe_file import RecipeError
-from slipstream.bench.sweep_evals import EvalTask, missing_evals, run_eval
+from slipstream.bench.sweep_evals import EvalTask, missing_evals, read_questions, run_eval
 from slipstream.launch import SERVERS
 from slipstream.launch.command import Command, Launch
 from slipstream.launch.process import LaunchError
 from slipstream.launch.server import Server
 from slipstream.records.point import Hardware, PointRecord, Provenance
 from slipstream.records.schema import SchemaError
-from slipstream.records.store import RecordError, read_record, write_record
+from slipstream.records.store import RecordError, read_record, set_aside, write_record
 
 log = logging.getLogger(__name__)
 
@@ -97,16 +98,21 @@ class RunSummary:
 
 
 async def run_plan(plan: Plan, options: RunOptions, watcher: Watcher) -> RunSummary:
-    """Measure every point that has no valid record yet; ServerError if there is no server at `options.url`."""
+    """Measure every point that has no valid record yet.
+
+    Before anything is started, ServerError if there is no server at `options.url`, EvalError if there are no questions
+    at `options.gsm8k_data`.
+    """
     _check_images(plan, options)
     pending = {point.key: point for point in plan.points() if not _is_done(point, plan, options.out)}
+    questions = read_questions(plan.loaded.recipe, options.gsm8k_data)
     total = sum(1 for _ in plan.points())
     sweep = _Sweep(plan, options, watcher, len(pending))
     watcher.sweep_started(list(pending.values()))
     async with open_session() as session:
         for block in plan.blocks:
             todo = [point for point in block.points if point.key in pending]
-            evals = missing_evals(block, plan.loaded.recipe, options.out, options.gsm8k_data)
+            evals = missing_evals(block, plan.loaded.recipe, options.out, questions)
             if not todo and not evals:
                 continue
             if options.url is not None and not sweep.measured:
@@ -157,7 +163,7 @@ class _Sweep:
         try:
             client, _ = await server.ensure(session)
             await run_eval(task, client, self._plan.loaded.recipe, self._options.out, self._options.gsm8k_data)
-        except (LaunchError, ServerError) as error:
+        except (LaunchError, ServerError, EvalError) as error:
             self.failed_evals.append(f"gsm8k on {task.arm}, {task.topology}: {error}")
 
     async def _run_point(self, session: aiohttp.ClientSession, server: "_Server", point: Point) -> None:
@@ -181,7 +187,7 @@ class _Sweep:
             self._plan, point, result, _Context(started, versions, self._hardware, server.url, self._options)
         )
         path = record_path(self._options.out, point)
-        _set_aside(path)
+        set_aside(path)
         write_record(path, record)
         self.measured += 1
         self.invalid += record.status == "invalid"
@@ -305,18 +311,6 @@ def _is_done(point: Point, plan: Plan, out: Path) -> bool:
         log.warning("%s: measured again: it was measured under other settings", path.name)
         return False
     return True
-
-
-def _set_aside(path: Path) -> None:
-    """Keep an older record under `superseded/`, so that nothing measured is ever lost."""
-    if not path.exists():
-        return
-    folder = path.parent.parent / "superseded"
-    folder.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while (kept := folder / f"{path.stem}.{number}.json").exists():
-        number += 1
-    path.rename(kept)
 
 
 def _check_images(plan: Plan, options: RunOptions) -> None:

@@ -25,7 +25,10 @@ class Gsm8kItem:
 
 @dataclass(frozen=True)
 class Gsm8kRecord:
-    """One arm's answers to the same questions in the same order."""
+    """One arm's answers to the same questions in the same order.
+
+    `config_sha256` is of the server and of how it was asked, in a sweep; a changed recipe gives another.
+    """
 
     arm: str
     url: str
@@ -39,6 +42,7 @@ class Gsm8kRecord:
     finished_at: str
     data_sha256: str
     items: tuple[Gsm8kItem, ...] = field(repr=False)
+    config_sha256: str = ""
     kind: Literal["gsm8k"] = "gsm8k"
     schema: int = SCHEMA_VERSION
 

@@ -70,6 +70,18 @@ def check_writable(path: Path) -> None:
         raise RecordError(f"{path}: cannot be written, since {existing} is no folder that you may write to.")
 
 
+def set_aside(path: Path) -> None:
+    """Keep an older record under `superseded/` of the run's folder, so that nothing measured is ever lost."""
+    if not path.exists():
+        return
+    folder = path.parent.parent / "superseded"
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while (kept := folder / f"{path.stem}.{number}.json").exists():
+        number += 1
+    path.rename(kept)
+
+
 def read_record(path: Path) -> Record:
     """Read one record file of any kind."""
     try:
