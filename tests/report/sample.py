@@ -2,7 +2,15 @@
 
 import numpy as np
 
-from slipstream.records.evals import FirstDifference, Gsm8kItem, Gsm8kRecord, LosslessCase, LosslessRecord
+from slipstream.records.evals import (
+    FirstDifference,
+    Gsm8kItem,
+    Gsm8kRecord,
+    LosslessCase,
+    LosslessRecord,
+    PerplexityRecord,
+    TextScore,
+)
 from slipstream.records.point import (
     Acceptance,
     ContextCost,
@@ -100,6 +108,13 @@ def gsm8k(arm, flips=()):
     )
 
 
+def perplexity(arm, baseline=None):
+    theirs = (None, None) if baseline is None else (-20.5, -39.0)
+    items = (TextScore(10, -20.0, theirs[0]), TextScore(20, -40.0, theirs[1]))
+    hardware = Hardware("Linux 6.1 x86_64", "A CPU that scored texts", 4, 8.0)
+    return PerplexityRecord(arm, baseline, "http://x", "m", {}, hardware, "2026-01-02", "2026-01-02", items)
+
+
 def sample_set():
     points = [
         point(arm, concurrency, seed, workload, context)
@@ -118,4 +133,5 @@ def sample_set():
         points=(*points, invalid("eagle3-fp8", 8, 3)),
         gsm8k=(gsm8k("no-spec"), gsm8k("eagle3-bf16"), gsm8k("eagle3-fp8", flips=(3, 24, 77))),
         lossless=(lossless,),
+        perplexity=(perplexity("fp8-keys", "no-spec"), perplexity("alone")),
     )

@@ -16,7 +16,7 @@ from slipstream.report.series import Grid, output_per_device
 from slipstream.report.tables import delta_table
 from slipstream.report.text import cells_csv, markdown
 from slipstream.report.times import time_table
-from tests.report.sample import ARMS, point, sample_set
+from tests.report.sample import ARMS, perplexity, point, sample_set
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,8 @@ def test_every_figure_and_section_is_there(page):
         "What decoding costs against the tokens a request has behind it",
         "Speed-up against prompt length",
         "GSM8K",
+        "Perplexity",
+        "A CPU that scored texts",
         "Token for token",
         "Invalid points, left out of every figure",
         "Warnings",
@@ -189,6 +191,16 @@ def test_accuracy_shows_the_answers_that_changed(contents):
     assert "| eagle3-bf16 | 10 | 300 | 0.9167 | 0.9000 | 0 / 0 | 1.000 |" in text
     assert "| eagle3-fp8 | 10 | 300 | 0.9133 | 0.8900 | 1 / 2 | 1.000 |" in text
     assert "| eagle3-fp8 against no-spec | 31 of 32 | 17 | 0.0021 |" in text
+
+
+def test_perplexity_is_shown_with_its_change_from_the_baseline(contents, tmp_path):
+    (table,) = [table for section in contents.sections for table in section.tables if table.caption == "Perplexity"]
+    assert table.rows == (
+        ("fp8-keys", "no-spec", "2", "30", "7.3891", "−0.01667 ± 0.04444"),
+        ("alone", "–", "2", "30", "7.3891", "–"),
+    )
+    write_record(tmp_path / "one.json", perplexity("alone"))
+    assert "7.3891" in write_report([tmp_path], tmp_path / "page").markdown.read_text()
 
 
 def test_one_seed_is_reported_as_unproven():

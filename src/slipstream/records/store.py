@@ -33,6 +33,7 @@ class RecordSet:
     points: tuple[PointRecord, ...] = ()
     gsm8k: tuple[Gsm8kRecord, ...] = ()
     lossless: tuple[LosslessRecord, ...] = ()
+    perplexity: tuple[PerplexityRecord, ...] = ()
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -113,6 +114,7 @@ def read_records(paths: Iterable[Path]) -> RecordSet:
         points=tuple(r for r in records if isinstance(r, PointRecord)),
         gsm8k=tuple(r for r in records if isinstance(r, Gsm8kRecord)),
         lossless=tuple(r for r in records if isinstance(r, LosslessRecord)),
+        perplexity=tuple(r for r in records if isinstance(r, PerplexityRecord)),
     )
 
 

@@ -32,7 +32,7 @@ class ReportFiles:
 def write_report(sources: Sequence[Path], out: Path) -> ReportFiles:
     """Read every record in `sources` (files or folders) and write the report into the folder `out`."""
     records = read_records(sources)
-    if not (records.points or records.gsm8k or records.lossless):
+    if not (records.points or records.gsm8k or records.lossless or records.perplexity):
         raise ReportError(f"{', '.join(map(str, sources))}: no records there. Run `slipstream bench run` first.")
     contents = make_contents(records)
     names = (out / "report.html", out / "report.md", out / "report.csv")

@@ -82,8 +82,12 @@ def _sections(records: RecordSet, grid: Grid) -> Iterator[Section | None]:
     if time_rows and plots:
         yield Section("Where the time goes", tables=(time_rows,), plots=plots.plots)
     baselines = frozenset(record.baseline_arm for record in records.points) | {"no-spec"}
-    accuracy = (tables.gsm8k_table(records.gsm8k, baselines), tables.lossless_table(records.lossless))
-    yield _tables("Accuracy", *accuracy)
+    yield _tables(
+        "Accuracy",
+        tables.gsm8k_table(records.gsm8k, baselines),
+        tables.perplexity_table(records.perplexity),
+        tables.lossless_table(records.lossless),
+    )
     yield _tables(
         "What to be careful about", tables.invalid_table(records.points), tables.warning_table(records.points)
     )
@@ -98,6 +102,7 @@ def _provenance(records: RecordSet) -> Section:
             *(record.provenance.hardware for record in records.points),
             *(record.hardware for record in records.gsm8k),
             *(record.hardware for record in records.lossless),
+            *(record.hardware for record in records.perplexity),
         )
     )
     rows = dict.fromkeys(_provenance_row(record) for record in records.points)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slipstream.records.compare import Speedup, mcnemar
-from slipstream.records.evals import FILTERS, Gsm8kRecord, LosslessRecord, changed
+from slipstream.records.evals import FILTERS, Gsm8kRecord, LosslessRecord, PerplexityRecord, changed
 from slipstream.records.point import PointRecord
 from slipstream.report.series import (
     Cell,
@@ -137,6 +137,26 @@ def gsm8k_table(records: Sequence[Gsm8kRecord], baselines: frozenset[str]) -> Ta
     return Table("GSM8K", header, tuple(rows), f"Changes are paired with {base.arm}, flexible-extract.")
 
 
+def perplexity_table(records: Sequence[PerplexityRecord]) -> Table | None:
+    """Return each arm's perplexity, and how its tokens' log probabilities changed against its baseline."""
+    scored = [record for record in records if record.num_tokens]
+    if not scored:
+        return None
+    rows = [
+        (
+            record.arm,
+            record.baseline_arm or "–",
+            str(len(record.items)),
+            str(record.num_tokens),
+            f"{record.perplexity():.4f}",
+            _log_change(record),
+        )
+        for record in scored
+    ]
+    note = "Change: of a token's log probability (natural log) from the baseline, with its standard error over texts."
+    return Table("Perplexity", ("arm", "baseline", "texts", "tokens", "perplexity", "change"), tuple(rows), note)
+
+
 def lossless_table(records: Sequence[LosslessRecord]) -> Table | None:
     """Return how many outputs are identical and where the first difference lies."""
     if not records:
@@ -235,6 +255,13 @@ def _counts(found: Sequence[tuple[Speedup, Cell]]) -> str:
     verdicts = [ratio.verdict for ratio, _ in found]
     parts = [f"{word} at {verdicts.count(v)}" for v, word in words.items() if v in verdicts]
     return f"{', '.join(parts)} of {len(found)} loads"
+
+
+def _log_change(record: PerplexityRecord) -> str:
+    if record.baseline_arm is None:
+        return "–"
+    mean, error = record.change()
+    return f"{mean:+.5f} ± {error:.5f}".replace("-", "−")
 
 
 def _scores(record: Gsm8kRecord) -> tuple[str, ...]:
