@@ -26,7 +26,8 @@ def loaded(tmp_path_factory):
 def test_every_way_of_decoding_answers_every_group_and_is_timed_on_each(loaded):
     counted: list[int] = []
     shapes = [TreeShape.chain(1), TreeShape.chain(2)]
-    results = compare_drafts(loaded, ["ngram"], shapes, PROMPTS, PARAMS, advance=counted.append)
+    asked = [shapes[0], TreeShape(depth=2, width=2, budget=4)]
+    results = compare_drafts(loaded, ["ngram"], asked, PROMPTS, PARAMS, advance=counted.append)
     assert [(result.name, result.shape) for result in results] == [(NO_DRAFT, None), *(("ngram", s) for s in shapes)]
     assert sum(counted) == 3 * len(PROMPTS)
     for result in results:

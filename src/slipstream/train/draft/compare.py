@@ -156,7 +156,8 @@ def _runners(loaded: Loaded, drafts: Sequence[str], shapes: Sequence[TreeShape],
             for arm, copied in arms.items():
                 own = dataclasses.replace(config, copied_tokens=copied)
                 engine = build_engine(loaded.target, draft, shape, own, loaded.ops)
-                runners.append(_Runner(DraftResult(arm, shape, nbytes), engine))
+                # n-gram lookup makes chains, whatever was asked for.
+                runners.append(_Runner(DraftResult(arm, engine.drafter.shape, nbytes), engine))
     return runners
 
 
