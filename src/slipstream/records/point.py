@@ -107,11 +107,6 @@ class Acceptance:
     accepted_by_position: tuple[float, ...] = ()
     drafted_by_position: tuple[float, ...] = ()
 
-    def rate_by_position(self) -> tuple[float, ...]:
-        """Return the share of drafts accepted at each depth."""
-        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
-        return tuple(accepted / drafted if drafted else 0.0 for accepted, drafted in pairs)
-
 
 @dataclass(frozen=True)
 class ContextCost:

@@ -33,7 +33,6 @@ class Estimate:
     mean: float
     low: float
     high: float
-    num_seeds: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Cell:
         if not values:
             return None
         low, high = mean_interval(values)
-        return Estimate(sum(values) / len(values), low, high, len(values))
+        return Estimate(sum(values) / len(values), low, high)
 
     def mean(self, metric: Metric) -> float | None:
         """Return the plain mean over seeds."""
