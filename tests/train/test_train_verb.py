@@ -113,6 +113,17 @@ def test_an_offline_run_tells_its_disk_cost_first_and_writes_the_same_draft(plac
     assert records["loop"]["stored_features"] is None and len(records["offline"]["stored_features"]) == 64
 
 
+def test_no_texts_are_added_once_states_of_them_are_stored(places, draft):
+    corpus = places / "kept-work" / "corpus"
+    shutil.copytree(places / "draft-work" / "corpus", corpus)
+    shards = sorted(corpus.iterdir())
+    options = ("--out", places / "kept", "--set", "train.steps=2", "--offline", places / "kept-features")
+    run_train(places, *options)
+    (places / "kept-work" / "state.pt").unlink()  # as if it had been stopped before its first step
+    run_train(places, *options, "--set", "data.answer_tokens=4500")
+    assert sorted(corpus.iterdir()) == shards
+
+
 def test_a_target_in_float16_goes_on_with_the_corpus_and_its_draft_is_accepted_as_the_walk_says(places, draft):
     shutil.copytree(places / "draft-work" / "corpus", places / "half-work" / "corpus")
     changes = ("--set", "train.target_dtype=float16", "--set", "train.steps=30")

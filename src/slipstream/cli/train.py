@@ -123,7 +123,7 @@ def train(
         if server_states:
             offline = offline or run.paths.work / "features"
         display.expect(run.recipe)
-        corpus = run.generate(display.data, generate_s)
+        corpus = run.generate(display.data, generate_s, offline)
         draft, vocab = run.start(corpus, init_from)
         console.print(
             f"data: {len(corpus):,} texts, {corpus.num_answer_tokens:,} answer tokens; "

@@ -32,7 +32,7 @@ from slipstream.train.data.corpus import Corpus, DraftVocab, choose_vocab, cover
 from slipstream.train.data.make_data import Report, Watch, make_corpus, make_eval_set
 from slipstream.train.data.speaker import CPU_ROWS, OpenEngine, Speaker, encode_prompt, engine_config
 from slipstream.train.draft.capture import Capture, CaptureHooks, moved, wanted_manifest
-from slipstream.train.draft.features import FeatureStore
+from slipstream.train.draft.features import MANIFEST, FeatureStore
 from slipstream.train.draft.objective import Emphasis, Objective, new_draft, renew_vocab
 from slipstream.train.draft.packing import Packer
 from slipstream.train.draft.server_states import ALL_HERE, Remote
@@ -148,11 +148,16 @@ class TrainingRun:
             self._split.close()
         self.world.leave()
 
-    def generate(self, report: Report, seconds: float | None = None) -> Corpus:
-        """Make (or finish) the corpus; once training has begun it stays, for vocabulary and batches follow from it."""
+    def generate(self, report: Report, seconds: float | None = None, offline: Path | None = None) -> Corpus:
+        """Make (or finish) the corpus.
+
+        It stays as it is once training has begun, for vocabulary and batches follow from it, and once states of it
+        are stored in `offline`.
+        """
         started = time.monotonic()
         if self.world.rank == 0:
-            begun = (self.paths.work / STATE_FILE).is_file() and bool(shard_paths(self.paths.corpus))
+            marks = [self.paths.work / STATE_FILE, *([] if offline is None else [offline / MANIFEST])]
+            begun = bool(shard_paths(self.paths.corpus)) and any(mark.is_file() for mark in marks)
             watch = Watch(report, lambda tally, passed: True) if begun else Watch.until(report, seconds)
             make_corpus(self.speaker, self.recipe, self.paths.data, self.paths.corpus, watch)
         self.world.wait()
