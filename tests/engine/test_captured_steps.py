@@ -11,7 +11,7 @@ from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.request import FinishReason
-from slipstream.errors import ConfigError, StepError
+from slipstream.errors import ConfigError, RankLostError, StepError
 from slipstream.executors.cuda_graph.capture import key_bounds, row_buckets
 from slipstream.executors.cuda_graph.executor import GraphExecutor
 from slipstream.executors.cuda_graph.prompts import PADDED_SIZES
@@ -231,6 +231,31 @@ def test_a_failing_captured_step_ends_its_requests_and_the_engine_lives_on(monke
     assert engine.page_usage == 0
     (expected,) = run(engine_of(TARGET), [[4, 5, 6]], [GREEDY], [0])
     assert run(engine, [[4, 5, 6]], [GREEDY], [0]) == [expected]
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_rows_that_cannot_be_taken_back_lose_no_token_and_end_no_engine(mode, monkeypatch):
+    engine = captured("follower", cuda_graphs=mode)
+    (expected,) = run(engine_of(TARGET), [[4, 5, 6]], [GREEDY], [0])
+    with monkeypatch.context() as patch:
+        submit = engine.executor.submit
+        patch.setattr(engine.executor, "submit", lambda step: submit(step) if step.work else 1 // 0)
+        assert run(engine, [[4, 5, 6]], [GREEDY], [0]) == [expected]
+    assert run(engine, [[4, 5, 6]], [GREEDY], [0]) == [expected]
+
+
+def test_a_rank_that_is_lost_while_rows_are_taken_back_is_told(monkeypatch):
+    def lost(step):
+        raise RankLostError("gone")
+
+    engine = captured("none")
+    engine.add([4, 5, 6], GREEDY, 0)
+    for _ in range(5):
+        engine.step()
+    monkeypatch.setattr(engine.executor, "submit", lost)
+    assert engine.abort(0)
+    with pytest.raises(RankLostError):
+        engine.rest()
 
 
 def test_a_chain_over_a_sliding_window_is_exact():

@@ -7,6 +7,7 @@ import torch
 
 from slipstream.engine.build import build_engine
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.request import FinishReason
 from slipstream.executors.cuda_graph import prepared as prepared_steps
 from slipstream.executors.cuda_graph.passes import CatchUp
 from slipstream.executors.cuda_graph.prepared import Prepared
@@ -18,11 +19,12 @@ from slipstream.models.context import KvCache
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 from step_parts import buffers_of, run_step
-from tiny import DEVICE, follower_draft, stammering_target
+from tiny import DEVICE, follower_draft, run, stammering_target
 
 TARGET = stammering_target(61)
 DRAFT = follower_draft(TARGET)
 OPS = select(DEVICE)
+GREEDY = SamplingParams(max_tokens=6)
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [3] * 9, [11, 12], [20, 21, 22]]
 
 
@@ -88,6 +90,41 @@ def test_cheap_nodes_are_drafted_and_dear_ones_are_not(monkeypatch):
     assert dear.explain_drafting()["chosen"] == "no drafts"
     assert "chain of 3" in cheap.explain_drafting()["tokens_a_second"]
     assert fixed.explain_drafting() == {}
+
+
+def late_engine(monkeypatch):
+    """Return an engine whose draft has some steps to follow, and where no row has a place."""
+    monkeypatch.setattr(Prepared, "seconds", lambda self, kind, num_keys: 1.0 + 9.0 * (kind.num_drafted > 0))
+    config = EngineConfig(cuda_graphs="on", max_context=128, page_size=16, max_requests=4, max_batch_tokens=16)
+    engine = build_engine(TARGET, follower_draft(TARGET), None, config, OPS)
+    emissions = answered(engine, [1, 2], SamplingParams(max_tokens=10))  # no full page: nothing to follow for others
+    assert [emission.finish_reason for emission in emissions][-1] is FinishReason.LENGTH
+    return engine
+
+
+def answered(engine, prompt, params):
+    """Answer one prompt; return what steps gave for it."""
+    request, emissions = engine.add(prompt, params, 0), []
+    while engine.has_work:
+        emissions += engine.step()
+        engine.check_invariants()
+    return [emission for emission in emissions if emission.request_id == request]
+
+
+def test_a_prompt_that_is_given_up_before_its_end_hurts_nobody_while_the_draft_is_late(monkeypatch):
+    (expected,) = run(build_engine(TARGET, None, None, EngineConfig(max_context=128), OPS), [[5, 6, 7]], [GREEDY], [0])
+    engine = late_engine(monkeypatch)
+    doomed = engine.add([*range(61), *range(40)], GREEDY, 0)
+    for _ in range(3):
+        engine.step()
+    assert engine.abort(doomed)
+    emissions = answered(engine, [5, 6, 7], GREEDY)
+    assert [token.token_id for emission in emissions for token in emission.tokens] == expected
+
+
+def test_the_last_answer_is_handed_out_if_it_never_had_a_place_and_the_draft_is_late(monkeypatch):
+    emissions = answered(late_engine(monkeypatch), list(range(20)), SamplingParams(max_tokens=2, prompt_logprobs=0))
+    assert emissions[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_where_nothing_was_measured_chains_have_their_usual_length():

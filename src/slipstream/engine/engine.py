@@ -1,5 +1,6 @@
 """The engine: plan a step, have an executor run it, commit what came of it."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from slipstream.speculation.drafter import Drafter
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.simulate import check_rates
 from slipstream.speculation.tree import TreeShape
+
+logger = logging.getLogger(__name__)
 
 # Kernels begin to read at a multiple of their block, and what they read of pages before a window is hidden, but read.
 _READ_BEFORE = 512
@@ -249,11 +252,21 @@ class Engine:
         return step
 
     def _settle(self) -> None:
-        """Let the executor forget the last rows, and drop what is still in flight for them: nobody waits for it."""
-        if self._left:
-            self.executor.submit(self._input([], 0.0))
-        while self.executor.in_flight:
-            self.stats.add_times(self.executor.collect())
+        """Let the executor forget the last rows, and drop what is still in flight for them: nobody waits for it.
+
+        Nobody is hurt by a failure either: the executor starts over, and what the last step gave is handed out.
+        """
+        try:
+            if self._left:
+                self.executor.submit(self._input([], 0.0))
+            while self.executor.in_flight:
+                self.stats.add_times(self.executor.collect())
+        except RankLostError:
+            raise
+        except Exception as error:
+            logger.error("The executor could not let the last rows go and starts over: %s", error, exc_info=error)
+            self._left.clear()
+            self.executor.reset()
 
     def _join(self, request: Request) -> Joined:
         """Give a request a row."""

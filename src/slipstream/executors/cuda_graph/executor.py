@@ -168,7 +168,8 @@ class GraphExecutor(EagerExecutor):
 
     def _take_in(self, step: StepInput) -> None:
         """Follow the changes of the batch, on the device too."""
-        if self._late and any(left.num_reusable for left in step.left) and len(self._places) <= _FEW_ROWS:
+        leaves_keys = any(left.num_reusable for left in step.left if left.row in self._places)
+        if self._late and leaves_keys and len(self._places) <= _FEW_ROWS:
             self._catch_up(self._prepared.num_rows(max(self._places.values()) + 1))
         for left in step.left:
             self._sent.pop(left.row, None)
