@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ DRAFTS = {
 }
 DRAFTS["small vocabulary"].token_ids_V = DRAFTS["small vocabulary"].token_ids_V * 3 + 2
 GREEDY = SamplingParams(max_tokens=20)
+PROMPT = [7, 4, 9, 11] * 5
 
 simple = st.builds(
     SamplingParams,
@@ -203,6 +205,40 @@ def test_the_tree_may_change_while_a_step_is_in_flight():
         tokens += [token.token_id for emission in engine.step() for token in emission.tokens]
         engine.check_invariants()
     assert tokens == expected
+
+
+def scored(engine: Engine, change: int) -> list:
+    """Return tokens with log probabilities where every guess is right; the tree shrinks before one of the steps."""
+    engine.add(PROMPT, SamplingParams(max_tokens=60, logprobs=0, logit_bias={0: 100.0}), 1)
+    found = []
+    for step in itertools.takewhile(lambda _: engine.has_work, itertools.count()):
+        if step == change:
+            engine.set_tree(TreeShape.chain(1))
+        found += [(token.token_id, token.logprob) for emission in engine.step() for token in emission.tokens]
+        engine.check_invariants()
+    return found
+
+
+@pytest.mark.parametrize(("length", "page_size"), [(7, 1), (7, 4), (50, 4)])
+def test_what_a_step_in_flight_gives_has_room_and_is_seen_after_a_change_to_a_smaller_tree(
+    length, page_size, monkeypatch
+):
+    """Keys without pages, or past the bound of the step, would be missing: log probabilities would tell."""
+    monkeypatch.setattr("slipstream.executors.cuda_graph.capture._FEW_KEYS", 8)
+    draft = follower_draft(TARGET)
+    draft.token_ids_V = torch.zeros_like(draft.token_ids_V)  # it always guesses 0, and the bias has 0 always come
+
+    def engine() -> Engine:
+        config = {"cuda_graphs": "on", "page_size": page_size, "num_pages": 600 // page_size, "max_requests": 2}
+        return engine_of(TARGET, draft, TreeShape.chain(length), **config)
+
+    plain = engine()
+    expected = scored(plain, -1)
+    assert plain.stats.acceptance.acceptance_length > 6
+    for change in (2, 3, 4) if length == 7 else (2,):
+        found = scored(engine(), change)
+        assert [token for token, _ in found] == [token for token, _ in expected]
+        assert [one.logprob for _, one in found] == pytest.approx([one.logprob for _, one in expected], abs=1e-4)
 
 
 def test_a_stop_token_inside_an_accepted_chain_ends_the_answer_there():

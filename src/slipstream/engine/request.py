@@ -1,6 +1,7 @@
 """A request as the engine keeps it: its tokens, how many of them are committed, its pages. Plain values, no torch."""
 
 import enum
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,8 +30,8 @@ class Request:
     """One prompt being answered.
 
     `tokens` is prompt and answer together, as far as it was read. The first `num_committed` have their keys in the
-    cache; the executor was told to compute `num_sent`, and `num_unread` of its steps will each give at least one more
-    token. `row` is its place in the executor's batch while it runs there, and `epoch` tells apart who had it when.
+    cache; the executor was told to compute `num_sent`. `unread` has an entry for each of its steps that was not read yet:
+    the most tokens it may give, and it gives at least one. `row` is its place in the executor's batch while it runs there, and `epoch` tells apart who had it when.
     `page_keys` names its first pages for the prefix cache, and `text_key` the text up to the end of the last of them.
     The first `num_behind` of its pages lie behind every layer's window and are no longer its own.
     """
@@ -44,7 +45,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     num_committed: int = 0
     num_sent: int = 0
-    num_unread: int = 0
+    unread: deque[int] = field(default_factory=deque)
     row: int | None = None
     epoch: int = 0
     pages: list[int] = field(default_factory=list)
@@ -72,6 +73,11 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def num_unread(self) -> int:
+        """Steps that will give tokens and were not read yet."""
+        return len(self.unread)
+
+    @property
     def decodes(self) -> bool:
         """Whether its next token follows from the last one: nothing else is to be computed."""
         return self.num_unread > 0 or len(self.tokens) - self.num_sent == 1
@@ -82,6 +88,11 @@ class Request:
         return len(self.tokens) + self.num_unread
 
     @property
+    def most_length(self) -> int:
+        """Tokens it has at most, with those not read yet."""
+        return len(self.tokens) + sum(self.unread)
+
+    @property
     def held_pages(self) -> list[int]:
         """The pages that are its own."""
         return self.pages[self.num_behind :]
@@ -89,7 +100,8 @@ class Request:
     def restart(self) -> None:
         """Give up the cache: everything known is to be computed again."""
         self.pages, self.num_behind = [], 0
-        self.num_committed = self.num_sent = self.num_unread = 0
+        self.num_committed = self.num_sent = 0
+        self.unread.clear()
         self.num_registered = 0
         self.status = Status.WAITING
         self.num_preempted += 1

@@ -75,7 +75,7 @@ class Scheduler:
         return len(self._waiting)
 
     def set_needs(self, needs: DraftNeeds) -> None:
-        """Follow a change of tree shape."""
+        """Follow a change of tree shape; steps not read yet may still give as much as the old one allowed."""
         self._needs = needs
 
     def add(self, request: Request) -> None:
@@ -142,7 +142,8 @@ class Scheduler:
 
     def read(self, request: Request) -> None:
         """Take note that what a step emits is here; it is committed round by round, if the step ran several."""
-        request.num_unread -= 1
+        assert request.unread, "more was read than was asked for"
+        request.unread.popleft()
 
     def commit(self, request: Request, num_tokens: int, emitted: list[int]) -> None:
         """Record what a step gave: `num_tokens` known ones have their keys in the cache, and `emitted` follow them.
@@ -179,7 +180,6 @@ class Scheduler:
             assert request.num_committed <= len(request.pages) * self._config.page_size, "committed past the pages"
             assert request.num_committed < len(request.tokens), "a running request has nothing to compute"
             assert request.num_committed <= request.num_sent <= len(request.tokens), "sent is between done and known"
-            assert request.num_unread >= 0, "more was read than was asked for"
         for request in self._waiting:
             assert request.status is Status.WAITING
             assert not request.pages, "a waiting request holds pages"
@@ -231,8 +231,7 @@ class Scheduler:
         num_tokens = min(pending, budget)
         emits = num_tokens == pending
         # Every node must lie within the context: the model has no positions beyond it.
-        most_length = len(request.tokens) + request.num_unread * self._needs.max_nodes
-        fits = most_length + self._needs.extra_slots <= self._config.max_context
+        fits = request.most_length + self._needs.extra_slots <= self._config.max_context
         drafts = emits and request.speculate and self._needs.max_nodes > 1 and wanted > 1 and fits
         return Scheduled(request, num_tokens, emits, drafts)
 
@@ -240,7 +239,8 @@ class Scheduler:
         """Take note that a step computes this."""
         request = work.request
         request.num_sent = min(request.num_sent + work.num_tokens, len(request.tokens))
-        request.num_unread += work.emits
+        if work.emits:
+            request.unread.append(self._needs.max_nodes)
         return work
 
     def _missing_pages(self, work: Scheduled) -> int:
@@ -251,11 +251,8 @@ class Scheduler:
         """
         request = work.request
         extra = self._needs.extra_slots if work.drafts or (request.num_unread and request.speculate) else 0
-        if request.num_unread == 0:
-            slots = request.num_sent + work.num_tokens + extra
-        else:
-            slots = len(request.tokens) + request.num_unread * self._needs.max_nodes + extra
-        slots = min(slots, self._config.max_context + extra)
+        length = request.most_length if request.num_unread else request.num_sent + work.num_tokens
+        slots = min(length, self._config.max_context) + extra
         return max(0, self._config.pages_for(slots) - len(request.pages))
 
     def _reserve(self, request: Request, count: int) -> None:

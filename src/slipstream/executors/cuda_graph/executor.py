@@ -289,7 +289,8 @@ class GraphExecutor(EagerExecutor):
 
     def _plain(self, num_rows: int) -> StepKind:
         """Return the step without drafts that so many places may take next, whatever is in flight."""
-        ahead = (len(self._flights) + 1) * (self._extra_slots + 1) + MOST_LATE
+        unread = sum(flight.most_given for flight in self._flights)  # perhaps of a larger shape than today's
+        ahead = unread + self._extra_slots + 1 + MOST_LATE
         longest = max(len(self._rows[number].tokens) for number in self._places) + ahead
         return self._menu.plain(num_rows, self._prepared.max_keys(longest))
 

@@ -50,6 +50,11 @@ class Flight:
     learn: Callable[[Sequence[int]], None] | None = None
     finished: list[RowOutput] = field(default_factory=list)
 
+    @property
+    def most_given(self) -> int:
+        """The most tokens that it may give a row."""
+        return 1 if self.kind is None else self.kind.num_drafted + 1
+
     def land(self) -> None:
         """Read what the step gave, once, and move its rows on."""
         if self.out is not None:
