@@ -2,13 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from slipstream.checkpoint.reader import CheckpointReader
 from slipstream.engine.build import build_engine, build_other_rank
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.engine import Engine
+from slipstream.errors import ConfigError
 from slipstream.executors.distributed import follow
 from slipstream.kernels import RowSampling, select
 from slipstream.models.load import load_draft, load_target
@@ -17,6 +19,7 @@ from slipstream.ranks.channel import Leader, connect
 from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import TreeShape
 
+DraftFolder = Path | Literal["ngram"] | None
 CPU = torch.device("cpu")
 OPS = select(CPU, "reference")
 CONFIG = EngineConfig(max_context=96, page_size=4, max_requests=8, max_batch_tokens=24)
@@ -48,8 +51,24 @@ class CountingReader(CheckpointReader):
         return tensor
 
 
-def answers(ranks: Ranks, target_folder: Path, draft_folder: Path | Literal["ngram"] | None, split_draft: bool = False):
-    """Answer the prompts together; return tokens, log probabilities and how many tokens were accepted drafts."""
+class Started(NamedTuple):
+    """The first rank's engine, and its way to the others."""
+
+    engine: Engine
+    channel: Leader | None
+
+    def add(self) -> list[int]:
+        """Ask for every prompt; return the requests."""
+        pairs = zip(PROMPTS, PARAMS, strict=True)
+        return [self.engine.add(prompt, params, seed) for seed, (prompt, params) in enumerate(pairs)]
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+
+
+def start(ranks: Ranks, target_folder: Path, draft_folder: DraftFolder, split_draft: bool = False) -> Started | None:
+    """Start an engine on the first rank; the others do what it says until it is closed, and get None."""
     target = load_target(CheckpointReader(target_folder), torch.float32, CPU, ops=OPS, ranks=ranks)
     draft = "ngram" if draft_folder == "ngram" and ranks.rank == 0 else None
     if isinstance(draft_folder, Path) and (ranks.rank == 0 or split_draft):
@@ -59,8 +78,15 @@ def answers(ranks: Ranks, target_folder: Path, draft_folder: Path | Literal["ngr
         config = dataclasses.replace(CONFIG, num_pages=channel.receive())
         follow(channel, build_other_rank(target, draft, TREE, config, OPS, channel))
         return None
-    engine = build_engine(target, draft, TREE, CONFIG, OPS, channel)
-    ids = [engine.add(prompt, params, seed) for seed, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+    return Started(build_engine(target, draft, TREE, CONFIG, OPS, channel), channel)
+
+
+def answers(ranks: Ranks, target_folder: Path, draft_folder: DraftFolder, split_draft: bool = False):
+    """Answer the prompts together; return tokens, log probabilities and how many tokens were accepted drafts."""
+    started = start(ranks, target_folder, draft_folder, split_draft)
+    if started is None:
+        return None
+    engine, ids = started.engine, started.add()
     emitted = {request_id: [] for request_id in ids}
     prompt_logprobs = {}
     while engine.has_work:
@@ -68,12 +94,31 @@ def answers(ranks: Ranks, target_folder: Path, draft_folder: Path | Literal["ngr
             emitted[emission.request_id] += emission.tokens
             prompt_logprobs[emission.request_id] = emission.prompt_logprobs or prompt_logprobs.get(emission.request_id)
         engine.check_invariants()
-    if isinstance(channel, Leader):
-        channel.close()
+    started.close()
     tokens = [[token.token_id for token in emitted[i]] for i in ids]
     scores = [token.logprob.logprob for token in emitted[ids[3]]]
     scores += [entry.logprob for entry in prompt_logprobs[ids[3]][1:]]
     return tokens, scores, engine.stats.acceptance.acceptance_length
+
+
+def reshaped(ranks: Ranks, target_folder: Path, draft_folder: DraftFolder, split_draft: bool, shapes: list[TreeShape]):
+    """Answer the prompts while the tree changes; return their tokens, and why changes were refused."""
+    started = start(ranks, target_folder, draft_folder, split_draft)
+    if started is None:
+        return None
+    engine, refusals = started.engine, []
+    emitted = {request_id: [] for request_id in started.add()}
+    while engine.has_work:
+        try:
+            if shapes:
+                engine.set_tree(shapes.pop(0))
+        except ConfigError as error:
+            refusals.append(str(error))
+        for emission in engine.step():
+            emitted[emission.request_id] += [token.token_id for token in emission.tokens]
+        engine.check_invariants()
+    started.close()
+    return list(emitted.values()), refusals
 
 
 def bytes_read(ranks: Ranks, folder: Path) -> int:

@@ -8,6 +8,7 @@ import torch
 from parallel import folders, programs
 from slipstream.kernels import RowSampling
 from slipstream.models.parallel import ALONE
+from slipstream.speculation.tree import TreeShape
 from tiny import OPS
 from tiny_families import folder_of
 
@@ -53,6 +54,15 @@ def test_a_split_target_gives_the_tokens_of_the_whole_one(at_work, dense, size, 
     assert split[1] == pytest.approx(whole[1], abs=1e-4)
     assert split[2] == pytest.approx(whole[2], abs=0.1)  # the draft still guesses as well
     assert (split[2] > 1.1) == (draft != "none")
+
+
+@pytest.mark.parametrize(("draft", "num_refused"), [("none", 3), ("ngram", 1), ("whole", 0), ("split", 0)])
+def test_the_tree_may_change_on_ranks_and_a_shape_that_is_refused_hurts_nobody(at_work, dense, draft, num_refused):
+    folder = {"none": None, "ngram": "ngram"}.get(draft, dense.draft)
+    shapes = [TreeShape.chain(4), TreeShape(depth=2, width=2), TreeShape.chain(1)]
+    (tokens, refusals), _ = at_work.run(2, programs.reshaped, dense.target, folder, draft == "split", shapes)
+    assert tokens == whole_answers(dense.target, None)[0]
+    assert len(refusals) == num_refused
 
 
 @pytest.mark.parametrize(("name", "experts"), [("gpt-oss", 1), ("gpt-oss", 2), ("Phi-4", 1), ("Gemma 4 MoE", 2)])

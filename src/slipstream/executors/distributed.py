@@ -60,7 +60,7 @@ class LeadingExecutor(EagerExecutor):
 
     def __init__(self, runner: Runner, drafter: Drafter, num_rows: int, shared: "Told", leader: Leader) -> None:
         super().__init__(runner, drafter, num_rows, shared)
-        self._leader = leader
+        self._leader, self._told = leader, shared
 
     def submit(self, step: StepInput) -> None:
         """Run the step on every rank."""
@@ -68,9 +68,14 @@ class LeadingExecutor(EagerExecutor):
             super().submit(step)
 
     def reshape(self, shape: TreeShape) -> bool:
-        """Draft trees of another shape on every rank."""
-        with self._announced(_Reshape(shape)):
-            return super().reshape(shape)
+        """Draft trees of another shape on every rank that drafts; one that is refused here is not announced.
+
+        Nothing of it is exchanged between ranks, so the first need not wait for the others.
+        """
+        starts_over = super().reshape(shape)
+        if self._told.draft_is_split:
+            self._leader.send(_Reshape(shape))
+        return starts_over
 
     def reset(self) -> None:
         """Do nothing: a step that fails ends the group."""
