@@ -121,6 +121,31 @@ def reshaped(ranks: Ranks, target_folder: Path, draft_folder: DraftFolder, split
     return list(emitted.values()), refusals
 
 
+class BrokenGrammar:
+    """A grammar that no answer can begin with."""
+
+    def start(self):
+        raise ValueError("no first rule")
+
+
+def beside_a_broken_grammar(ranks: Ranks, target_folder: Path):
+    """Answer two prompts and one whose grammar fails as it joins, and then one more; return tokens and the error."""
+    started = start(ranks, target_folder, None)
+    if started is None:
+        return None
+    engine, emitted, errors = started.engine, {}, []
+    params = [PARAMS[0], SamplingParams(grammar=BrokenGrammar()), PARAMS[1], PARAMS[0]]
+    for seed, prompt, own in zip((0, 0, 1, 0), (0, 2, 1, 0), params, strict=True):
+        emitted[engine.add(PROMPTS[prompt], own, seed)] = []
+        while engine.has_work and len(emitted) >= 3:
+            for emission in engine.step():
+                emitted[emission.request_id] += [token.token_id for token in emission.tokens]
+                errors += [] if emission.error is None else [str(emission.error)]
+            engine.check_invariants()
+    started.close()
+    return list(emitted.values()), errors
+
+
 def bytes_read(ranks: Ranks, folder: Path) -> int:
     reader = CountingReader(folder)
     load_target(reader, torch.float32, CPU, ops=OPS, ranks=ranks)

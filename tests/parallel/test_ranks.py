@@ -65,6 +65,13 @@ def test_the_tree_may_change_on_ranks_and_a_shape_that_is_refused_hurts_nobody(a
     assert len(refusals) == num_refused
 
 
+def test_a_grammar_that_fails_on_the_first_rank_ends_its_own_request_only(at_work, dense):
+    (tokens, errors), _ = at_work.run(2, programs.beside_a_broken_grammar, dense.target)
+    first, second, *_ = whole_answers(dense.target, None)[0]
+    assert tokens == [first, [], second, first]
+    assert errors == ["no first rule"]
+
+
 @pytest.mark.parametrize(("name", "experts"), [("gpt-oss", 1), ("gpt-oss", 2), ("Phi-4", 1), ("Gemma 4 MoE", 2)])
 def test_a_split_target_of_another_family_gives_the_tokens_of_the_whole_one(at_work, name, experts, tmp_path):
     """Sinks go with their heads, an expert's bias is added once, and joined tensors are cut as if they lay apart."""

@@ -153,8 +153,9 @@ class EagerExecutor:
 
     def _run(self, planned: Sequence[tuple[Row, Work]], step: StepInput) -> list[RowOutput]:
         """Run the planned rows in one pass; rows that have failed already say so."""
-        outputs = [row.emit(0, (), (), {}, {}) for row, _ in planned if row.failure is not None]
-        planned = [(row, work) for row, work in planned if row.failure is None]
+        failed = self._failed([row for row, _ in planned], step)
+        outputs = [row.emit(0, (), (), {}, {}) for row, _ in planned if row.number in failed]
+        planned = [(row, work) for row, work in planned if row.number not in failed]
         if not planned:
             return outputs
         emitting = [row for row, work in planned if work.emits]
@@ -176,6 +177,16 @@ class EagerExecutor:
             with self._lap.timed("draft" if phase == "verify" else phase):
                 self._observe(planned, batch, kept, hidden)
         return outputs
+
+    def _failed(self, rows: Sequence[Row], step: StepInput) -> set[int]:
+        """Return the rows that failed as they joined; that a grammar did the first rank knows, and tells the others."""
+
+        def failed() -> set[int]:
+            return {row.number for row in rows if row.failure is not None}
+
+        if self._shared is None or all(joined.params.grammar is None for joined in step.joined):
+            return failed()
+        return self._shared.told(failed)
 
     def _propose(self, planned: Sequence[tuple[Row, Work]]) -> TreeBatch:
         """Return a tree for each row that emits; those that may not draft get a lone root."""
