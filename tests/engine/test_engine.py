@@ -200,6 +200,19 @@ def test_a_failing_step_ends_its_requests_and_the_engine_lives_on(monkeypatch):
     assert run(engine, [[4, 5, 6]], [GREEDY], [0]) == [expected]
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n"])
+def test_counts_are_whole_numbers(field):
+    for wrong in (1.5, True, False, "2"):
+        with pytest.raises(RequestError, match=f"^{field} is {wrong!r}; it must"):
+            SamplingParams(**{field: wrong})
+
+
+@pytest.mark.parametrize("wrong", [5, None, b"salt"])
+def test_a_salt_is_text(wrong):
+    with pytest.raises(RequestError, match=r"cache_salt is .*; it must be text"):
+        SamplingParams(cache_salt=wrong)
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [([], "empty"), (list(range(60)) * 3, "context holds 128"), ([1, VOCAB], f"token id {VOCAB}"), ([-1], "-1")],

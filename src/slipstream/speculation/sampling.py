@@ -11,6 +11,8 @@ MAX_TOP_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 """Below this a temperature is 0: dividing logits by less overflows float32, and the best token wins anyway."""
 
+_WHOLE = {"max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n"}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -59,14 +61,20 @@ class SamplingParams:
             ("presence_penalty", self.presence_penalty, -2, 2),
             ("frequency_penalty", self.frequency_penalty, -2, 2),
             ("repetition_penalty", self.repetition_penalty, 0, 10),
-            ("seed", self.seed or 0, -(2**63), 2**63 - 1),
-            ("logprobs", self.logprobs or 0, 0, MAX_TOP_LOGPROBS),
-            ("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_TOP_LOGPROBS),
+            ("seed", 0 if self.seed is None else self.seed, -(2**63), 2**63 - 1),
+            ("logprobs", 0 if self.logprobs is None else self.logprobs, 0, MAX_TOP_LOGPROBS),
+            ("prompt_logprobs", 0 if self.prompt_logprobs is None else self.prompt_logprobs, 0, MAX_TOP_LOGPROBS),
             ("n", self.n, 1, 128),
         )
         for name, value, low, high in bounds:
-            if not (isinstance(value, Real) and not value < low and value <= high):
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise RequestError(f"{name} is {value!r}; it must be a number.")
+            if name in _WHOLE and not isinstance(value, Integral):
+                raise RequestError(f"{name} is {value!r}; it must be a whole number.")
+            if value < low or not value <= high:
                 raise RequestError(f"{name} is {value!r}; it must lie between {low} and {high}.")
+        if not isinstance(self.cache_salt, str):
+            raise RequestError(f"cache_salt is {self.cache_salt!r}; it must be text, and '' is none.")
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if self.top_p == 0:
