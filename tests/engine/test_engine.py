@@ -213,6 +213,28 @@ def test_a_salt_is_text(wrong):
         SamplingParams(cache_salt=wrong)
 
 
+def test_a_measured_request_that_cannot_start_leaves_nothing_behind():
+    engine = engine_of(TARGET, max_requests=1, num_pages=100)
+    engine.add_computed([1] * 20, GREEDY, 0)
+    usage = engine.page_usage
+    with pytest.raises(RequestError, match="no room"):
+        engine.add_computed([2] * 20, GREEDY, 0)
+    assert (engine.num_waiting, engine.page_usage) == (0, usage)
+    engine.check_invariants()
+    finish(engine)
+    assert engine.page_usage == 0
+
+
+def test_what_lies_in_the_pages_of_a_measured_request_is_nobodys_text():
+    prompt = [3] * 21
+    (expected,) = run(engine_of(TARGET), [prompt], [GREEDY], [0])
+    engine = engine_of(TARGET)
+    engine.add_computed(prompt, GREEDY, 0)
+    finish(engine)
+    assert run(engine, [prompt], [GREEDY], [0]) == [expected]
+    assert engine.stats.cached_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [([], "empty"), (list(range(60)) * 3, "context holds 128"), ([1, VOCAB], f"token id {VOCAB}"), ([-1], "-1")],

@@ -49,7 +49,6 @@ class Engine:
         self._sessions: dict[int, Session] = {}
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
         self._by_row: dict[int, Request] = {}
-        self._computed: set[int] = set()
         self._next_id = self._next_epoch = 0
         self._doubt = DraftDoubt() if drafter.has_kv else None
         self._simulated: tuple[float, ...] = ()
@@ -111,11 +110,16 @@ class Engine:
     def add_computed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> int:
         """Start a request as if its prompt had been computed: its keys are whatever the cache holds.
 
+        RequestError, and nothing is queued, if it cannot start at once.
+
         For measurements: decoding from a long context can be timed without computing it first.
         """
         request_id = self.add(prompt, params, seed)
-        self._scheduler.start_computed(self._sessions[request_id].request)
-        self._computed.add(request_id)
+        try:
+            self._scheduler.start_computed(self._sessions[request_id].request)
+        except RequestError:
+            self.abort(request_id)
+            raise
         return request_id
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -273,7 +277,6 @@ class Engine:
         request.row, request.epoch = self._free_rows.pop(), self._next_epoch
         self._next_epoch += 1
         self._by_row[request.row] = request
-        computed = request.request_id in self._computed
         return Joined(
             request.row,
             request.epoch,
@@ -286,7 +289,7 @@ class Engine:
             request.end_tokens,
             request.speculate,
             min(len(request.prompt) + request.params.max_tokens, self.config.max_context),
-            computed,
+            request.computed,
         )
 
     def _leave(self, request: Request) -> None:
@@ -296,7 +299,6 @@ class Engine:
             self._free_rows.append(request.row)
             del self._by_row[request.row]
             request.row, request.num_pages_sent = None, 0
-        self._computed.discard(request.request_id)
 
     def _commit(self, output: StepOutput) -> list[Emission]:
         """Hand out what a step gave; what was in flight for a request that has ended or started over is dropped."""

@@ -30,10 +30,12 @@ class Request:
     """One prompt being answered.
 
     `tokens` is prompt and answer together, as far as it was read. The first `num_committed` have their keys in the
-    cache; the executor was told to compute `num_sent`. `unread` has an entry for each of its steps that was not read yet:
-    the most tokens it may give, and it gives at least one. `row` is its place in the executor's batch while it runs there, and `epoch` tells apart who had it when.
-    `page_keys` names its first pages for the prefix cache, and `text_key` the text up to the end of the last of them.
-    The first `num_behind` of its pages lie behind every layer's window and are no longer its own.
+    cache; the executor was told to compute `num_sent`. `unread` has an entry for each of its steps that will give a
+    token and was not read yet: the most that it may give. `row` is its place in the executor's batch while it runs
+    there, and `epoch` tells apart who had it when. `page_keys` names its first pages for the prefix cache, and
+    `text_key` the text up to the end of the last of them. The first `num_behind` of its pages lie behind every layer's
+    window and are no longer its own. What lies in the pages of one that was taken for `computed` (measurements) is not
+    its text, so they are not named.
     """
 
     request_id: int
@@ -55,6 +57,7 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)
     text_key: bytes = b""
     num_cached: int = 0
+    computed: bool = False
     num_preempted: int = 0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -103,5 +106,6 @@ class Request:
         self.num_committed = self.num_sent = 0
         self.unread.clear()
         self.num_registered = 0
+        self.computed = False
         self.status = Status.WAITING
         self.num_preempted += 1

@@ -84,12 +84,14 @@ class Scheduler:
 
     def start_computed(self, request: Request) -> None:
         """Start a waiting request with all its tokens but the last taken for committed; RequestError without pages."""
-        pages = self._pages.allocate(self._config.pages_for(len(request.tokens) + self._needs.extra_slots))
-        if pages is None or len(self.running) >= self._config.max_requests:
+        count = self._config.pages_for(len(request.tokens) + self._needs.extra_slots)
+        pages = self._pages.allocate(count) if len(self.running) < self._config.max_requests else None
+        if pages is None:
             raise RequestError("There is no room to start this request at once; give the engine more pages.")
         self._waiting.remove(request)
         request.pages, request.status = pages, Status.RUNNING
         request.num_committed = request.num_sent = len(request.tokens) - 1
+        request.computed = True
         self.running.append(request)
 
     def start_over(self) -> None:
@@ -155,7 +157,7 @@ class Scheduler:
         if emitted:
             request.num_sent = len(request.tokens) - (request.num_unread == 0)
         assert request.num_committed < len(request.tokens), "the last token is always left to compute"
-        if self._config.prefix_cache:
+        if self._config.prefix_cache and not request.computed:
             self._register_pages(request)
         if self._keeps is not None:
             behind = max(request.num_committed - self._keeps, 0) // self._config.page_size
