@@ -235,6 +235,17 @@ def test_what_lies_in_the_pages_of_a_measured_request_is_nobodys_text():
     assert engine.stats.cached_tokens == 0
 
 
+def test_forgetting_prompts_again_and_again_while_idle_costs_nothing_more(monkeypatch):
+    engine = engine_of(TARGET, num_pages=50)
+    run(engine, [[3] * 21], [GREEDY], [0])
+    for _ in range(20):
+        assert engine.forget_prompts()
+    steps, submit = [], engine.executor.submit
+    monkeypatch.setattr(engine.executor, "submit", lambda step: (steps.append(step), submit(step)))
+    run(engine, [[4, 5, 6]], [GREEDY], [0])
+    assert sorted(steps[0].lost_pages) == list(range(50))
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [([], "empty"), (list(range(60)) * 3, "context holds 128"), ([1, VOCAB], f"token id {VOCAB}"), ([-1], "-1")],

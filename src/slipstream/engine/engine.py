@@ -41,8 +41,8 @@ class Engine:
         drafter = executor.drafter
         needs = draft_needs(drafter)
         self._left: list[Left] = []
-        self._lost_pages: list[int] = []
-        self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots), self._lost_pages.append)
+        self._lost_pages: set[int] = set()  # since the last step: an idle engine may lose the same ones many times
+        self._pages = PageAllocator(config.resolve_num_pages(needs.extra_slots), self._lost_pages.add)
         self._scheduler = Scheduler(
             config, self._pages, needs, self._leave, spec.mla is not None, _tokens_kept(spec, drafter)
         )
@@ -250,7 +250,7 @@ class Engine:
             request.num_pages_sent = len(request.pages)
             assert request.row is not None, "a planned request has a row"
             work.append(Work(request.row, scheduled.num_tokens, scheduled.emits, scheduled.drafts))
-        step = StepInput(self._left[:], self._lost_pages[:], joined, pages, work, self._simulated, patience_s, ahead)
+        step = StepInput(self._left[:], list(self._lost_pages), joined, pages, work, self._simulated, patience_s, ahead)
         self._left.clear()
         self._lost_pages.clear()
         return step
