@@ -196,7 +196,7 @@ def test_confidence_is_corrected_by_what_was_kept(power):
         confidence = order.uniform(0.05, 1.0)
         controller.learn([DraftedChain([math.log(confidence)], 1, int(order.random() < confidence**power))])
     for confidence in (0.3, 0.6, 0.9):
-        assert controller.chance(confidence) == pytest.approx(confidence**power, abs=0.1)
+        assert confidence ** controller.cut(1).trust == pytest.approx(confidence**power, abs=0.1)
 
 
 def test_a_row_is_the_dearer_the_more_there_are():
@@ -225,12 +225,12 @@ def test_a_pass_with_a_prompt_in_it_teaches_what_is_kept_but_not_what_it_costs()
     clock = iter(range(100))
     controller = ChainController()
     pace = Pace(controller, lambda: float(next(clock)))
-    hope = controller.chance(0.95)
+    trust = controller.cut(1).trust
     for _ in range(20):
         pace.start(1, 5)
         pace.drafted([7], [[math.log(0.95)]], [1])
         pace.checked({7: 0, 8: 300})  # request 8 had its prompt computed
-    assert controller.chance(0.95) < hope
+    assert controller.cut(1).trust > trust  # tokens of a confidence are hoped for less
     assert not controller.explain(1)
 
 

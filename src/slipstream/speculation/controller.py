@@ -307,10 +307,6 @@ class ChainController:
             "least_chance_of_a_copy": round(max(cut.least, cut.price(num_requests)), 3),
         }
 
-    def chance(self, confidence: float) -> float:
-        """Return how often nodes of about this confidence are kept."""
-        return float(confidence**self._trust)
-
     def learn(self, chains: Sequence[DraftedChain]) -> None:
         """Take in what became of drafted tokens: as many should be kept as were hoped for."""
         for chain in chains:

@@ -99,11 +99,6 @@ class SamplingParams:
                 raise RequestError(f"logit_bias for token {token} is {bias!r}; it must lie between -100 and 100.")
 
     @property
-    def truncates(self) -> bool:
-        """Tell whether unlikely tokens are ruled out; without temperature that cannot change the best one."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
     def counts_tokens(self) -> bool:
         """Tell whether tokens already in the text matter."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
