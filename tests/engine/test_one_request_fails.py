@@ -86,10 +86,10 @@ class PoisonedCount(int):
 
     armed = False
 
-    def __bool__(self):
+    def __lt__(self, other):
         if self.armed:
             raise BrokenError("logprobs")
-        return True
+        return int(self) < other
 
 
 def counting(field):

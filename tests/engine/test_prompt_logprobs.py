@@ -2,9 +2,13 @@
 
 import pytest
 
+from slipstream.engine.build import build_engine
+from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.kernels import select
 from slipstream.speculation.sampling import SamplingParams
-from tiny import engine_of, follower_draft, tiny_target
+from slipstream.speculation.tree import TreeShape
+from tiny import DEVICE, engine_of, follower_draft, tiny_target
 
 PROMPT = [7, 3, 19, 3, 44, 60, 0, 12, 12, 31, 5, 9, 40, 2]
 PARAMS = SamplingParams(max_tokens=6, prompt_logprobs=2)
@@ -66,3 +70,31 @@ def test_a_preempted_request_scores_its_prompt_once():
 
 def test_a_prompt_of_one_token_has_nothing_to_score():
     assert scores(engine_of(tiny_target()), [7]) == [None]
+
+
+@pytest.mark.parametrize("cuda_graphs", ["off", "on"])
+def test_a_prompts_tokens_have_the_log_probabilities_they_have_in_an_answer(cuda_graphs):
+    """Every second token is as likely as the one before: among equals the lower id comes first, in both."""
+    target, ops = tiny_target(), select(DEVICE)
+    head_VD = target.lm_head.weight
+    head_VD[1::2] = head_VD[: len(head_VD) - 1 : 2]
+    config = EngineConfig(max_context=128, page_size=4, max_requests=4, cuda_graphs=cuda_graphs, prefix_cache=False)
+
+    def engine() -> Engine:
+        return build_engine(target, None, TreeShape(), config, ops)
+
+    answering = engine()
+    answering.add(PROMPT, SamplingParams(max_tokens=20, logprobs=5), seed=0)
+    answer = []
+    while answering.has_work:
+        answer += [token.logprob for emission in answering.step() for token in emission.tokens]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=5)
+    found = scores(engine(), PROMPT + [said.token_id for said in answer], params)[len(PROMPT) :]
+    within = 0 if ops.row_invariant else 1e-4
+    for scored, said in zip(found, answer, strict=True):
+        assert scored.token_id == said.token_id
+        assert scored.logprob == pytest.approx(said.logprob, abs=within)
+        assert [token for token, _ in scored.top] == [token for token, _ in said.top]
+        assert [value for _, value in scored.top] == pytest.approx([value for _, value in said.top], abs=within)
+        assert list(scored.top) == sorted(scored.top, key=lambda pair: (-pair[1], pair[0]))
+        assert scored.rank == 1

@@ -3,7 +3,8 @@
 Processing runs along each node's own path: a penalty at a node counts the tokens on the way to it, and a grammar allows
 what may follow them.
 
-Shape letters: L nodes of all trees, R rows, V vocabulary, W words of a mask, M masks, D drafted tokens on a path.
+Shape letters: L nodes of all trees, R rows, V vocabulary, W words of a mask, M masks, D drafted tokens on a path,
+K prompt tokens that are scored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from slipstream.executors.rows import Row
 from slipstream.kernels import Ops, Sampled, SampleRows, SamplingState, TokenMasks
 from slipstream.kernels.sampling import num_words
 from slipstream.speculation.grammar import DraftedAnswer, fill_masks
+from slipstream.speculation.sampling import SamplingParams
 from slipstream.speculation.tree import Tree
 
 
@@ -134,6 +136,34 @@ class Chooser:
         )
         sampled = self._ops.sample(logits_LV, at, self.state, None if masks is None else masks.on(device))
         return Choice(sampled, masks)
+
+    def score_prompt(self, row: Row, logits_KV: Tensor) -> None:
+        """Give a row the log probabilities of its next prompt tokens, which these logits foretell."""
+        with row.contained():
+            first, num_top = len(row.prompt_logprobs), row.joined.params.prompt_logprobs
+            assert num_top is not None, "scored prompts were asked for"
+            row.prompt_logprobs += self._scored(logits_KV, row.tokens[first : first + len(logits_KV)], num_top)
+
+    def _scored(self, logits_KV: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+        """Return the log probability and the rank of a token of each row, with so many of the likeliest.
+
+        It is what an answer has where a mask leaves only that token: the same definition, and the same bits.
+        """
+        device = logits_KV.device
+        token_K1 = torch.tensor(tokens, dtype=torch.int64, device=device)[:, None]
+        words_KW = torch.zeros(len(tokens), num_words(self.state.vocab_size), dtype=torch.int32, device=device)
+        words_KW.scatter_(1, token_K1 // 32, (1 << token_K1 % 32).int())  # the last of a word is its sign
+        state = SamplingState(1, self.state.vocab_size, device)
+        state.load(0, SamplingParams(logprobs=num_top), 0, (), (), ())
+        row_K = torch.arange(len(tokens), device=device)
+        nobody_K = torch.zeros_like(row_K)
+        at = SampleRows(nobody_K, nobody_K, nobody_K.new_empty(len(tokens), 0))
+        sampled = self._ops.sample(logits_KV, at, state, TokenMasks(words_KW, row_K))
+        logits_KV = logits_KV.float()
+        own_K1 = logits_KV.gather(1, token_K1).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        rank_K = 1 + (logits_KV > own_K1).sum(1)  # what is no number is not above anything
+        pairs = zip(read_logprobs(sampled, range(len(tokens)), num_top), tokens, rank_K.tolist(), strict=True)
+        return [found._replace(token_id=token, rank=rank) for found, token, rank in pairs]
 
     def count(self, rows: Sequence[Row], tokens_RE: Tensor, counts_R: Tensor) -> None:
         """Take note of what rows emit, where penalties look back on it."""

@@ -222,7 +222,7 @@ class EagerExecutor:
         for (row, work), first in zip(planned, batch.first_rows, strict=True):
             wanted = [first + place for place in row.wanted_prompt_rows(row.num_committed, work.num_tokens)]
             for start in range(0, len(wanted), _SCORED_ROWS):
-                row.score_prompt(self._runner.logits(hidden, wanted[start : start + _SCORED_ROWS]))
+                self._chooser.score_prompt(row, self._runner.logits(hidden, wanted[start : start + _SCORED_ROWS]))
 
     def _choose(self, emitting: Sequence[Row], batch: Batch, trees: Sequence[Tree], hidden: Hidden) -> Choice | None:
         """Let the target choose at every node; None if no row emits."""

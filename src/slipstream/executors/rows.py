@@ -3,9 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
-
 from slipstream.executors.interface import Joined, RowOutput, TokenLogprob
 from slipstream.speculation.drafter import DraftView
 from slipstream.speculation.grammar import GrammarState
@@ -52,15 +49,6 @@ class Row:
         if self.joined.params.prompt_logprobs is None:
             return range(0)
         return range(min(num_tokens, max(self.joined.num_prompt - 1 - start, 0)))
-
-    def score_prompt(self, logits_KV: Tensor) -> None:
-        """Take in the logits that foretell the next prompt tokens."""
-        first = len(self.prompt_logprobs)
-        with self.contained():
-            num_top = self.joined.params.prompt_logprobs
-            assert num_top is not None, "scored prompts were asked for"
-            for token, logits_V in zip(self.tokens[first : first + len(logits_KV)], logits_KV, strict=True):
-                self.prompt_logprobs.append(token_logprob(logits_V, token, num_top))
 
     def emit(
         self,
@@ -117,12 +105,3 @@ class Row:
             yield
         except Exception as error:  # noqa: BLE001 (kept as the row's failure, and handed to whoever asked for it)
             self.failure = self.failure or error
-
-
-def token_logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return a token's log probability, the likeliest ones and its rank, of logits as the target gave them."""
-    logprobs_V = torch.log_softmax(logits_V.float(), dim=-1)
-    top = logprobs_V.topk(num_top) if num_top else None
-    pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top is not None else ()
-    rank = 1 + int((logprobs_V > logprobs_V[token]).sum())
-    return TokenLogprob(token, float(logprobs_V[token]), pairs, rank)
