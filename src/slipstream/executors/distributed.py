@@ -2,7 +2,7 @@
 
 Requests, scheduling and text live on the first rank only. Every rank is told the same changes, has the same rows, and
 chooses the same tokens, so nothing comes back. What only the first rank has is told to the others when it is needed:
-trees of a draft that is not split, and what grammars allow.
+trees of a draft that is not split, what grammars allow, and which rows failed with one as they joined.
 """
 
 import dataclasses
