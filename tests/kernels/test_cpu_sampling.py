@@ -1,5 +1,7 @@
 """The sampler's C++ against the reference: tokens, and log probabilities to the bit."""
 
+import dataclasses
+
 import pytest
 import torch
 from sampling_samples import Case, Settings, assert_same, logits_of, masks_of, mixed, rows_of, state_of
@@ -22,6 +24,18 @@ def test_every_row_is_the_references(cpu_ops, kind, vocab, generator):
     got = cpu_ops.sample(logits, rows, state, masks)
     assert torch.equal(logits.view(torch.int32), untouched.view(torch.int32))
     assert_same(got, REFERENCE.sample(logits, rows, state, masks), cases)
+
+
+@pytest.mark.parametrize("vocab", [301, 9001])
+def test_rows_whose_logits_over_temperature_are_all_infinite_are_the_references(cpu_ops, vocab):
+    warm = Settings(temperature=0.1)
+    cases = [
+        Case(dataclasses.replace(warm, **cut, logprobs=2)) for cut in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1})
+    ]
+    logits = torch.full((len(cases), vocab), -1e38)
+    logits[:, 5], logits[:, 0] = -9e37, -torch.inf
+    state, rows = state_of(cases, vocab, CPU), rows_of(cases, CPU)
+    assert_same(cpu_ops.sample(logits, rows, state), REFERENCE.sample(logits, rows, state), cases)
 
 
 def test_half_precision_rows_without_grammars_are_the_references(fast_ops, generator):

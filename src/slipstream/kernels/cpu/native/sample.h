@@ -254,7 +254,7 @@ static Best best_of_span(const Row& row, int64_t begin, int64_t end, float sure,
 }
 
 // The rule over rows that are not to be skipped. `best` has space for each row's segments. Where nothing is above -inf, the
-// token is `nothing`.
+// token is `nothing`; where logits are, but logit / T is -inf for every token, all are equal, and it is the first.
 static void choose_rows(Pool& pool, Best* best, const float* logits, int64_t rows, int64_t vocab, const Sampling& s, const uint8_t* skip, int64_t nothing, int64_t* out) {
     const int64_t segments = num_segments(vocab);
     const int items = static_cast<int>(rows * segments);
@@ -288,7 +288,8 @@ static void choose_rows(Pool& pool, Best* best, const float* logits, int64_t row
     for (int64_t row = 0; row < rows; ++row) {
         if (skipped(row)) continue;
         const Best winner = combine(row);
-        out[row] = winner.score == -__builtin_inff() ? nothing : winner.index;
+        const bool equal = s.temperature[row] > 0.0f && logits[row * vocab + out[row]] > -__builtin_inff();
+        out[row] = winner.score > -__builtin_inff() ? winner.index : equal ? 0 : nothing;
     }
 }
 

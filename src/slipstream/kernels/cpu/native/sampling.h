@@ -265,6 +265,7 @@ static int64_t sample_row(const SampleCall& call, int64_t index, float* logits, 
     const Row row{logits, static_cast<float>(slot.temperature), slot.seed, call.position[index]};
     if (!(row.temperature > 0.0f)) return top.index;
     const RowRule rule{&slot, row, vocab, top.score, exact_score(row, top.index)};
+    if (rule.sure == -__builtin_inff()) return 0;  // logit / T is -inf for every token, so that all are equal
     if (slot.uses & TOP_K) return draw_found(rule, own.found, find_best(logits, vocab, slot.top_k, own));
     return draw_nucleus(rule);
 }
