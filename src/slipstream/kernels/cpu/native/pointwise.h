@@ -1,4 +1,4 @@
-// Norms, rotations, activations and copies of key/value slots, row by row.
+// Norms, rotations and activations, row by row.
 #pragma once
 #include "abi.h"
 #include "vec.h"
@@ -30,7 +30,7 @@ static void silu_mul_span(const float* gate, const float* up, float* y, int n) {
     }
 }
 
-// Rotate pairs (i, i + half) of one head and multiply by `scale`; values past 2 half are only multiplied.
+// Rotate pairs (i, i + half) of one head; values past 2 half stay as they are.
 static void rotate_head(const float* x, const float* cos, const float* sin, float* y, int half, int n) {
     int i = 0;
     for (; i + 16 <= half; i += 16) {
