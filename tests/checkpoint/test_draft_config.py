@@ -199,6 +199,7 @@ def test_flags_are_read(changes, expected):
             "eagle_config.parallel_draft_step' is 2: .*Medusa heads",
         ),
         ({**SPECFORGE, "capture_convention": "later"}, "blocks_applied or block_output"),
+        ({**SPECFORGE, "num_key_value_heads": 3}, "num_attention_heads' is 4, no multiple of num_key_value_heads = 3"),
         ({**SPECFORGE, "architectures": ["Glm4MoeForCausalLMEagle3"], "use_moe": True}, "dense feed-forward part"),
         ({key: value for key, value in SPECFORGE.items() if key != "hidden_size"}, "'hidden_size' is missing"),
     ],

@@ -127,6 +127,30 @@ def test_indices_outside_the_cache_are_refused(fast_ops, generator):
         fast_ops.write_kv(layer, torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), torch.tensor([1000]))
 
 
+@pytest.mark.parametrize("heads", [(4, 3), (2, 4), (257, 1)])
+def test_query_heads_that_cannot_share_the_key_heads_are_refused(cpu_ops, generator, heads):
+    q, layer, batch, _, _ = random_case([2], [3], 4, generator, heads=heads, head_dim=5)
+    with pytest.raises(KernelError, match="no multiple of the key heads, or more than 256"):
+        cpu_ops.attention(q, layer, batch, 0.125, None)
+
+
+def test_as_many_query_heads_as_may_share_a_key_head_match_the_reference(cpu_ops, generator):
+    q, layer, batch, _, _ = random_case([2, 1], [3, 40], 4, generator, heads=(256, 1), head_dim=5)
+    expected = REFERENCE.attention(q, layer, batch, 0.2, None)
+    assert torch.allclose(cpu_ops.attention(q, layer, batch, 0.2, None), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_keys_and_values_that_are_no_numbers_give_the_same_bits_on_every_instruction_set(generator, bad):
+    for at in (0, 5, 15, 18):
+        for kind in ("keys_SGd", "values_SGd"):
+            q, layer, batch, _, _ = random_case([1, 3], [20, 2], 16, generator, head_dim=16)
+            getattr(layer, kind)[int(batch.page_table_RP[0, at // 16]) * 16 + at % 16, 0, 3] = bad
+            first, *others = (CpuOps(1, isa).attention(q, layer, batch, 0.25, None) for isa in _isas())
+            for other in others:
+                torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
+
+
 def test_keys_are_written_and_moved_like_the_reference(fast_ops, generator):
     _, layer, _, _, _ = random_case([2], [30], 4, generator)
     _, expected, _, _, _ = random_case([2], [30], 4, torch.Generator().manual_seed(7))

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from cpu_samples import causal, packed_weight
-from layer_samples import make_draft, make_target
+from layer_samples import make_draft, make_target, run
 
 from slipstream.checkpoint.spec import MlaSpec, RopeSpec
 from slipstream.errors import KernelError
@@ -250,6 +250,12 @@ def test_blocks_that_do_not_fit_run_one_by_one_and_say_so_once(fast_ops, generat
     assert sum("one by one" in record.message for record in caplog.records) == 1
     expected = model(ids, context(REFERENCE, cache(model), 0, 4, 16)).last_TD
     assert torch.allclose(got, expected, rtol=0.1, atol=0.1)
+
+
+def test_blocks_whose_query_heads_cannot_share_the_key_heads_are_refused(fast_ops, generator, caplog):
+    with pytest.raises(KernelError, match="no multiple of the key heads"):
+        run(make_draft(generator, num_heads=2, num_kv_heads=4), fast_ops, [4])
+    assert "2 query heads cannot share 4 key heads evenly" in caplog.text
 
 
 def test_blocks_the_library_has_not_are_named_by_what_they_are_made_of(fast_ops, generator, caplog):

@@ -129,6 +129,11 @@ def read_draft(config: Mapping[str, Any], source: Path, target_layers: int | Non
     num_heads = block.integer("num_attention_heads")
     mla = read_mla(block) if family == "deepseek" else None
     head_dim = block.integer("head_dim", hidden_size // num_heads, maximum=WIDEST_HEAD) if mla is None else mla.head_dim
+    num_kv_heads = num_heads if mla is not None else block.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise block.error(
+            "num_attention_heads", f"is {num_heads}, no multiple of num_key_value_heads = {num_kv_heads}."
+        )
     max_position = block.integer("max_position_embeddings")
     vocab_size = block.integer("vocab_size")
     captures = read_captures(fields, speculators, target_layers)
@@ -146,7 +151,7 @@ def read_draft(config: Mapping[str, Any], source: Path, target_layers: int | Non
         intermediate_size=block.integer("intermediate_size"),
         num_layers=block.integer("num_hidden_layers", 1, maximum=MOST_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=num_heads if mla is not None else block.integer("num_key_value_heads", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=block.number("rms_norm_eps", 1e-6),
         rope=read_rope(block, head_dim if mla is None else mla.rope_dim, max_position),

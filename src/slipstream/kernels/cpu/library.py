@@ -331,6 +331,7 @@ _RETURNS_STATUS: dict[str, tuple[object, ...]] = {
 _STATUS = {
     1: "ran out of memory",
     2: "was given an index outside its pages, slots, positions or rows",
+    3: "was given query heads that are no multiple of the key heads, or more than 256 to one key head",
 }
 
 

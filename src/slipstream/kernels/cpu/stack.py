@@ -18,7 +18,7 @@ from slipstream.kernels.cpu.weights import PANEL, SUFFIX, describe_linear, is_de
 from slipstream.kernels.ops import PLAIN_BLOCK
 
 MAX_GROUP = 256
-"""Query heads that may share a key head (native/attention.h)."""
+"""Query heads that may share a key head (native/table.h)."""
 
 
 class DescribedStack:
@@ -155,6 +155,8 @@ def _unfit(layers: Sequence[Any]) -> str:
         shape = layer.self_attn.shape
         if shape.norms_all_heads:
             return "queries and keys are normed over all heads"
+        if shape.num_heads % shape.num_kv_heads:
+            return f"{shape.num_heads} query heads cannot share {shape.num_kv_heads} key heads evenly"
         if shape.num_heads > MAX_GROUP * shape.num_kv_heads:
             return f"more than {MAX_GROUP} query heads share a key head"
         attention, mlp = layer.self_attn, layer.mlp

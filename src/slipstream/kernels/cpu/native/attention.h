@@ -8,13 +8,14 @@
 #include "activations.h"
 #include "attention_plan.h"
 #include "pool.h"
+#include "table.h"
 #include "transpose.h"
 #include "vec.h"
 
 namespace slip {
 namespace SLIP_NAMESPACE {
 
-constexpr int kMaxRows = 256;  // of one block of queries; ../ops.py refuses larger groups of heads
+constexpr int kMaxRows = kMaxGroup;  // of one block of queries
 // What fits the registers: rows and tiles of 16 keys scored together, rows and columns of 16 values summed together.
 #if SLIP_ISA == 2
 constexpr int kScoreRows = 8, kScoreTiles = 2, kValueRows = 6, kValueColumns = 4;

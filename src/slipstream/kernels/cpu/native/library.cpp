@@ -150,7 +150,8 @@ SLIP_EXPORT void* slip_engine_create(int32_t threads, int32_t isa) {
 
 SLIP_EXPORT void slip_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); }
 
-// The calls below return 0, 1 when memory ran out, 2 when a batch points outside its pages, slots or positions.
+// The calls below return 0, 1 when memory ran out, 2 when a batch points outside its pages, slots or positions, 3 when query
+// heads cannot be shared out over key heads.
 #define SLIP_CALL(body)                                \
     auto& e = *static_cast<Engine*>(engine);           \
     try {                                              \
@@ -167,6 +168,8 @@ SLIP_EXPORT int32_t slip_linear(void* engine, const Linear* w, const float* x, i
 }
 
 SLIP_EXPORT int32_t slip_attention(void* engine, const Batch* batch, const Kv* kv, const AttentionShape* shape, const float* q, float* out) {
+    const bool grouped = shape->kv_heads > 0 && shape->heads % shape->kv_heads == 0 && shape->heads / shape->kv_heads <= kMaxGroup;
+    if (!grouped) return 3;
     if (!valid(*batch, *kv, false, 0)) return 2;
     SLIP_CALL(e.table.attention(e.pool, e.workspaces.call, *batch, *kv, *shape, q, out))
 }

@@ -6,6 +6,8 @@
 
 namespace slip {
 
+constexpr int kMaxGroup = 256;  // query heads that may share a key head
+
 struct AttentionShape {
     const float* sinks;  // a score of each query head that stands for no key, or null
     int32_t heads;
