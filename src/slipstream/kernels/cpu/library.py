@@ -385,7 +385,8 @@ class NativeEngine:
         self.handle: int = self.library.slip_engine_create(threads, wanted)
         if not self.handle:
             raise KernelError(f"The CPU kernels could not start {threads} threads.")
-        weakref.finalize(self, self.library.slip_engine_destroy, self.handle)
+        # Not at exit: a thread that still runs may be within a call.
+        weakref.finalize(self, self.library.slip_engine_destroy, self.handle).atexit = False
 
 
 def check(status: int) -> None:

@@ -21,7 +21,7 @@ class NativeText:
         self.handle: int = self._library.slip_text_create(_address(hopes))
         if not self.handle:
             raise KernelError("A CPU kernel ran out of memory.")
-        weakref.finalize(self, self._library.slip_text_destroy, self.handle)
+        weakref.finalize(self, self._library.slip_text_destroy, self.handle).atexit = False  # as the engine's
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,7 @@
 namespace slip {
 namespace SLIP_NAMESPACE {
 
-constexpr int kPhasesPerLayer = 12;
+constexpr int kPhasesPerLayer = 14;  // that one goes through at most, beside captures
 
 // Panels a member takes at a time: fewer where rows make each one longer, so that nobody waits long for the last.
 constexpr int kMostPanels = 8;
@@ -384,7 +384,7 @@ static void run_parts(Pool& pool, Scratch& scratch, const Stack& stack, const Ba
         for (int i = 0; i < pool.size(); ++i) lay_out_team(scratch, stack, largest, tokens, longest, 1, members[i]);
     }
     pool.run(2 * stack.num_layers, [&](Team& team) {
-        Team alone{0, 1, nullptr, nullptr};
+        Team alone{0, 1, nullptr, nullptr, 0};
         Workspace work = members[team.id];
         const auto walk = [&](int i) {
             const int64_t first = static_cast<int64_t>(parts[i].first) * stack.width;

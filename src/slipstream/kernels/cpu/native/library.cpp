@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <stdexcept>
 
 #include "copies.h"
@@ -22,6 +23,7 @@ struct Engine {
     Pool pool;
     Workspaces workspaces;
     const Table& table;
+    std::recursive_mutex calls;  // share the workspaces; one that makes masks may come back
 };
 
 const Table& table_of(int isa) {
@@ -148,13 +150,16 @@ SLIP_EXPORT void* slip_engine_create(int32_t threads, int32_t isa) {
     }
 }
 
-SLIP_EXPORT void slip_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); }
+SLIP_EXPORT void slip_engine_destroy(void* engine) {
+    if (!static_cast<Engine*>(engine)->pool.forked()) delete static_cast<Engine*>(engine);
+}
 
 // The calls below return 0, 1 when memory ran out, 2 when a batch points outside its pages, slots or positions, 3 when query
 // heads cannot be shared out over key heads.
 #define SLIP_CALL(body)                                \
     auto& e = *static_cast<Engine*>(engine);           \
     try {                                              \
+        const std::lock_guard lock(e.calls);           \
         body;                                          \
         return 0;                                      \
     } catch (const std::out_of_range&) {               \

@@ -1,6 +1,8 @@
 #include "pool.h"
 
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <unistd.h>
@@ -22,15 +24,25 @@ long process_id() {
 
 }  // namespace
 
-Pool::Pool(int size) : size_(size < 1 ? 1 : size), owner_(process_id()) {
-    for (int id = 1; id < size_; ++id) threads_.emplace_back([this, id] { work(id); });
+void out_of_phases(int num_phases) {
+    std::fprintf(stderr, "A CPU kernel shares more loops than the %d it has counted: see its call of Pool::run.\n", num_phases);
+    std::abort();
 }
 
-Pool::~Pool() {
-    if (process_id() != owner_) {  // after a fork the workers are not ours, nor running
-        for (auto& thread : threads_) thread.detach();
-        return;
+Pool::Pool(int size) : size_(size < 1 ? 1 : size), owner_(process_id()) {
+    try {
+        for (int id = 1; id < size_; ++id) threads_.emplace_back([this, id] { work(id); });
+    } catch (...) {  // threads that run cannot be destroyed
+        stop();
+        throw;
     }
+}
+
+Pool::~Pool() { stop(); }
+
+bool Pool::forked() const { return process_id() != owner_; }
+
+void Pool::stop() {
     {
         std::lock_guard<std::mutex> lock(sleep_);
         stop_.store(true);
@@ -42,19 +54,22 @@ Pool::~Pool() {
 void Pool::run_erased(int phases, Call call, void* argument) {
     std::lock_guard<std::mutex> one_caller(caller_);
     const size_t num_phases = static_cast<size_t>(phases), num_parts = num_phases * static_cast<size_t>(size_);
-    if (phases_.size() < num_phases) {
-        phases_ = std::vector<Phase>(num_phases);
-        parts_ = std::vector<Part>(num_parts);
+    if (phases_.size() < num_phases) {  // both or neither, should memory run out
+        std::vector<Phase> more_phases(num_phases);
+        std::vector<Part> more_parts(num_parts);
+        phases_.swap(more_phases);
+        parts_.swap(more_parts);
     }
     for (size_t i = 0; i < num_phases; ++i) phases_[i].done.store(0, std::memory_order_relaxed);
     for (size_t i = 0; i < num_parts; ++i) parts_[i].next.store(0, std::memory_order_relaxed);
-    Team team{0, size_, phases_.data(), parts_.data()};
-    if (size_ == 1 || process_id() != owner_) {
+    Team team{0, size_, phases_.data(), parts_.data(), phases};
+    if (size_ == 1 || forked()) {
         call(argument, team);
         return;
     }
     call_ = call;
     argument_ = argument;
+    num_phases_ = phases;
     const uint64_t open = (state_.load(std::memory_order_relaxed) >> 32) + 1;
     state_.store(open << 32, std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst) > 0) {
@@ -88,7 +103,7 @@ void Pool::work(int id) {
         }
         if (!joinable(state)) continue;  // it closed before we joined
         last = state >> 32;
-        Team team{id, size_, phases_.data(), parts_.data()};
+        Team team{id, size_, phases_.data(), parts_.data(), num_phases_};
         call_(argument_, team);
         state_.fetch_sub(1, std::memory_order_acq_rel);
     }

@@ -28,6 +28,9 @@ struct alignas(64) Part {
     std::atomic<int32_t> next{0};
 };
 
+// End the process with a sentence: a member shares more loops than its job was said to have, and would write past them.
+[[noreturn]] void out_of_phases(int num_phases);
+
 // A member's view of one job. Members walk through the same sequence of shared loops; a loop ends when its items are
 // done, not when every member has been there, so one that lost its core holds nobody up unless it holds a piece. It
 // finds the loops it missed empty and catches up.
@@ -36,6 +39,7 @@ struct Team {
     int size;
     Phase* phases;  // null for a member that works alone for a while
     Part* parts;  // [phases, size]
+    int num_phases;
     int phase = 0;
 
     static int part_begin(int n, int member, int size) { return static_cast<int>(static_cast<int64_t>(n) * member / size); }
@@ -54,6 +58,7 @@ struct Team {
             for (int begin = 0; begin < n; begin += piece) body(begin, begin + piece < n ? begin + piece : n);
             return idle();
         }
+        if (phase == num_phases) out_of_phases(num_phases);
         Phase& mine = phases[phase];
         Part* part = parts + static_cast<int64_t>(phase++) * size;
         int done = 0;
@@ -86,6 +91,9 @@ class Pool {
 
     int size() const { return size_; }
 
+    // After a fork the workers do not run, and cannot be waited for: calls run on one thread, and a pool is not destroyed.
+    bool forked() const;
+
     // Run job(team) on every member; `phases` bounds the calls of Team::share a member makes.
     template <class Job>
     void run(int phases, Job job) {
@@ -97,6 +105,7 @@ class Pool {
     using Call = void (*)(void*, Team&);
     void run_erased(int phases, Call call, void* argument);
     void work(int id);
+    void stop();
 
     int size_;
     long owner_;
@@ -104,6 +113,7 @@ class Pool {
     std::vector<Part> parts_;
     Call call_ = nullptr;
     void* argument_ = nullptr;
+    int num_phases_ = 0;
     // High half: the job's number, odd while members may still join it. Low half: workers inside it.
     alignas(64) std::atomic<uint64_t> state_{0};
     std::atomic<int32_t> sleeping_{0};

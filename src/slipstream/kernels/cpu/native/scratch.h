@@ -13,10 +13,12 @@ class Scratch {
     // Start handing out memory: first to measure what is needed, then for good.
     inline __attribute__((always_inline)) void begin(bool for_good) {
         if (for_good && used_ > size_) {
+            const int64_t size = used_ + used_ / 4;
             std::free(data_);
-            size_ = used_ + used_ / 4;
             data_ = nullptr;
-            if (posix_memalign(reinterpret_cast<void**>(&data_), 64, static_cast<size_t>(size_)) != 0) throw std::bad_alloc();
+            size_ = 0;  // until there is memory: a later call may want less
+            if (posix_memalign(reinterpret_cast<void**>(&data_), 64, static_cast<size_t>(size)) != 0) throw std::bad_alloc();
+            size_ = size;
         }
         used_ = 0;
         measuring_ = !for_good;

@@ -1,0 +1,144 @@
+"""What the CPU kernels do must not end the process or hold it up: each case runs in a process of its own."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from layer_samples import make_draft, run
+
+from slipstream.errors import KernelError
+from slipstream.kernels import RowSampling
+from slipstream.kernels.cpu.library import NativeEngine
+from slipstream.kernels.cpu.ops import CpuOps
+
+pytestmark = pytest.mark.usefixtures("fast_ops")  # which skips where the kernels are not built
+AT_EXIT = """
+import threading, torch
+from slipstream.kernels.cpu.library import NativeEngine
+
+started = threading.Event()
+
+def norm():  # without torch, whose own calls may end a process when a thread is stopped within them
+    engine, x, weight = NativeEngine(2), torch.ones(4000, 2048), torch.ones(2048)
+    arguments = engine.handle, x.data_ptr(), 2048, weight.data_ptr(), x.data_ptr(), 4000, 2048, 1e-5
+    while True:
+        engine.library.slip_rms_norm(*arguments)
+        started.set()
+
+threading.Thread(target=norm, daemon=True).start()
+started.wait()
+"""
+
+
+def in_a_process(body: Callable[[], object]) -> None:
+    """Run `body` in a fork of this process, and expect it to return within half a minute."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(30)
+            body()
+            status = 0
+        except BaseException:  # noqa: BLE001  # nothing of pytest may run in the fork
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def leave_memory(num_bytes: int) -> None:
+    """Let this process have so much more address space than it has now."""
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def test_many_layers_whose_width_is_no_multiple_of_16_stay_within_their_phases(generator):
+    draft = make_draft(generator, num_layers=16, intermediate_size=90)
+
+    def compare() -> None:
+        alone, shared = (run(draft, CpuOps(threads), [3], others=1) for threads in (1, 2))
+        assert torch.equal(alone, shared)
+
+    in_a_process(compare)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its address space")
+def test_a_call_works_after_one_that_ran_out_of_memory():
+    vocab = 8_000_000  # of which two copies are asked of the system, whatever the heap has to spare
+    logits, ids = torch.zeros(1, vocab), torch.arange(vocab)
+    logits[0, 7] = 1.0
+    rows = RowSampling(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+
+    def run_out() -> None:
+        ops = CpuOps(2)
+        leave_memory(8 << 20)
+        with pytest.raises(KernelError, match="ran out of memory"):
+            ops.top_k(logits, ids, rows, 1)
+        assert ops.top_k(logits[:, :100], ids[:100], rows, 1)[1].tolist() == [[7]]
+
+    in_a_process(run_out)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its address space")
+def test_more_threads_than_can_be_had_are_refused():
+    def ask() -> None:
+        leave_memory(100 << 20)
+        with pytest.raises(KernelError, match="could not start 2000 threads"):
+            NativeEngine(2000)
+
+    in_a_process(ask)
+
+
+def test_a_fork_computes_alone_and_lets_go_of_an_engine(generator):
+    ops, x, weight = CpuOps(2), torch.randn(4, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    expected = ops.linear(x, weight)
+    owned = [ops]
+    del ops
+
+    def let_go() -> None:
+        assert torch.equal(owned[0].linear(x, weight), expected)
+        owned.clear()
+
+    in_a_process(let_go)
+    assert torch.equal(owned[0].linear(x, weight), expected)
+
+
+def test_two_threads_share_an_engine(generator):
+    rows = RowSampling(torch.ones(200), torch.arange(200), torch.arange(200))
+    logits = [torch.randn(count, vocab, generator=generator) for count, vocab in ((3, 50), (200, 2000))]
+    ids = torch.arange(2000)
+
+    def best(ops: CpuOps, one: torch.Tensor) -> torch.Tensor:
+        count, vocab = one.shape
+        few = RowSampling(*(part[:count] for part in (rows.temperature_L, rows.seed_L, rows.position_L)))
+        return ops.top_k(one, ids[:vocab], few, 1)[1]
+
+    def compete() -> None:
+        ops = CpuOps(2)
+        expected, wrong = [best(ops, one) for one in logits], []
+
+        def repeat(index: int) -> None:
+            for _ in range(20):
+                if not torch.equal(best(ops, logits[index]), expected[index]):
+                    wrong.append(index)
+
+        threads = [threading.Thread(target=repeat, args=(index,)) for index in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+    in_a_process(compete)
+
+
+def test_a_process_ends_while_a_thread_is_within_a_call():
+    subprocess.run([sys.executable, "-c", AT_EXIT], check=True, timeout=600)
