@@ -94,6 +94,45 @@ def test_a_rows_bits_do_not_depend_on_rows_threads_or_instruction_set(generator,
             assert torch.equal(product(ops, x[17:18]), whole[17:18])
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_odd_numbers_give_the_same_bits_on_every_instruction_set(generator, format):
+    """What is no number or infinite, and rows so small that their scale is denormal."""
+    columns = columns_for(format, 64)
+    x = torch.randn(8, columns, generator=generator)
+    for row, (at, odd) in enumerate(
+        [(5, torch.nan), (0, torch.nan), (5, torch.inf), (40, -torch.inf), (17, torch.nan)]
+    ):
+        x[row, at] = odd
+    x[5:] = torch.tensor([190.0, 1.0, 3e4])[:, None] * 2.0**-149
+    weight = packed_weight(format, 32, columns, generator)
+    first, *others = (ops.packed_linear(x, ops.prepare(weight)) for ops in _by_instruction_set())
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
+
+
+def test_bits_do_not_depend_on_what_the_caller_does_with_denormal_numbers(generator):
+    x = torch.randn(4, 512, generator=generator) * 1e-20
+    weight = torch.randn(512, 512, generator=generator) * 1e-19
+    expected = CpuOps(1).linear(x, weight)
+    ops = [CpuOps(threads) for threads in (1, 2)]
+    torch.set_flush_denormal(True)
+    try:
+        ops += [CpuOps(threads) for threads in (1, 2)]
+        products = [one.linear(x, weight) for one in ops]
+        flushed = 1e-38 * torch.full((1,), 1e-2)
+    finally:
+        torch.set_flush_denormal(False)
+    assert expected.all() and expected.abs().min() < 1e-38 and not flushed
+    assert all(torch.equal(product, expected) for product in products)
+
+
+def _by_instruction_set():
+    try:
+        return [CpuOps(1, isa) for isa in ISAS[: load_library().slip_best_isa() + 1]]
+    except KernelError:
+        pytest.skip("CPU kernels not built")
+
+
 def test_rows_and_products_of_stored_blocks_match_their_dequantized_values(cpu_ops, generator):
     for format in BLOCK_FORMATS:
         columns = columns_for(format, 64)

@@ -50,7 +50,9 @@ SLIP_INLINE Activations activations(const Linear& w, const float* x, int64_t str
 }
 
 SLIP_INLINE CodeSum quantize16(const float* x, int n, float scale, int8_t* codes, CodeSum sum) {
-    return vstore_codes(codes, n >= 16 ? vdiv(vload(x), vset(scale)) : vdiv(vload_n(x, n), vset(scale)), sum);
+    const V codes16 = vdiv(n >= 16 ? vload(x) : vload_n(x, n), vset(scale));
+    // What is no number becomes -127 on every instruction set; a scale that is denormal may leave more than 127.
+    return vstore_codes(codes, vmin(vmax(codes16, vset(-127.0f)), vset(127.0f)), sum);
 }
 
 SLIP_INLINE int quantize_span(const float* x, int k, float scale, int8_t* codes, int padded) {

@@ -1,5 +1,6 @@
 // The C interface: an engine (threads, scratch memory, the kernels of one instruction set) and calls on it.
 #include <algorithm>
+#include <cfenv>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -24,6 +25,16 @@ struct Engine {
     Workspaces workspaces;
     const Table& table;
     std::recursive_mutex calls;  // share the workspaces; one that makes masks may come back
+};
+
+// Rounding and denormals as the kernels count on them, whatever the caller has set; the workers have no others.
+struct PlainFloats {
+    PlainFloats() {
+        std::fegetenv(&before);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~PlainFloats() { std::fesetenv(&before); }
+    std::fenv_t before;
 };
 
 const Table& table_of(int isa) {
@@ -158,6 +169,7 @@ SLIP_EXPORT void slip_engine_destroy(void* engine) {
 // heads cannot be shared out over key heads.
 #define SLIP_CALL(body)                                \
     auto& e = *static_cast<Engine*>(engine);           \
+    const PlainFloats floats;                          \
     try {                                              \
         const std::lock_guard lock(e.calls);           \
         body;                                          \
@@ -283,6 +295,7 @@ SLIP_EXPORT int32_t slip_repack(void* engine, int32_t format, const uint8_t* row
 SLIP_EXPORT int32_t slip_gather_rows(int32_t format, const uint8_t* panels, int64_t n, int64_t k, const int64_t* ids, int64_t count, float* out) {
     for (int64_t i = 0; i < count; ++i)
         if (ids[i] < 0 || ids[i] >= n) return 2;
+    const PlainFloats floats;
     for (int64_t i = 0; i < count; ++i) unpack_row(format, panels, ids[i], k, out + i * k);
     return 0;
 }

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <cfenv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -85,6 +86,7 @@ void Pool::run_erased(int phases, Call call, void* argument) {
 }
 
 void Pool::work(int id) {
+    std::fesetenv(FE_DFL_ENV);  // not what its creator has set
     uint64_t last = 0;
     const auto joinable = [&](uint64_t state) { return (state >> 32) % 2 == 1 && state >> 32 != last; };
     for (;;) {

@@ -308,17 +308,19 @@ SLIP_INLINE float vsum(V a) {
 }
 
 SLIP_INLINE float vmax_lane(V a) {
+#if SLIP_ISA > 0
 #if SLIP_ISA == 2
-    return _mm512_reduce_max_ps(a);
-#elif SLIP_ISA == 1
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+#else
     const __m256 eight = _mm256_max_ps(a.a, a.b);
+#endif
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
-    float best = a.x[0];
-    for (int i = 1; i < 16; ++i) best = a.x[i] > best ? a.x[i] : best;
-    return best;
+    for (int step = 8; step > 0; step /= 2)
+        for (int i = 0; i < step; ++i) a.x[i] = a.x[i] > a.x[i + step] ? a.x[i] : a.x[i + step];
+    return a.x[0];
 #endif
 }
 
