@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from layer_samples import make_draft, run
+from cpu_samples import causal
+from layer_samples import make_target
 
 from slipstream.errors import KernelError
 from slipstream.kernels import RowSampling
+from slipstream.kernels.attention_batch import KvLayer
 from slipstream.kernels.cpu.library import NativeEngine
 from slipstream.kernels.cpu.ops import CpuOps
+from slipstream.models.context import KvCache, PagedContext
 
 pytestmark = pytest.mark.usefixtures("fast_ops")  # which skips where the kernels are not built
 AT_EXIT = """
@@ -61,11 +64,20 @@ def leave_memory(num_bytes: int) -> None:
 
 
 def test_many_layers_whose_width_is_no_multiple_of_16_stay_within_their_phases(generator):
-    draft = make_draft(generator, num_layers=16, intermediate_size=90)
+    target = make_target(generator, num_layers=40, intermediate_size=100)
+    batch = causal([3, 3], [17, 20], 16, generator)
+    ids = torch.randint(0, 90, (6,), generator=generator)
+
+    def states(ops: CpuOps) -> torch.Tensor:
+        num_pages = int(batch.page_table_RP.max()) + 1
+        kv = KvCache.allocate(target.kv_shape, num_pages, 16, torch.float32, torch.device("cpu"))
+        index = batch.kv_index_T
+        request = torch.tensor([0, 0, 0, 1, 1, 1])
+        slots = batch.page_table_RP[request, index // 16].long() * 16 + index % 16
+        return target(ids, PagedContext(ops, index, slots, batch, kv), ()).last_TD
 
     def compare() -> None:
-        alone, shared = (run(draft, CpuOps(threads), [3], others=1) for threads in (1, 2))
-        assert torch.equal(alone, shared)
+        assert torch.equal(states(CpuOps(1)), states(CpuOps(2)))
 
     in_a_process(compare)
 
@@ -112,22 +124,20 @@ def test_a_fork_computes_alone_and_lets_go_of_an_engine(generator):
 
 
 def test_two_threads_share_an_engine(generator):
-    rows = RowSampling(torch.ones(200), torch.arange(200), torch.arange(200))
-    logits = [torch.randn(count, vocab, generator=generator) for count, vocab in ((3, 50), (200, 2000))]
-    ids = torch.arange(2000)
-
-    def best(ops: CpuOps, one: torch.Tensor) -> torch.Tensor:
-        count, vocab = one.shape
-        few = RowSampling(*(part[:count] for part in (rows.temperature_L, rows.seed_L, rows.position_L)))
-        return ops.top_k(one, ids[:vocab], few, 1)[1]
+    long, short = causal([40], [2000], 16, generator), causal([3, 3], [200, 20], 16, generator)
+    num_slots = (int(long.page_table_RP.max()) + 1) * 16
+    layer = KvLayer(*(torch.randn(num_slots, 2, 64, generator=generator) for _ in "kv"))
+    asked = [(batch, torch.randn(rows, 4, 64, generator=generator)) for batch, rows in ((long, 40), (short, 6))]
 
     def compete() -> None:
         ops = CpuOps(2)
-        expected, wrong = [best(ops, one) for one in logits], []
+        expected = [ops.attention(query, layer, batch, 0.1, None) for batch, query in asked]
+        wrong: list[int] = []
 
         def repeat(index: int) -> None:
-            for _ in range(20):
-                if not torch.equal(best(ops, logits[index]), expected[index]):
+            batch, query = asked[index]
+            for _ in range(100):
+                if not torch.equal(ops.attention(query, layer, batch, 0.1, None), expected[index]):
                     wrong.append(index)
 
         threads = [threading.Thread(target=repeat, args=(index,)) for index in (0, 1)]
