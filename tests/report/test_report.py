@@ -12,7 +12,7 @@ from slipstream.report import lines
 from slipstream.report.build import ReportError, write_report
 from slipstream.report.contents import make_contents
 from slipstream.report.page import html_page
-from slipstream.report.series import Grid, output_per_device
+from slipstream.report.series import Grid, output_per_device, tpot_median
 from slipstream.report.tables import delta_table
 from slipstream.report.text import cells_csv, markdown
 from slipstream.report.times import time_table
@@ -208,6 +208,15 @@ def test_one_seed_is_reported_as_unproven():
     text = markdown(make_contents(records))
     assert ") ? |\n|  |  | one seed |" in text
     assert "not told apart at 1 of 1 loads" in text
+
+
+def test_answers_that_came_in_one_piece_have_no_ratio_of_times():
+    points = [point(arm, 1, seed) for arm in ("no-spec", "eagle3-bf16") for seed in (1, 2)]
+    at_once = replace(points[2].latency, tpot_ms=replace(points[2].latency.tpot_ms, median=0.0))
+    points[2] = replace(points[2], latency=at_once)
+    markdown(make_contents(RecordSet(tuple(points))))
+    grid = Grid(points)
+    assert grid.speedup(grid.cells()[1], tpot_median, higher_is_better=False).num_pairs == 1
 
 
 def test_equal_records_give_equal_pages(page):

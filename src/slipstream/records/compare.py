@@ -33,7 +33,9 @@ def speedup(
     arm_by_seed: Mapping[int, float], baseline_by_seed: Mapping[int, float], higher_is_better: bool = True
 ) -> Speedup | None:
     """Compare an arm with its baseline over the seeds both have; None when they share none."""
-    seeds = sorted(arm_by_seed.keys() & baseline_by_seed.keys())
+    shared = arm_by_seed.keys() & baseline_by_seed.keys()
+    # A figure of nought (TPOT of answers that came in one piece) has no ratio.
+    seeds = sorted(seed for seed in shared if arm_by_seed[seed] > 0 and baseline_by_seed[seed] > 0)
     if not seeds:
         return None
     sign = 1.0 if higher_is_better else -1.0
