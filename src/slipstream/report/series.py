@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from slipstream.records.compare import Speedup, mean_interval, speedup
+from slipstream.records.compare import Speedup, speedup
 from slipstream.records.point import PointRecord
 
 T = TypeVar("T")
@@ -27,15 +27,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds with its confidence interval (infinite with one seed)."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Cell:
     """One arm at one concurrency in one setting: the valid records of its seeds."""
 
@@ -47,14 +38,6 @@ class Cell:
     def by_seed(self, metric: Metric) -> dict[int, float]:
         """Return a metric's value for each seed that has one."""
         return {record.key.seed: value for record in self.records if (value := metric(record)) is not None}
-
-    def estimate(self, metric: Metric) -> Estimate | None:
-        """Return the mean over seeds."""
-        values = list(self.by_seed(metric).values())
-        if not values:
-            return None
-        low, high = mean_interval(values)
-        return Estimate(sum(values) / len(values), low, high)
 
     def mean(self, metric: Metric) -> float | None:
         """Return the plain mean over seeds."""
