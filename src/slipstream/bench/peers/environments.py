@@ -93,8 +93,8 @@ def _build_llama(cmake: Path, source: Path, build: Path) -> None:
     left_out = ("LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_SERVER", "LLAMA_BUILD_APP")
     options = [f"-D{name}={value}" for name, value in {**switches, **dict.fromkeys(left_out, "OFF")}.items()]
     _run([cmake, "-S", source, "-B", build, *options])
-    jobs = str(len(os.sched_getaffinity(0)))
-    _run([cmake, "--build", build, "--target", LLAMA_DRAFTS, "--parallel", jobs])
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    _run([cmake, "--build", build, "--target", LLAMA_DRAFTS, "--parallel", str(num_cpus)])
 
 
 def has_llama() -> bool:
