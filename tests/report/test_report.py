@@ -210,6 +210,37 @@ def test_one_seed_is_reported_as_unproven():
     assert "not told apart at 1 of 1 loads" in text
 
 
+def measured(one, tok_s, cpu, started_at="2026-01-02T03:04:05+00:00"):
+    hardware = replace(one.provenance.hardware, cpu=cpu)
+    return replace(
+        one,
+        throughput=replace(one.throughput, output_tok_s_per_device=tok_s),
+        provenance=replace(one.provenance, hardware=hardware, started_at=started_at),
+    )
+
+
+def test_arms_are_compared_on_one_machine_only():
+    arms, seeds = {"no-spec": 100.0, "eagle3-bf16": 200.0}, (1, 2, 3)
+    fast = [measured(point(arm, 4, seed), tok_s, "Fast") for arm, tok_s in arms.items() for seed in seeds]
+    slow = [measured(point(arm, 4, seed), 10.0, "Slow") for arm in ("no-spec", "eagle3-fp8") for seed in seeds]
+    grid = Grid([*fast, *slow])
+    assert len(grid.settings) == 2
+    found = {cell.arm: grid.speedup(cell, output_per_device) for cell in grid.cells() if cell.arm != "no-spec"}
+    assert found["eagle3-bf16"].ratio == pytest.approx(2) and found["eagle3-fp8"].ratio == pytest.approx(1)
+    assert "Slow" in markdown(make_contents(RecordSet((*fast, *slow))))
+    alone = Grid([one for one in (*fast, *slow) if (one.key.arm == "no-spec") == (one in slow)])
+    assert [alone.speedup(cell, output_per_device) for cell in alone.cells()] == [None, None]
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_point_that_was_measured_again_counts_once_as_it_was_last(turn):
+    first = measured(point("no-spec", 4, 1), 100.0, "A CPU")
+    again = measured(point("no-spec", 4, 1), 300.0, "A CPU", "2026-01-03T03:04:05+00:00")
+    (cell,) = Grid([first, again, measured(point("no-spec", 4, 2), 100.0, "A CPU")][::turn]).cells()
+    assert cell.by_seed(output_per_device) == {1: 300.0, 2: 100.0}
+    assert cell.mean(output_per_device) == 200.0 and len(cell.records) == 2
+
+
 def test_answers_that_came_in_one_piece_have_no_ratio_of_times():
     points = [point(arm, 1, seed) for arm in ("no-spec", "eagle3-bf16") for seed in (1, 2)]
     at_once = replace(points[2].latency, tpot_ms=replace(points[2].latency.tpot_ms, median=0.0))

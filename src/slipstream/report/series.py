@@ -49,16 +49,21 @@ class Grid:
     """All cells of a set of records, in the order a report shows them: baseline first, then as first measured."""
 
     def __init__(self, records: Sequence[PointRecord]) -> None:
-        valid = [record for record in records if record.status == "valid"]
-        several = len({record.provenance.recipe for record in records}) > 1
+        several_machines = len({_machine_of(record) for record in records}) > 1
+        several = several_machines or len({record.provenance.recipe for record in records}) > 1
 
         def setting_of(record: PointRecord) -> Setting:
-            return Setting(record.provenance.recipe, record.key.topology, record.key.workload, several)
+            # Arms of two machines are no pair, however alike their recipes.
+            recipe = record.provenance.recipe + (f" ({_machine_of(record)})" if several_machines else "")
+            return Setting(recipe, record.key.topology, record.key.workload, several)
+
+        # A point that was measured again counts once, as it was measured last.
+        by_point = {(setting_of(r), r.key): r for r in _by_start(records) if r.status == "valid"}
 
         self.settings = _ordered(setting_of(record) for record in records)
         self._baseline = {(setting_of(record), record.key.arm): record.baseline_arm for record in records}
         self._cells: dict[tuple[Setting, str, int], list[PointRecord]] = {}
-        for record in sorted(valid, key=lambda r: r.key.seed):
+        for record in sorted(by_point.values(), key=lambda r: r.key.seed):
             self._cells.setdefault((setting_of(record), record.key.arm, record.key.concurrency), []).append(record)
         self._arms: dict[Setting, list[str]] = {}
         everywhere = _ordered(record.key.arm for record in _by_start(records))
@@ -171,6 +176,11 @@ def input_tokens(record: PointRecord) -> float | None:
 def output_tokens(record: PointRecord) -> float | None:
     """Mean length of an answer."""
     return float(record.output_tokens) if record.output_tokens else None
+
+
+def _machine_of(record: PointRecord) -> str:
+    hardware = record.provenance.hardware
+    return ", ".join((hardware.cpu, f"{hardware.num_cpus} CPUs", *hardware.devices))
 
 
 def _by_start(records: Sequence[PointRecord]) -> list[PointRecord]:
