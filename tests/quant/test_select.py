@@ -3,8 +3,12 @@
 import re
 
 import pytest
+import torch
+from folders import write_folder
 
 from slipstream.errors import ConfigError
+from slipstream.quant.plan import QuantizeOptions, plan_quantize
+from slipstream.quant.scheme import scheme_named
 from slipstream.quant.select import linear_modules, reader_patterns, select
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -20,6 +24,9 @@ def excluded_by_reader(patterns: list[str], name: str) -> bool:
 def test_embeddings_norms_and_integers_are_no_linear_layers_but_a_projection_of_embeddings_is():
     shapes = {
         "embed_tokens.weight": ((8, 4), "BF16"),
+        "vision_model.embeddings.position_embedding.weight": ((8, 4), "BF16"),
+        "visual.pos_embed.weight": ((8, 4), "BF16"),
+        "language_model.embed_tokens_per_layer.weight": ((8, 4), "BF16"),
         "input_embed_proj.weight": ((8, 4), "BF16"),
         "norm.weight": ((4,), "BF16"),
         "q_proj.weight": ((4, 4), "F16"),
@@ -85,3 +92,20 @@ def test_one_layer_of_a_target_is_left_out_alone():
     assert excluded_by_reader(patterns, "language_model.model.layers.1.self_attn.o_proj")
     assert not excluded_by_reader(patterns, "model.layers.0.self_attn.o_proj")
     assert not excluded_by_reader(patterns, "model.layers.11.self_attn.o_proj")
+
+
+def test_readers_leave_out_experts_that_are_stacked_in_one_tensor_and_stay_as_they_are(tmp_path):
+    layer = "model.layers.0"
+    tensors = {
+        f"{layer}.self_attn.o_proj.weight": torch.ones(64, 64, dtype=torch.bfloat16),
+        f"{layer}.mlp.experts.gate_up_proj": torch.ones(2, 64, 128, dtype=torch.bfloat16),
+        f"{layer}.mlp.experts.down_proj": torch.ones(2, 64, 64, dtype=torch.bfloat16),
+        f"{layer}.mlp.experts.down_proj_bias": torch.ones(2, 64, dtype=torch.bfloat16),
+    }
+    plan = plan_quantize(write_folder(tmp_path / "target", tensors), QuantizeOptions(scheme_named("ptpc_fp8")))
+    assert plan.selection.quantized == (f"{layer}.self_attn.o_proj",)
+    patterns = reader_patterns(plan.selection)
+    for name in (f"{layer}.mlp.experts", f"language_model.{layer}.mlp.experts"):
+        assert excluded_by_reader(patterns, name), name
+    assert not excluded_by_reader(patterns, f"{layer}.self_attn.o_proj")
+    assert f"{layer}.mlp.experts" in plan.quantization_config()["exclude"]

@@ -33,7 +33,7 @@ def _reason(item: Item, plan: QuantizePlan) -> str:
     if item.info.name.endswith(".weight") and item.module in plan.selection.kept:
         pattern = excluded_by(item.module, plan.options.exclude)
         return "engines read it unquantized" if pattern is None else f"--exclude {pattern}"
-    if item.module.rpartition(".")[2] in EMBEDDINGS:
+    if EMBEDDINGS.fullmatch(item.module.rpartition(".")[2]):
         return "embeddings: looked up, not multiplied"
     if len(item.info.shape) < 2:
         return "vectors: norms, biases, index tables"

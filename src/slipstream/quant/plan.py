@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from slipstream.quant.select import Selection, linear_modules, select
 
 Dialect = Literal["quark", "compressed-tensors"]
 DEFAULT_SHARD_BYTES = 4_000_000_000
+_STACK = re.compile(r"\.experts\.\w+$")
 _LAYOUTS: dict[str, Callable[[Scheme, torch.dtype], Layout]] = {
     "quark": quark.write_layout,
     "compressed-tensors": compressed.write_layout,
@@ -126,6 +128,8 @@ def plan_quantize(source: Path, options: QuantizeOptions) -> QuantizePlan:
     _check_dtypes(infos, modules)
     others = {name.rpartition(".")[0] or name for name in infos} - set(modules)
     selection = select(modules, options.exclude, options.include, others)
+    stacked = {name.rpartition(".")[0] for name, info in infos.items() if _STACK.search(name) and len(info.shape) == 3}
+    selection = replace(selection, stacked=tuple(sorted(stacked)))
     layout = _LAYOUTS[options.dialect](options.scheme, _scale_dtype(infos, selection))
     chosen = frozenset(selection.quantized)
     items = [

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from slipstream.errors import ConfigError
 
 # The names checkpoints give to tables of embeddings: 2-D weights that no linear layer multiplies by.
-EMBEDDINGS = frozenset(
-    {"embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "tok_embeddings", "word_embeddings", "embedding"}
-)
+EMBEDDINGS = re.compile(r"wte|wpe|embed_(in|tokens|positions|tokens_per_layer)|(\w+_)?embed(ding)?s?")
 # What others keep as it is: the draft's fusion, the head, and the routers of experts.
 _KEPT = ("fc", "lm_head", "embed_out", "gate", "router", "router.proj", "shared_expert_gate")
 _KEPT_ENDINGS = tuple(f".{name}" for name in _KEPT)
@@ -28,11 +26,13 @@ class Selection:
 
     Args:
         moot: exclude patterns that match only what is never quantized (embeddings, norms).
+        stacked: stacks of experts in one tensor: they stay as they are, and readers have to be told.
     """
 
     quantized: tuple[str, ...]
     kept: tuple[str, ...]
     moot: tuple[str, ...] = ()
+    stacked: tuple[str, ...] = ()
 
 
 def linear_modules(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
@@ -41,7 +41,7 @@ def linear_modules(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> list[st
     for name, (shape, dtype) in shapes.items():
         module, _, parameter = name.rpartition(".")
         leaf = module.rpartition(".")[2]
-        if parameter == "weight" and len(shape) == 2 and dtype in _FLOATS and leaf not in EMBEDDINGS:
+        if parameter == "weight" and len(shape) == 2 and dtype in _FLOATS and not EMBEDDINGS.fullmatch(leaf):
             modules.append(module)
     return sorted(modules)
 
@@ -95,8 +95,9 @@ def reader_patterns(selection: Selection) -> list[str]:
     ask for joined layers by the joined name. So each kept layer is written as its name and as one expression.
     """
     quantized_leaves = {module.rpartition(".")[2] for module in selection.quantized}
-    patterns: dict[str, None] = dict.fromkeys(selection.kept)
-    for module in selection.kept:
+    left = (*selection.kept, *selection.stacked)
+    patterns: dict[str, None] = dict.fromkeys(left)
+    for module in left:
         parent, _, leaf = module.rpartition(".")
         names = sorted({leaf, *(fused for fused, parts in FUSED.items() if leaf in parts)})
         leaf_pattern = re.escape(names[0]) if len(names) == 1 else f"(?:{'|'.join(map(re.escape, names))})"
