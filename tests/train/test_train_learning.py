@@ -183,3 +183,17 @@ def test_what_was_deployed_and_given_up_is_read_back_and_a_damaged_file_is_nothi
     assert read_deployed(tmp_path) == Deployed(3, "drafts/draft-0003", 1.2, 1.6) and read_returned(tmp_path) is None
     (tmp_path / "deployed.json").write_text("{")
     assert read_deployed(tmp_path) is None
+    for wrong in ({"number": "3"}, {"draft": 4}, {"before": None}, {"after": "x"}):
+        values = {"number": 4, "draft": "drafts/draft-0004", "before": 1.2, "after": 1.6} | wrong
+        (tmp_path / "deployed.json").write_text(json.dumps(values))
+        assert read_deployed(tmp_path) is None, wrong
+
+
+def test_a_stray_file_among_the_traffic_is_no_part_of_it(tmp_path):
+    writer = TrafficWriter(tmp_path, 100)
+    writer.add([Answered((1,) * 15, (1,) * 15)])
+    writer.flush()
+    (path,) = part_paths(tmp_path)
+    for name in (f"{path.stem} (copy).jsonl", "part-.jsonl", "part-x.jsonl"):
+        (path.parent / name).write_text(path.read_text())
+    assert part_paths(tmp_path) == [path] and TrafficWriter(tmp_path, 100).num_tokens == 30

@@ -6,6 +6,7 @@ the trainer the rest, so the two may be on different machines that share the fol
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from slipstream.errors import DataError
 DEPLOYED = "deployed.json"
 RETURNED = "returned.json"
 _PART_TOKENS = 4096
+_PART = re.compile(r"part-[0-9]+\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class TrafficWriter:
 
 def part_paths(folder: Path) -> list[Path]:
     """Return a folder's files of traffic, oldest first."""
-    return sorted((folder / "traffic").glob("part-*.jsonl"))
+    return sorted(path for path in (folder / "traffic").glob("part-*.jsonl") if _PART.fullmatch(path.name))
 
 
 def read_part(path: Path) -> list[Answered]:
@@ -131,9 +133,11 @@ def write_whole(path: Path, text: str) -> None:
 
 def _read(path: Path) -> Deployed | None:
     try:
-        return Deployed(**json.loads(path.read_text(encoding="utf-8")))
+        value = Deployed(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+    figures = isinstance(value.before, int | float) and isinstance(value.after, int | float)
+    return value if isinstance(value.number, int) and isinstance(value.draft, str) and figures else None
 
 
 def _are_ids(value: Any) -> bool:  # parsed JSON
