@@ -148,6 +148,14 @@ def test_what_an_engine_cannot_do_is_refused_with_what_to_do_instead(line, words
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("::1", "http://[::1]:8000"), ("::", "http://127.0.0.1:8000"), ("10.0.0.3", "http://10.0.0.3:8000")],
+)
+def test_a_server_is_reached_at_its_address_of_either_kind(host, url):
+    assert launch(host=host).url() == url
+
+
 def stand_in_commands(folder, **programs: str) -> dict[str, str]:
     """Put programs of these names first on the path."""
     for name, script in programs.items():

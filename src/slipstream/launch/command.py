@@ -34,8 +34,8 @@ class Launch:
     def url(self) -> str:
         """Return where the client reaches this server: on its first node, or from the same machine."""
         anywhere = "127.0.0.1" if self.nodes is None else self.nodes.all()[0].address
-        host = anywhere if self.host in (None, "0.0.0.0") else self.host
-        return f"http://{host}:{self.port}"
+        host = anywhere if self.host is None or self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 @dataclass(frozen=True)

@@ -158,12 +158,13 @@ def is_healthy(url: str) -> bool:
 
 async def _refuse_if_taken(launch: Launch) -> None:
     url = launch.url()
-    host, _, port = url.removeprefix("http://").partition(":")
+    host, port = urlsplit(url).hostname, launch.port
+    assert host is not None, url
     try:
-        _, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(host, port)
     except OSError:
         if launch.nodes is None:
-            _refuse_if_held(url, host, int(port))
+            _refuse_if_held(url, host, port)
         return
     writer.close()
     raise LaunchError(f"{url}: something already listens there, and would be measured instead. Stop it or change port.")
@@ -171,7 +172,7 @@ async def _refuse_if_taken(launch: Launch) -> None:
 
 def _refuse_if_held(url: str, host: str, port: int) -> None:
     """Refuse a port that a connection of another program has, before a server is started that cannot have it."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
