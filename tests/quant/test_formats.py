@@ -62,6 +62,18 @@ def test_zeros_stay_zeros_in_every_scheme(name, group_size, rounding):
     assert not dequantize(encode(scheme_named(name, group_size), nothing, rounding)).any()
 
 
+@pytest.mark.parametrize("amax", [3e-6, 1e-5, 3e-5])
+@pytest.mark.parametrize(("name", "group_size"), ALL)
+def test_f16_rows_below_its_normal_numbers_are_kept_as_well_as_quark_keeps_them(name, group_size, amax):
+    weight = (random_weight(7, dtype=torch.float32) / 0.02 * (amax / 3)).clamp(-amax, amax).half()
+    weight[:, ::2] = 0
+    scheme = scheme_named(name, group_size)
+    decoded = [dequantize(encode(scheme, weight, rounding)) for rounding in ("best", "quark")]
+    assert all(bool(one.isfinite().all()) for one in decoded)
+    ours, quarks = ((one.double() - weight.double()).square().sum() for one in decoded)
+    assert ours <= 1.0001 * quarks
+
+
 @pytest.mark.parametrize("rounding", ["best", "quark"])
 @pytest.mark.parametrize(("name", "group_size"), ALL)
 def test_rows_encode_the_same_alone_and_in_company(name, group_size, rounding):

@@ -15,7 +15,11 @@ def encode_per_channel(weight_OI: Tensor, rounding: Rounding) -> tuple[Tensor, T
     scale_O = _scale(row_amax(weight_OI))
     # Quark divides by the scale rounded to the weight's dtype, but stores it unrounded.
     divisor_O = scale_O.to(weight_OI.dtype) if rounding == "quark" else scale_O
-    return _cast(torch.div(weight_OI, divisor_O[:, None])), scale_O
+    quotient_OI = torch.div(weight_OI, divisor_O[:, None])
+    lost_O = divisor_O == 0  # F16 rounds a scale below 2^-25 to zero; Quark then writes NaN for 0 / 0
+    if bool(lost_O.any()):
+        quotient_OI = torch.where(lost_O[:, None], torch.div(weight_OI, scale_O[:, None]), quotient_OI)
+    return _cast(quotient_OI), scale_O
 
 
 def encode_per_tensor(weight_OI: Tensor, amax: float, rounding: Rounding) -> tuple[Tensor, Tensor]:

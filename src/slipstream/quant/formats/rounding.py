@@ -30,7 +30,11 @@ def search_scales(weight_OI: Tensor, low: int, high: int, shrink: tuple[float, .
     square can overflow.
     """
     # In the weight's dtype, as Quark divides: the first candidate is then Quark's own, so no row loses more than there.
-    base_O = (row_amax(weight_OI) / ((high - low) / 2)).float().clamp(min=_SMALLEST_NORMAL)
+    amax_O, half_range = row_amax(weight_OI), (high - low) / 2
+    base_O = (amax_O / half_range).float()
+    # Below its normal numbers F16 holds a quotient too coarsely to start from.
+    is_coarse_O = base_O < torch.finfo(weight_OI.dtype).smallest_normal
+    base_O = torch.where(is_coarse_O, amax_O.float() / half_range, base_O).clamp(min=_SMALLEST_NORMAL)
     unit_OI = torch.div(weight_OI, base_O[:, None])
     scratch_OI = torch.empty_like(unit_OI)
     least_O = torch.full_like(base_O, torch.inf)
