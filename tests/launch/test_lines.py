@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch.manifest import manifest
 from slipstream.launch.nodes import Nodes
 from slipstream.launch.settings import Draft, Speculation, Topology
-from slipstream.launch.spread import spread
+from slipstream.launch.spread import files_of, spread
 from tests.launch.settings import launch
 
 APP = typer.Typer()
@@ -119,6 +119,18 @@ def test_our_own_engine_goes_to_the_nodes_with_all_it_was_told():
     )
 
 
+def test_a_draft_of_this_folder_goes_to_the_nodes_by_its_whole_path_and_is_looked_for_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "draft").mkdir()
+    said = printed("org/target --draft draft --tp 2 --nodes a,b")
+    assert said.count(f"--draft {tmp_path / 'draft'} ") == 2
+    flags = {"draft": str(tmp_path / "draft")}
+    assert files_of(launch(server="slipstream", flags=flags)) == (str(tmp_path / "draft"),)
+    for name in ("auto", "none", "ngram", "org/draft"):
+        assert f"--draft {name} " in printed(f"org/target --draft {name} --tp 2 --nodes a,b")
+        assert files_of(launch(server="slipstream", flags={"draft": name})) == ()
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -139,6 +151,9 @@ def test_our_own_engine_goes_to_the_nodes_with_all_it_was_told():
         ("m --engine vllm --ray", "--ray is about several machines; name them with --nodes"),
         ("m --engine vllm --engine-env A", "--engine-env A: write it as NAME=VALUE"),
         ("m --engine vllm --engine-args seven", "'seven' belongs to no flag"),
+        ("m --engine vllm --engine-args '", "No closing quotation"),
+        ("m --engine vllm --engine-program 'vllm", "No closing quotation"),
+        ("m --engine vllm --engine-args=--seed=1 --engine-args=--seed=2", "--seed is given twice"),
         ("m --engine sglang --api-key a --api-key b", "--api-key is given 2 times; sglang takes one"),
     ],
 )
@@ -154,6 +169,13 @@ def test_what_an_engine_cannot_do_is_refused_with_what_to_do_instead(line, words
 )
 def test_a_server_is_reached_at_its_address_of_either_kind(host, url):
     assert launch(host=host).url() == url
+
+
+def test_what_runs_in_a_pod_or_a_job_listens_where_others_reach_it():
+    for form, host in (("kubernetes", "0.0.0.0"), ("slurm", "0.0.0.0"), ("lines", "127.0.0.1")):
+        result = CliRunner().invoke(APP, ["m", "--draft", "none", "--engine", "vllm", "--image", "i", "--print", form])
+        assert result.exit_code == 0, result.output
+        assert f"--host {host}" in result.output, form
 
 
 def stand_in_commands(folder, **programs: str) -> dict[str, str]:

@@ -73,7 +73,7 @@ def _launch(options: Mapping[str, Any], given: Mapping[str, object]) -> Launch: 
     draft, speculation = (None, None) if engine == "slipstream" else _speculation(engine, options)
     return Launch(
         server=engine,
-        program=tuple(shlex.split(options["engine_program"] or "")),
+        program=tuple(_words("--engine-program", options["engine_program"] or "")),
         model=_model(options, engine),
         revision=None,
         port=options["port"],
@@ -113,9 +113,12 @@ def _nodes(options: Mapping[str, Any]) -> Nodes | None:
 
 def _host(options: Mapping[str, Any], given: Mapping[str, object], nodes: Nodes | None) -> str | None:
     """Return where the engine listens: as asked, else this machine's loopback or the first node's address."""
-    if "host" in given or nodes is None:
+    if "host" in given:
         return str(options["host"])
-    return "0.0.0.0" if options["print_form"] == "kubernetes" else None
+    form = options["print_form"]
+    if form == "kubernetes" or (form == "slurm" and nodes is None):
+        return "0.0.0.0"  # who asks is on another machine
+    return str(options["host"]) if nodes is None else None
 
 
 def _model(options: Mapping[str, Any], engine: ServerName) -> str:
@@ -124,7 +127,12 @@ def _model(options: Mapping[str, Any], engine: ServerName) -> str:
         from slipstream.checkpoint.embedded_folder import embedded_folder
 
         return str(embedded_folder())
-    return str(Path(name).resolve()) if Path(name).exists() else str(name)
+    return _found(name)
+
+
+def _found(name: str) -> str:
+    """Return where a file or folder of this machine lies; a name of a hub stays as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def _speculation(engine: ServerName, options: Mapping[str, Any]) -> tuple[Draft | None, Speculation | None]:
@@ -160,8 +168,11 @@ def _flags(engine: ServerName, options: Mapping[str, Any], given: Mapping[str, o
     if engine != "slipstream":
         return engine_flags(engine, rest)
     own = {name: options[name] for name in ("draft", "depth", "width", "budget", "draft_tp") if name in given}
-    flags: dict[str, FlagValue] = {"draft": own.pop("draft", "auto")}
+    draft = own.pop("draft", "auto")
+    # Names of files are those of this folder, and the other machines begin in another.
+    flags: dict[str, FlagValue] = {"draft": draft if draft in ("auto", "none", "ngram") else _found(draft)}
     for name, value in {**own, **rest}.items():
+        value = str(value.resolve()) if isinstance(value, Path) else value
         flag = (f"no-{name}" if value is False else name).replace("_", "-")
         flags[flag] = tuple(map(str, value)) if isinstance(value, list) else True if value is False else value
     return flags
@@ -171,9 +182,11 @@ def _engine_args(text: str) -> dict[str, FlagValue]:
     """Return flags given as text; one without a value is a switch."""
     flags: dict[str, FlagValue] = {}
     name = ""
-    for word in shlex.split(text):
+    for word in _words("--engine-args", text):
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
+            if name in flags:
+                raise ConfigError(f"--engine-args {text!r}: --{name} is given twice, and the engine would see one.")
             flags[name] = value if equals else True
         elif not name:
             raise ConfigError(f"--engine-args {text!r}: {word!r} belongs to no flag.")
@@ -181,6 +194,13 @@ def _engine_args(text: str) -> dict[str, FlagValue]:
             before = flags[name]
             flags[name] = word if before is True else (*(before if isinstance(before, tuple) else (str(before),)), word)
     return flags
+
+
+def _words(option: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: {error}.") from error
 
 
 def _env(settings: list[str] | tuple[str, ...]) -> dict[str, str]:

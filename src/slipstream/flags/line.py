@@ -82,7 +82,11 @@ def handed_on(words: Sequence[str], own: Mapping[str, OwnFlag], table: FlagTable
         word = left.pop(0)
         name, equals, attached = word.partition("=")
         if name == "--engine-args":
-            handed += shlex.split(attached if equals else left.pop(0) if left else "")
+            text = attached if equals else left.pop(0) if left else ""
+            try:
+                handed += shlex.split(text)
+            except ValueError as error:
+                raise ConfigError(f"{name} {text!r}: {error}.") from error
         elif name in own:
             kept += [word, *([left.pop(0)] if own[name].takes_value and not equals and left else [])]
         elif not name.startswith("--"):

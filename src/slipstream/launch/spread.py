@@ -75,8 +75,8 @@ def beside_program(launch: Launch, name: str) -> str:
 
 def files_of(launch: Launch) -> tuple[str, ...]:
     """Return the files that every node needs; names of a hub are no files."""
-    draft = None if launch.draft is None else launch.draft.path or launch.draft.id
-    return tuple(name for name in (launch.model, draft) if name is not None and Path(name).is_absolute())
+    draft = launch.flags.get("draft") if launch.draft is None else launch.draft.path or launch.draft.id
+    return tuple(name for name in (launch.model, draft) if isinstance(name, str) and Path(name).is_absolute())
 
 
 def _host(launch: Launch, place: Place) -> str:
