@@ -171,8 +171,8 @@ def _flags(engine: ServerName, options: Mapping[str, Any], given: Mapping[str, o
     draft = own.pop("draft", "auto")
     # Names of files are those of this folder, and the other machines begin in another.
     flags: dict[str, FlagValue] = {"draft": draft if draft in ("auto", "none", "ngram") else _found(draft)}
-    for name, value in {**own, **rest}.items():
-        value = str(value.resolve()) if isinstance(value, Path) else value
+    for name, given_value in {**own, **rest}.items():
+        value = str(given_value.resolve()) if isinstance(given_value, Path) else given_value
         flag = (f"no-{name}" if value is False else name).replace("_", "-")
         flags[flag] = tuple(map(str, value)) if isinstance(value, list) else True if value is False else value
     return flags
