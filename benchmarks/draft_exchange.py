@@ -2,9 +2,9 @@
 
     python -m benchmarks.draft_exchange DRAFT --rounds 12
 
-Rounds in which the server takes DRAFT and its own draft by turns, one every three seconds as `serve --learn` does,
-against rounds without, in turns; ratios of tokens a second and of the server's processor time, which a busy machine
-changes less. Every text must be that of the rounds without.
+Rounds in which the server takes DRAFT and its own draft by turns, one every few seconds, against rounds without, in
+turns; ratios of tokens a second and of the server's processor time, which a busy machine changes less. Every text must
+be that of the rounds without.
 """
 
 import argparse
@@ -26,8 +26,6 @@ from benchmarks.serve_client import metrics, server, stream
 from slipstream import LLM
 from slipstream.checkpoint.embedded import embedded_draft
 from slipstream.records.traffic import Deployed, write_deployed
-
-_EXCHANGE_S = 3.0
 
 
 async def server_round(
@@ -53,14 +51,14 @@ async def server_round(
 
 
 @contextmanager
-def exchanging(folder: Path, drafts: Sequence[Path], first: int) -> Iterator[None]:
+def exchanging(folder: Path, drafts: Sequence[Path], first: int, every_s: float) -> Iterator[None]:
     """Have the server that learns from a folder take one draft after another until the block ends."""
     over = threading.Event()
 
     def run() -> None:
         for number in itertools.count(first):
             write_deployed(folder, Deployed(number, str(drafts[number % len(drafts)].resolve()), 1.0, 1.0))
-            if over.wait(_EXCHANGE_S):
+            if over.wait(every_s):
                 return
 
     thread = threading.Thread(target=run)
@@ -82,6 +80,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--every-s", type=float, default=3.0, help="seconds between two exchanges")
     options = parser.parse_args()
     shipped = embedded_draft() if options.draft == "auto" else Path(options.draft)
     assert shipped is not None, "the package brings it"
@@ -100,7 +99,7 @@ def main() -> int:
                 pair = {}
                 for exchanged in ((False, True), (True, False))[turn % 2]:
                     before, cpu_s = metrics(port)["slipstream_learning_deployed_total"], _cpu_s(process.pid)
-                    context = exchanging(folder, [options.exchange, shipped], 1000 * (turn + 1))
+                    context = exchanging(folder, [options.exchange, shipped], 1000 * (turn + 1), options.every_s)
                     with context if exchanged else nullcontext():
                         rate, texts = asyncio.run(server_round(port, chat, body, options.concurrency))
                     exchanges += int(metrics(port)["slipstream_learning_deployed_total"] - before)

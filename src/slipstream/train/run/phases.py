@@ -149,14 +149,10 @@ class TrainingRun:
         self.world.leave()
 
     def generate(self, report: Report, seconds: float | None = None, offline: Path | None = None) -> Corpus:
-        """Make (or finish) the corpus.
-
-        It stays as it is once training has begun, for vocabulary and batches follow from it, and once states of it
-        are stored in `offline`.
-        """
+        """Make (or finish) the corpus; it stays once training has begun, or states of it are stored in `offline`."""
         started = time.monotonic()
         if self.world.rank == 0:
-            marks = [self.paths.work / STATE_FILE, *([] if offline is None else [offline / MANIFEST])]
+            marks = (self.paths.work / STATE_FILE, (offline or self.paths.work) / MANIFEST)
             begun = bool(shard_paths(self.paths.corpus)) and any(mark.is_file() for mark in marks)
             watch = Watch(report, lambda tally, passed: True) if begun else Watch.until(report, seconds)
             make_corpus(self.speaker, self.recipe, self.paths.data, self.paths.corpus, watch)
